@@ -1,0 +1,58 @@
+"""Every error a user can meet.
+
+Each derives from ``AlignerError`` and from the standard type it refines, so both
+``except AlignerError`` and ``except ValueError`` do what they say. A message names the
+key, the value it had, and what to do about it.
+"""
+
+
+class AlignerError(Exception):
+    """Root of all errors raised on purpose by this library."""
+
+
+class ConfigError(AlignerError, ValueError):
+    """A configuration key is unknown, missing, or has a value that cannot work."""
+
+
+class LayoutError(AlignerError, ValueError):
+    """A parallel layout does not fit the model or the number of processes."""
+
+
+class DataError(AlignerError, ValueError):
+    """A data file, a row or a column is not what the configuration promises."""
+
+
+class TokenizerError(AlignerError, ValueError):
+    """A tokenizer cannot be loaded or lacks what is asked of it."""
+
+
+class CheckpointError(AlignerError, ValueError):
+    """An archive or a run state is damaged, foreign, unsafe, or does not fit the model."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The checkpoint that the configuration names does not exist."""
+
+
+class StorageError(AlignerError, OSError):
+    """A directory cannot be written, or the disk is full."""
+
+
+class RewardError(AlignerError, RuntimeError):
+    """A reward function raised, or returned the wrong number or kind of values."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """A reward function did not answer within its time limit."""
+
+
+class NonFiniteError(AlignerError, FloatingPointError):
+    """A loss or a gradient is NaN or infinite and the configuration says to stop."""
+
+
+class WorkerError(AlignerError, RuntimeError):
+    """A worker process failed or died."""
+
+
+class CollectiveTimeoutError(WorkerError, TimeoutError):
+    """A collective operation did not complete in time."""
