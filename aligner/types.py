@@ -1,0 +1,74 @@
+"""The vocabulary: names, shapes and meanings of everything that passes between parts.
+
+Shape legend: ``B`` sequences, ``S`` padded length (prompt + response), ``P`` padded prompt
+length, ``V`` vocabulary, ``H`` hidden, ``N`` selected tokens.
+
+Every per-token tensor has length ``S`` and position ``t`` speaks of token ``t``:
+``logprobs[:, t] = log p(token_t | tokens_<t)`` with ``logprobs[:, 0] = 0``, and
+``values[:, t] = V(state before token t)`` with ``values[:, 0] = 0``.
+
+Keys of a rollout batch (a ``BatchedDataDict``):
+
+=========================  ==============  =====================================================
+``input_ids``              int64 [B, S]    prompt and response, right-padded
+``input_lengths``          int64 [B]       prompt + response
+``prompt_lengths``         int64 [B]       prompt alone
+``sample_ids``             int64 [B]       identifies the sample for counter-based sampling
+``is_end``                 bool [B]        the response ended by itself (EOS or stop string)
+``token_mask``             float32 [B, S]  1 where the token was generated (EOS included)
+``sample_mask``            float32 [B]     1 where the sample counts
+``generation_logprobs``    float32 [B, S]  of the sampling engine
+``prev_logprobs``          float32 [B, S]  of the policy that produced the rollout
+``ref_logprobs``           float32 [B, S]  of the frozen reference policy
+``values``                 float32 [B, S]  of the critic before it was trained on this rollout
+``rewards``                float32 [B]     scalar reward of the sample
+``advantages``             float32 [B, S]
+``returns``                float32 [B, S]
+=========================  ==============  =====================================================
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Denominators(NamedTuple):
+    """Counts over the whole global batch and all data-parallel ranks, taken before micro-batch 1.
+
+    ``valid_tokens`` = sum(token_mask * sample_mask), ``valid_seqs`` = sum(sample_mask); float32
+    scalars, at least 1 so that a batch without a valid token has loss 0 instead of NaN.
+    """
+
+    valid_tokens: Tensor
+    valid_seqs: Tensor
+
+
+class TokenOutputs(NamedTuple):
+    """What a model says of each token of a micro-batch.
+
+    ``values_or_logprobs``: float32 [B, S]; log-probs for a policy, values for a critic.
+    ``entropy``: float32 [B, S] of the distribution token t was drawn from, or None.
+    Positions outside ``token_mask`` may hold anything finite.
+    """
+
+    values_or_logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+class LossFunction(Protocol):
+    """A loss over one micro-batch.
+
+    Returns ``(loss, metrics)``: the micro-batch's *share* of the global loss, that is
+    ``sum(mask * x) / denominators.valid_tokens``, so that summing over micro-batches and
+    data-parallel ranks gives the global value and gradient. Metrics are detached scalars that add
+    up the same way, except keys that end in ``_max`` or ``_min``, which are combined so.
+    """
+
+    needs_entropy: bool
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute loss and metrics of one micro-batch."""
+        ...
