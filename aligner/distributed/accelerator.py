@@ -1,0 +1,152 @@
+"""The device seam: the only file that knows whether there is a GPU.
+
+Everything else asks here for the device, the collective backend, memory figures and RNG state.
+It also holds what megatron-core needs to run on a machine without a GPU: the few CUDA calls that
+its GPT path makes unconditionally are answered by the CPU (`prepare_megatron`), and literal
+``device="cuda"`` arguments in its optimizer are redirected while that optimizer runs
+(`cuda_literals`).
+"""
+
+import contextlib
+import functools
+import os
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` says no."""
+    return torch.cuda.is_available() and os.environ.get("ALIGNER_FORCE_CPU") != "1"
+
+
+def device() -> torch.device:
+    """The device this process computes on."""
+    if has_gpu():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend for `device`."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def activate() -> None:
+    """Make `device` the current one of this process."""
+    if has_gpu():
+        torch.cuda.set_device(device())
+
+
+def synchronize() -> None:
+    """Wait for all queued device work."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
+def release_memory() -> None:
+    """Return cached device memory to the driver."""
+    if has_gpu():
+        torch.cuda.empty_cache()
+
+
+def peak_memory_bytes() -> int:
+    """Most device memory allocated so far; on CPU the process's largest resident set."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rng_state() -> Tensor | None:
+    """State of the device's random generator; None on CPU, where torch's own is the only one."""
+    return torch.cuda.get_rng_state() if has_gpu() else None
+
+
+def set_rng_state(state: Tensor | None) -> None:
+    """Inverse of `rng_state`."""
+    if has_gpu() and state is not None:
+        torch.cuda.set_rng_state(state)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Move a tensor to (pinned) host memory; a tensor that is there already is returned as is."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_device(tensor: Tensor) -> Tensor:
+    """Move a tensor to `device`; a tensor that is there already is returned as is."""
+    return tensor.to(device(), non_blocking=True)
+
+
+def gpu_profiler(action: str) -> None:
+    """Start or stop the CUDA profiler's capture range; nothing without a GPU."""
+    if has_gpu():
+        {"start": torch.cuda.profiler.start, "stop": torch.cuda.profiler.stop}[action]()
+
+
+class _CudaLiterals(TorchFunctionMode):
+    """Read ``device="cuda"`` as the CPU and ``tensor.type()`` as the CUDA type of the same name."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if kwargs.get("device") == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def cuda_literals() -> contextlib.AbstractContextManager[Any]:
+    """Context in which megatron-core's optimizer code, which names "cuda", works on this device."""
+    return contextlib.nullcontext() if has_gpu() else _CudaLiterals()
+
+
+@functools.cache
+def prepare_megatron() -> None:
+    """Let megatron-core run on CPU; call before its first use. Idempotent, nothing with a GPU.
+
+    megatron-core asks for the current CUDA device, synchronises and keeps CUDA random states even
+    where tensors live on the CPU. These calls are answered by their CPU counterparts.
+    """
+    if has_gpu():
+        return
+    cpu = torch.device("cpu")
+
+    def set_cpu_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        del device, graph_safe  # there is one CPU generator and no CUDA graph
+        torch.set_rng_state(new_state)
+
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._set_cuda_rng_state = set_cpu_rng_state
+
+
+@contextlib.contextmanager
+def deterministic_seed(seed: int) -> Iterator[None]:
+    """Run a block under its own seed and leave the process's random state as it was."""
+    cpu_state, device_state = torch.get_rng_state(), rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        set_rng_state(device_state)

@@ -1,0 +1,147 @@
+"""From a `GPTArchitecture` to a megatron-core `GPTModel`."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture, RopeScaling
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import ParallelConfig
+from aligner.models.gpt.layer_spec import block_spec
+
+Recompute = Literal["full", "selective"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "geglu": F.gelu,
+    "swiglu": F.silu,
+    "silu": F.silu,
+    "relu": F.relu,
+    "squared_relu": squared_relu,
+}
+
+
+def transformer_config(
+    architecture: GPTArchitecture,
+    *,
+    dtype: torch.dtype = torch.float32,
+    parallel: ParallelConfig | None = None,
+    recompute: Recompute | None = None,
+    initialize: bool = True,
+) -> TransformerConfig:
+    """megatron-core's view of the architecture, this layout and this precision."""
+    parallel = parallel or ParallelConfig()
+    on_cpu = not accelerator.has_gpu()
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        activation_func=_ACTIVATIONS[architecture.activation],
+        gated_linear_unit=architecture.gated,
+        normalization="RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
+        layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
+        layernorm_epsilon=architecture.layernorm_epsilon,
+        add_bias_linear=architecture.bias_linear,
+        add_qkv_bias=architecture.bias_qkv,
+        qk_layernorm=architecture.qk_layernorm,
+        window_size=(architecture.window_size - 1, 0) if architecture.window_size else None,
+        attention_dropout=architecture.attention_dropout,
+        hidden_dropout=architecture.hidden_dropout,
+        init_method_std=architecture.init_std,
+        num_moe_experts=architecture.num_moe_experts,
+        moe_router_topk=architecture.moe_router_topk,
+        moe_ffn_hidden_size=architecture.moe_ffn_hidden_size,
+        # The all-to-all dispatcher makes CUDA streams, which a CPU does not have.
+        moe_token_dispatcher_type="allgather" if on_cpu else "alltoall",
+        moe_aux_loss_coeff=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1 if parallel.expert > 1 else None,
+        sequence_parallel=parallel.sequence_parallel,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=initialize,
+        # Losses arrive already divided by global counts: gradients are summed, never averaged.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        variable_seq_lengths=parallel.pipeline > 1,
+        deallocate_pipeline_outputs=True,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+    )
+
+
+def build_gpt(
+    architecture: GPTArchitecture,
+    *,
+    dtype: torch.dtype = torch.float32,
+    parallel: ParallelConfig | None = None,
+    recompute: Recompute | None = None,
+    initialize: bool = True,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> GPTModel:
+    """Build this process's share of the model on the accelerator's device.
+
+    Process groups must have been initialised (`aligner.distributed.parallel`). With
+    ``initialize=False`` the weights are left unset for a checkpoint to fill.
+    """
+    parallel = parallel or ParallelConfig()
+    config = transformer_config(
+        architecture, dtype=dtype, parallel=parallel, recompute=recompute, initialize=initialize
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config)),
+        vocab_size=architecture.padded_vocab_size(parallel.tensor),
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tie_embeddings,
+        position_embedding_type=architecture.position_embedding,
+        rotary_percent=architecture.rotary_percent,
+        rotary_base=architecture.rotary_base,
+    )
+    if architecture.rope_scaling is not None:
+        rope = model.rotary_pos_emb
+        rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)
+    return model.to(accelerator.device())
+
+
+def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rope frequencies stretched to a longer context.
+
+    ``linear`` divides all by the factor (Chen et al. 2023). ``llama3`` divides only those whose
+    wavelength exceeds the original context and interpolates in between (Llama 3.1, 2024);
+    megatron-core's own version fixes the constants that here come from the checkpoint.
+    """
+    if scaling.kind == "linear":
+        return inverse / scaling.factor
+    turns = scaling.original_max_position_embeddings * inverse / (2 * torch.pi)
+    smooth = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smooth = smooth.clamp(0.0, 1.0)
+    return inverse / scaling.factor * (1 - smooth) + inverse * smooth

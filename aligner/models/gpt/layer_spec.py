@@ -1,0 +1,112 @@
+"""Which modules a transformer layer is made of.
+
+With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec; otherwise our
+local one: megatron-core's linear layers with a norm that admits sequence parallelism and a fused
+core attention (megatron-core's own local spec refuses the first and lacks the second).
+"""
+
+import functools
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from aligner.distributed import accelerator
+from aligner.models.gpt.attention import CoreAttention
+
+
+class Norm(nn.Module):
+    """LayerNorm, LayerNorm1P (weight stored minus one) or RMSNorm, by the config.
+
+    Its parameters are marked ``sequence_parallel``, so that megatron-core sums their gradients
+    over tensor-parallel ranks that each saw a part of the sequence.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.is_rms = config.normalization == "RMSNorm"
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        if self.zero_centered:
+            nn.init.zeros_(self.weight)
+        self.bias = (
+            None
+            if self.is_rms
+            else nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        )
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.is_rms:
+            return F.rms_norm(hidden, weight.shape, weight, self.eps)
+        return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed and there is a GPU to run it on."""
+    return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One transformer layer of megatron-core linears, `Norm` and `CoreAttention`."""
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if config.num_moe_experts:
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
+    qk_norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=CoreAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(config: TransformerConfig, num_local_layers: int) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage and its final norm."""
+    if has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
+        return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules(
+        [local_layer_spec(config)] * num_local_layers, layer_norm=Norm
+    )
