@@ -1,0 +1,68 @@
+"""Configuration: one YAML tree, validated once into frozen dataclasses.
+
+``load_config`` turns hydra's ``DictConfig`` into a ``RunConfig``; nothing below the entry script
+ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. A key is documented where its dataclass defines it, and again beside its
+default in ``conf/``.
+"""
+
+from aligner.config.data import DataConfig, PromptSourceConfig
+from aligner.config.experiment import (
+    BackendConfig,
+    ClusterConfig,
+    ExpManagerConfig,
+    WandbConfig,
+)
+from aligner.config.layout import ParallelConfig, check_layout
+from aligner.config.load import load_config, parse_config
+from aligner.config.model import (
+    CriticConfig,
+    DynamicBatchingConfig,
+    KLLossConfig,
+    LengthParams,
+    ModelConfig,
+    PolicyPPOConfig,
+    ReferenceConfig,
+    SamplingParams,
+    SequencePackingConfig,
+)
+from aligner.config.optim import OptimConfig, SchedConfig
+from aligner.config.reward import RewardConfig
+from aligner.config.run import RunConfig
+from aligner.config.trainer import (
+    ImproperEndConfig,
+    KLControllerConfig,
+    RewardShapingConfig,
+    TrainerConfig,
+    TrainerPPOConfig,
+)
+
+__all__ = [
+    "BackendConfig",
+    "ClusterConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DynamicBatchingConfig",
+    "ExpManagerConfig",
+    "ImproperEndConfig",
+    "KLControllerConfig",
+    "KLLossConfig",
+    "LengthParams",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PolicyPPOConfig",
+    "PromptSourceConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardShapingConfig",
+    "RunConfig",
+    "SamplingParams",
+    "SchedConfig",
+    "SequencePackingConfig",
+    "TrainerConfig",
+    "TrainerPPOConfig",
+    "WandbConfig",
+    "check_layout",
+    "load_config",
+    "parse_config",
+]

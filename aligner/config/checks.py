@@ -1,0 +1,111 @@
+"""Checks that involve more than one key."""
+
+import os
+
+from aligner.config.data import PromptSourceConfig
+from aligner.config.run import RunConfig
+from aligner.config.trainer import parse_duration
+from aligner.errors import ConfigError
+
+
+def check_config(config: RunConfig) -> None:
+    """Refuse combinations that cannot work, before anything is loaded."""
+    _check_not_in_this_version(config)
+    _check_lengths(config)
+    _check_batches(config)
+    _check_data(config)
+    _check_max_time(config)
+
+
+def check_batch_layout(config: RunConfig, data_parallel_size: int) -> None:
+    """Refuse batch sizes that the data-parallel ranks cannot share evenly."""
+    for role, batch in (("model", config.model), ("critic", config.critic)):
+        per_pass = batch.micro_batch_size * data_parallel_size
+        if batch.global_batch_size % per_pass:
+            raise ConfigError(
+                f"{role}.global_batch_size={batch.global_batch_size} is not a multiple of "
+                f"{role}.micro_batch_size={batch.micro_batch_size} x {data_parallel_size} "
+                f"data-parallel ranks = {per_pass}; nearest that work: "
+                f"{_multiples(batch.global_batch_size, per_pass)}"
+            )
+
+
+def _check_not_in_this_version(config: RunConfig) -> None:
+    model = config.model
+    wanted = {
+        "cluster.engine": (config.cluster.engine, "local"),
+        "policy.backend": (config.policy.backend, "megatron"),
+        "generation.backend": (config.generation.backend, "megatron"),
+        "model.sequence_packing.enabled": (model.sequence_packing.enabled, False),
+        "model.dynamic_batching.enabled": (model.dynamic_batching.enabled, False),
+        "model.context_parallel_size": (model.context_parallel_size, 1),
+        "model.expert_model_parallel_size": (model.expert_model_parallel_size, 1),
+    }
+    for key, (value, supported) in wanted.items():
+        if value != supported:
+            shown = str(supported).lower() if isinstance(supported, bool) else supported
+            raise ConfigError(f"{key}={value}: not in this version; use {key}={shown}")
+
+
+def _check_lengths(config: RunConfig) -> None:
+    lengths = config.model.ppo.length_params
+    key = "model.ppo.length_params"
+    if lengths.min_length > lengths.max_length:
+        raise ConfigError(
+            f"{key}.min_length={lengths.min_length} is more than "
+            f"{key}.max_length={lengths.max_length}; lower the one or raise the other"
+        )
+
+
+def _check_batches(config: RunConfig) -> None:
+    samples = config.model.ppo.num_rollout_samples
+    key = f"model.ppo.num_rollout_samples={samples}"
+    per_prompt = config.model.ppo.num_rollouts_per_prompt
+    if samples % per_prompt:
+        raise ConfigError(
+            f"{key} is not a multiple of model.ppo.num_rollouts_per_prompt={per_prompt}; "
+            f"nearest that work: {_multiples(samples, per_prompt)}"
+        )
+    for role, batch in (("model", config.model), ("critic", config.critic)):
+        if samples % batch.global_batch_size:
+            raise ConfigError(
+                f"{key} is not a multiple of {role}.global_batch_size={batch.global_batch_size}; "
+                f"nearest that work: {_multiples(samples, batch.global_batch_size)}"
+            )
+    check_batch_layout(
+        config, max(1, config.trainer.world_size // config.model.parallel.model_size)
+    )
+
+
+def _check_data(config: RunConfig) -> None:
+    _check_source("data.train", config.data.train)
+    if config.data.validation is not None:
+        _check_source("data.validation", config.data.validation)
+    if not config.model.restore_from_path:
+        raise ConfigError("model.restore_from_path: empty; give the path of a .nemo file")
+    path = config.exp_manager.explicit_log_dir
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ConfigError(f"exp_manager.explicit_log_dir={path}: is a file; give a directory")
+
+
+def _check_source(key: str, source: PromptSourceConfig) -> None:
+    if (source.files is None) == (source.generator is None):
+        given = "neither is" if source.files is None else "both are"
+        raise ConfigError(f"{key}: give either {key}.files or {key}.generator; {given} set")
+
+
+def _check_max_time(config: RunConfig) -> None:
+    if config.trainer.max_time is None:
+        return
+    try:
+        parse_duration(config.trainer.max_time)
+    except ValueError as error:
+        raise ConfigError(
+            f"trainer.max_time={config.trainer.max_time}: expected DD:HH:MM:SS, "
+            "for example 00:04:00:00 for four hours"
+        ) from error
+
+
+def _multiples(near: int, step: int) -> str:
+    below, above = near // step * step, -(-near // step) * step
+    return f"{below} or {above}" if below else str(above)

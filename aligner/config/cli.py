@@ -1,0 +1,81 @@
+"""Entry of every training script: hydra in front, typed configuration behind.
+
+Hydra's own message for a misspelt override names no alternative, so overrides are checked
+against the dataclasses before hydra sees them.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import hydra
+from omegaconf import DictConfig
+
+from aligner.config.load import load_config
+from aligner.config.parse import field_types, unknown_key
+from aligner.config.run import RunConfig
+from aligner.errors import AlignerError, ConfigError
+
+
+def launch(fit: Callable[[RunConfig], None], conf_dir: Path, config_name: str) -> None:
+    """Compose ``conf_dir/config_name`` with the command line, validate it and call ``fit``.
+
+    An ``AlignerError`` ends the process with status 2 and its message instead of a traceback;
+    set ``HYDRA_FULL_ERROR=1`` to see the traceback.
+    """
+
+    def main(config: DictConfig) -> None:
+        _report_errors(lambda: fit(load_config(config)))
+
+    _report_errors(lambda: check_overrides(sys.argv[1:]))
+    hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
+        main
+    )()
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse ``key=value`` arguments whose key no dataclass has, suggesting the nearest."""
+    for argument in arguments:
+        key, separator, _ = argument.partition("=")
+        key = key.lstrip("+~")
+        if argument.startswith("-") or not separator or key.startswith("hydra"):
+            continue
+        if "@" in key or "/" in key:  # a choice of a config group
+            continue
+        check_key(key)
+
+
+def check_key(key: str) -> None:
+    """Refuse a dotted key that is not in the tree of dataclasses."""
+    level: Any = RunConfig
+    prefix = ""
+    for name in key.split("."):
+        level = _dataclass_of(level)
+        if level is None:  # below a free-form mapping
+            return
+        hints = field_types(level)
+        if name not in hints:
+            raise ConfigError(unknown_key(f"{prefix}.{name}".lstrip("."), list(hints), prefix))
+        prefix = f"{prefix}.{name}".lstrip(".")
+        level = hints[name]
+
+
+def _dataclass_of(hint: Any) -> type | None:
+    if get_origin(hint) in (Union, UnionType, Annotated):
+        found = (_dataclass_of(arm) for arm in get_args(hint))
+        return next((arm for arm in found if arm is not None), None)
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+
+
+def _report_errors(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except AlignerError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,103 @@
+"""Parallel layouts: what they are and which ones a model and a world size admit."""
+
+from dataclasses import dataclass
+
+from aligner.architecture import GPTArchitecture
+from aligner.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the model-parallel groups; data parallelism takes what is left of the world."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence: bool = False
+
+    @property
+    def model_size(self) -> int:
+        """Processes that hold one copy of the model (expert parallelism lives inside DP)."""
+        return self.tensor * self.pipeline * self.context
+
+    def data_size(self, world_size: int) -> int:
+        """Data-parallel size in a world of ``world_size`` processes."""
+        return world_size // self.model_size
+
+
+def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a layout that cannot work, with the numbers and the nearest that can."""
+    if world_size % parallel.model_size:
+        raise LayoutError(
+            f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
+            f"{parallel.pipeline} x context {parallel.context} = {parallel.model_size}; start "
+            f"{_multiples(parallel.model_size, world_size)} processes (trainer.devices x "
+            "trainer.num_nodes) or change the sizes"
+        )
+    _check_tensor(architecture, parallel)
+    _divides(
+        "model.pipeline_model_parallel_size",
+        parallel.pipeline,
+        {"layers": architecture.num_layers},
+    )
+    if parallel.sequence and parallel.tensor == 1:
+        raise LayoutError(
+            "model.sequence_parallel=true needs model.tensor_model_parallel_size > 1, got 1; "
+            "set it to false or raise the tensor parallel size"
+        )
+    _check_expert(architecture, parallel, world_size)
+
+
+def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig) -> None:
+    _divides(
+        "model.tensor_model_parallel_size",
+        parallel.tensor,
+        {
+            "attention heads": architecture.num_attention_heads,
+            "query groups": architecture.num_query_groups,
+            "feed-forward columns": architecture.ffn_hidden_size,
+            "hidden columns": architecture.hidden_size,
+        },
+    )
+
+
+def _check_expert(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
+    if parallel.expert == 1:
+        return
+    key = "model.expert_model_parallel_size"
+    if architecture.num_moe_experts is None:
+        raise LayoutError(f"{key}={parallel.expert}, but the model has no experts; set it to 1")
+    _divides(key, parallel.expert, {"experts": architecture.num_moe_experts})
+    ranks = world_size // parallel.pipeline
+    if ranks % parallel.expert:
+        raise LayoutError(
+            f"{key}={parallel.expert} does not divide the {ranks} processes of a pipeline stage; "
+            f"use one of {_divisors(ranks)}"
+        )
+
+
+def _divides(key: str, size: int, counts: dict[str, int]) -> None:
+    bad = {name: count for name, count in counts.items() if count % size}
+    if not bad:
+        return
+    numbers = " and ".join(f"{count} {name}" for name, count in bad.items())
+    working = [
+        candidate
+        for candidate in range(1, max(counts.values()) + 1)
+        if all(count % candidate == 0 for count in counts.values())
+    ]
+    near = sorted(working, key=lambda candidate: (abs(candidate - size), candidate))[:3]
+    raise LayoutError(
+        f"{key}={size} does not divide {numbers}; nearest that work: "
+        f"{', '.join(str(candidate) for candidate in sorted(near))}"
+    )
+
+
+def _multiples(step: int, near: int) -> str:
+    below, above = near // step * step, (near // step + 1) * step
+    return f"{below} or {above}" if below else str(above)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -1,0 +1,35 @@
+"""From omegaconf's tree to ``RunConfig``: the only door."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from aligner.config.checks import check_config
+from aligner.config.parse import build
+from aligner.config.run import RunConfig
+from aligner.errors import ConfigError
+
+
+def load_config(config: DictConfig) -> RunConfig:
+    """Resolve interpolations and validate hydra's configuration."""
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ConfigError(
+            f"{missing[0]}: required and not set; give it as {missing[0]}=... on the command line"
+            + (f" (also missing: {', '.join(missing[1:])})" if missing[1:] else "")
+        )
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "the configuration"
+        raise ConfigError(f"{key}: cannot be resolved: {error}") from error
+    return parse_config(plain)  # type: ignore[arg-type]
+
+
+def parse_config(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a plain nested mapping."""
+    config = build(RunConfig, values)
+    check_config(config)
+    return config

@@ -1,0 +1,134 @@
+"""Policy and critic: where they come from, how they are cut, and how they are trained."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positive, Range
+from aligner.config.layout import ParallelConfig
+from aligner.config.optim import OptimConfig
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+@dataclass(frozen=True)
+class LengthParams:
+    """How long a response may be, in tokens, the end-of-sequence token included."""
+
+    max_length: Count = 64  # most new tokens
+    min_length: Natural = 1  # EOS and stop strings cannot end a response before this many tokens
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn."""
+
+    temperature: Positive = 1.0  # logits are divided by it, in training log-probs too
+    top_k: Natural = 0  # 0: off
+    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0  # 1: off
+    repetition_penalty: Positive = 1.0  # 1: off; CTRL (Keskar et al. 2019): seen logits divided
+    use_greedy: bool = False  # always the likeliest token
+    end_strings: tuple[str, ...] = ()  # the response ends (properly) after the first of these
+
+
+@dataclass(frozen=True)
+class KLLossConfig:
+    """KL to the reference policy as a term of the loss (GRPO's place for it)."""
+
+    coef: NonNegative = 0.0  # 0: off, and no reference pass for its sake
+    estimator: KLEstimator = "k3"
+
+
+@dataclass(frozen=True)
+class PolicyPPOConfig:
+    """One PPO step, seen from the policy."""
+
+    num_rollout_samples: Count = 64  # responses per step, over all ranks
+    num_rollouts_per_prompt: Count = 1  # responses to the same prompt; divides the samples
+    rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
+    forward_micro_batch_size: Count = 16  # sequences per forward pass of log-probs, per rank
+    ppo_epochs: Count = 1  # passes over the same rollout
+    # Clip range of the ratio: one number for both sides or [low, high] (clip-higher).
+    ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
+    # Dual clip (Ye et al. 2020): bound on the loss for negative advantages; null: off.
+    dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
+    entropy_bonus: NonNegative = 0.0  # weight of the entropy in the loss; 0: off
+    kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
+    # Upper bound of the trainer/sampler probability ratio that weights each token; null: off.
+    truncated_importance_sampling: Positive | None = None
+    offload_adam_states: bool = False  # optimizer state to host memory while not training
+    length_params: LengthParams = field(default_factory=LengthParams)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def ratio_eps_range(self) -> tuple[float, float]:
+        """Clip range as (low, high): the ratio stays in [1 - low, 1 + high]."""
+        if isinstance(self.ratio_eps, tuple):
+            return self.ratio_eps
+        return self.ratio_eps, self.ratio_eps
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Frozen reference policy. Not built at all where no KL term needs it."""
+
+    mode: Literal["keep", "swap"] = "keep"  # keep: a second model; swap: weights held on the host
+
+
+@dataclass(frozen=True)
+class SequencePackingConfig:
+    """Several sequences in one row, without padding between them."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True)
+class DynamicBatchingConfig:
+    """Micro-batches of a token budget instead of a number of sequences."""
+
+    enabled: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy. Its parallel layout is the layout of every role of the run."""
+
+    restore_from_path: str  # a .nemo file
+    tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
+    micro_batch_size: Count = 8  # sequences per forward-backward, per data-parallel rank
+    global_batch_size: Count = 64  # sequences per optimizer step, over all ranks
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    context_parallel_size: Count = 1
+    expert_model_parallel_size: Count = 1
+    sequence_parallel: bool = False  # shard norms and dropouts over the tensor-parallel group
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
+    # full: recompute whole layers in backward; selective: the attention only; null: nothing.
+    activations_checkpoint_granularity: Literal["full", "selective"] | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo: PolicyPPOConfig = field(default_factory=PolicyPPOConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Layout sizes under short names."""
+        return ParallelConfig(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            sequence=self.sequence_parallel,
+        )
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic: the policy's architecture with a value head, in the policy's layout."""
+
+    restore_from_path: str | None = None  # null: model.restore_from_path, with a fresh head
+    micro_batch_size: Count = 8  # sequences per forward-backward, per data-parallel rank
+    global_batch_size: Count = 64  # sequences per optimizer step, over all ranks
+    forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank
+    value_clip: Positive | None = 0.2  # clip of the new value around the old one; null: off
+    offload_adam_states: bool = False  # optimizer state to host memory while not training
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))

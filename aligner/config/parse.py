@@ -1,0 +1,160 @@
+"""Build frozen dataclasses out of plain mappings, refusing what does not fit.
+
+Every refusal is a ``ConfigError`` that starts with the full dotted key and ends with a remedy.
+"""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from aligner.config.fields import Range
+from aligner.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], values: Any, prefix: str = "") -> T:
+    """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of the mapping itself."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{prefix or 'the configuration'}: expected a group of keys, got {_show(values)}; "
+            f"write its keys below it ({', '.join(field_types(cls))})"
+        )
+    hints = field_types(cls)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(unknown_key(_join(prefix, str(key)), list(hints), prefix))
+    missing = [
+        field.name
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.name not in values and _is_required(field)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{_join(prefix, missing[0])}: required and not set; "
+            f"give it in the YAML or as {_join(prefix, missing[0])}=... on the command line"
+        )
+    return cls(
+        **{key: convert(hints[key], value, _join(prefix, key)) for key, value in values.items()}
+    )
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """Resolved type of each field of a dataclass, annotations kept, in order of definition."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def unknown_key(key: str, known: list[str], prefix: str) -> str:
+    """Message for a key that no dataclass has, with the nearest that one has."""
+    name = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {_join(prefix, near[0])}?" if near else "remove it or correct its name."
+    return f"{key}: unknown key; {hint} Keys here: {', '.join(sorted(known))}"
+
+
+def convert(hint: Any, value: Any, key: str) -> Any:
+    """``value`` as the type ``hint`` describes, or a ``ConfigError`` that names ``key``."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return _convert_ranged(hint, value, key)
+    if origin in (Union, types.UnionType):
+        return _convert_union(hint, value, key)
+    if origin is Literal:
+        return _convert_literal(hint, value, key)
+    if origin is tuple:
+        return _convert_tuple(hint, value, key)
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, key)  # type: ignore[arg-type]
+    if origin in (dict, Mapping) or hint is dict:
+        return _convert_mapping(value, key)
+    if hint is Any:
+        return value
+    return _convert_scalar(hint, value, key)
+
+
+def _convert_scalar(hint: type, value: Any, key: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
+        return value
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    raise ConfigError(f"{key}: expected {names[hint]}, got {_show(value)}")
+
+
+def _convert_ranged(hint: Any, value: Any, key: str) -> Any:
+    inner, *constraints = get_args(hint)
+    converted = convert(inner, value, key)
+    for constraint in constraints:
+        if isinstance(constraint, Range) and not constraint.contains(converted):
+            raise ConfigError(f"{key}: must be {constraint}, got {_show(value)}")
+    return converted
+
+
+def _convert_union(hint: Any, value: Any, key: str) -> Any:
+    arms = get_args(hint)
+    if value is None:
+        if type(None) in arms:
+            return None
+        raise ConfigError(f"{key}: null is not allowed; give it a value")
+    problems: list[ConfigError] = []
+    candidates = [arm for arm in arms if arm is not type(None)]
+    for arm in candidates:
+        try:
+            return convert(arm, value, key)
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    reasons = [str(problem).removeprefix(f"{key}: ") for problem in problems]
+    raise ConfigError(f"{key}: {'; or '.join(reasons)}")
+
+
+def _convert_literal(hint: Any, value: Any, key: str) -> Any:
+    allowed = get_args(hint)
+    # `precision: 32` in YAML is a number; the allowed value is the string "32".
+    for option in allowed:
+        if value == option or (not isinstance(value, bool) and str(value) == str(option)):
+            return option
+    near = difflib.get_close_matches(str(value), [str(option) for option in allowed], n=1)
+    hint_text = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(
+        f"{key}: must be one of {', '.join(str(option) for option in allowed)}, "
+        f"got {_show(value)}{hint_text}"
+    )
+
+
+def _convert_tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{key}: expected a list, got {_show(value)}")
+    arms = get_args(hint)
+    if len(arms) == 2 and arms[1] is Ellipsis:
+        arms = (arms[0],) * len(value)
+    if len(value) != len(arms):
+        raise ConfigError(f"{key}: expected a list of {len(arms)} values, got {_show(value)}")
+    return tuple(
+        convert(arm, item, f"{key}[{index}]")
+        for index, (arm, item) in enumerate(zip(arms, value, strict=True))
+    )
+
+
+def _convert_mapping(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}: expected a mapping, got {_show(value)}")
+    return {str(name): item for name, item in value.items()}
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else f"{value!r} ({type(value).__name__})"

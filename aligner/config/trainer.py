@@ -1,0 +1,87 @@
+"""The run: how long, on what, and the settings of the algorithm that belong to no one role."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positive, Range
+from aligner.config.model import KLEstimator
+
+
+@dataclass(frozen=True)
+class KLControllerConfig:
+    """How the weight of the KL penalty in the reward moves."""
+
+    mode: Literal["fixed", "adaptive"] = "fixed"  # adaptive: Ziegler et al. 2019
+    target: Positive = 6.0  # adaptive: KL per sequence, in nats, to hold
+    horizon: Count = 10_000  # adaptive: samples over which the weight moves by a factor of about e
+
+
+@dataclass(frozen=True)
+class RewardShapingConfig:
+    """What happens to a reward before it is used: first scale and shift, then clip."""
+
+    scale: float = 1.0  # R <- scale * R + shift
+    shift: float = 0.0
+    clip: Positive | None = None  # R <- clamp(R, -clip, clip); null: off
+
+
+@dataclass(frozen=True)
+class ImproperEndConfig:
+    """What happens to responses that ran into the length limit."""
+
+    mode: Literal["keep", "mask", "penalize"] = "keep"  # mask: such samples do not count
+    penalty: NonNegative = 1.0  # penalize: subtracted from the reward
+
+
+@dataclass(frozen=True)
+class TrainerPPOConfig:
+    """The PPO loop."""
+
+    max_epochs: Count = 1  # passes over the training prompts
+    max_steps: Annotated[int, Range(low=-1)] = -1  # PPO steps; -1: as max_epochs says
+    val_check_interval: Natural = 10  # PPO steps between validations; 0: only first and last
+    save_interval: Natural = 10  # PPO steps between saved run states; 0: only at the end
+    limit_val_prompts: Count | None = None  # validate on the first so many; null: on all
+    gradient_clip_val: NonNegative = 1.0  # largest gradient norm of a step; 0: off
+    initial_policy_kl_penalty: NonNegative = 0.01  # weight of the KL in the reward; 0: off
+    kl_estimator: KLEstimator = "k1"  # of the KL in the reward; abs is |k1|
+    kl_controller: KLControllerConfig = field(default_factory=KLControllerConfig)
+    discount_factor: Fraction = 1.0  # gamma
+    gae_lambda: Fraction = 0.95  # lambda
+    normalize_advantages: bool = True  # mean 0 and variance 1 over all tokens of the rollout
+    critic_warmup_steps: Natural = 0  # first PPO steps that train the critic alone
+    reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)
+    improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
+    # A loss or gradient that is NaN or infinite: skip that optimizer step, or stop the run.
+    non_finite: Literal["skip", "stop"] = "skip"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Processes, precision and limits."""
+
+    num_nodes: Count = 1
+    devices: Count = 1  # processes per node
+    precision: Literal["32", "bf16"] = "32"  # of weights in the forward pass; heads stay float32
+    max_time: str | None = None  # DD:HH:MM:SS; then the run saves and ends cleanly
+    ppo: TrainerPPOConfig = field(default_factory=TrainerPPOConfig)
+
+    @property
+    def max_seconds(self) -> float | None:
+        """``max_time`` in seconds."""
+        return None if self.max_time is None else parse_duration(self.max_time)
+
+    @property
+    def world_size(self) -> int:
+        """Processes that the run asks for."""
+        return self.num_nodes * self.devices
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``DD:HH:MM:SS``; ``ValueError`` where it is not that."""
+    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not DD:HH:MM:SS")
+    days, hours, minutes, seconds = (int(part) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
