@@ -1,8 +1,8 @@
 """Configuration: one YAML tree, validated once into frozen dataclasses.
 
 ``load_config`` turns hydra's ``DictConfig`` into a ``RunConfig``; nothing below the entry script
-ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. A key is documented where its dataclass defines it, and again beside its
-default in ``conf/``.
+ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. A key is
+documented where its dataclass defines it, and again beside its default in ``conf/``.
 """
 
 from aligner.config.data import DataConfig, PromptSourceConfig
