@@ -8,31 +8,31 @@ from aligner.errors import LayoutError
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the model-parallel groups; data parallelism takes what is left of the world."""
+    """Sizes of the model-parallel axes; what remains of the world is data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
-    sequence: bool = False
+    sequence_parallel: bool = False
 
     @property
-    def model_size(self) -> int:
-        """Processes that hold one copy of the model (expert parallelism lives inside DP)."""
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica of the model (expert parallelism lives inside DP)."""
         return self.tensor * self.pipeline * self.context
 
     def data_size(self, world_size: int) -> int:
         """Data-parallel size in a world of ``world_size`` processes."""
-        return world_size // self.model_size
+        return world_size // self.model_parallel_size
 
 
 def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a layout that cannot work, with the numbers and the nearest that can."""
-    if world_size % parallel.model_size:
+    if world_size % parallel.model_parallel_size:
         raise LayoutError(
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x context {parallel.context} = {parallel.model_size}; start "
-            f"{_multiples(parallel.model_size, world_size)} processes (trainer.devices x "
+            f"{parallel.pipeline} x context {parallel.context} = {parallel.model_parallel_size}; start "
+            f"{_multiples(parallel.model_parallel_size, world_size)} processes (trainer.devices x "
             "trainer.num_nodes) or change the sizes"
         )
     _check_tensor(architecture, parallel)
@@ -41,7 +41,7 @@ def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_
         parallel.pipeline,
         {"layers": architecture.num_layers},
     )
-    if parallel.sequence and parallel.tensor == 1:
+    if parallel.sequence_parallel and parallel.tensor == 1:
         raise LayoutError(
             "model.sequence_parallel=true needs model.tensor_model_parallel_size > 1, got 1; "
             "set it to false or raise the tensor parallel size"

@@ -117,7 +117,7 @@ class ModelConfig:
             pipeline=self.pipeline_model_parallel_size,
             context=self.context_parallel_size,
             expert=self.expert_model_parallel_size,
-            sequence=self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel,
         )
 
 

@@ -12,24 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from aligner.config.layout import ParallelConfig
 from aligner.distributed import accelerator
 from aligner.errors import LayoutError
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Sizes of the model-parallel axes; what remains of the world is data parallel."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    sequence_parallel: bool = False
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Processes that hold one replica of the model."""
-        return self.tensor * self.pipeline * self.context
 
 
 @dataclass(frozen=True)
