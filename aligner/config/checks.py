@@ -72,9 +72,8 @@ def _check_batches(config: RunConfig) -> None:
                 f"{key} is not a multiple of {role}.global_batch_size={batch.global_batch_size}; "
                 f"nearest that work: {_multiples(samples, batch.global_batch_size)}"
             )
-    check_batch_layout(
-        config, max(1, config.trainer.world_size // config.model.parallel.model_size)
-    )
+    data_parallel_size = config.model.parallel.data_size(config.trainer.world_size)
+    check_batch_layout(config, max(1, data_parallel_size))
 
 
 def _check_data(config: RunConfig) -> None:

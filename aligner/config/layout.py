@@ -28,11 +28,12 @@ class ParallelConfig:
 
 def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
     """Refuse a layout that cannot work, with the numbers and the nearest that can."""
-    if world_size % parallel.model_parallel_size:
+    size = parallel.model_parallel_size
+    if world_size % size:
         raise LayoutError(
             f"{world_size} processes cannot be split into tensor {parallel.tensor} x pipeline "
-            f"{parallel.pipeline} x context {parallel.context} = {parallel.model_parallel_size}; start "
-            f"{_multiples(parallel.model_parallel_size, world_size)} processes (trainer.devices x "
+            f"{parallel.pipeline} x context {parallel.context} = {size}; start "
+            f"{_multiples(size, world_size)} processes (trainer.devices x "
             "trainer.num_nodes) or change the sizes"
         )
     _check_tensor(architecture, parallel)
