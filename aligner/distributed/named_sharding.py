@@ -1,0 +1,104 @@
+"""Which worker sits where: an n-dimensional array of worker ranks with named axes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aligner.errors import LayoutError
+
+
+class NamedSharding:
+    """Worker ranks laid out over named axes.
+
+    ``NamedSharding(np.arange(8).reshape(2, 4), ["pipeline_parallel", "data_parallel"])`` says that
+    worker 5 is pipeline stage 1 of data-parallel replica 1.
+    """
+
+    def __init__(self, layout: Sequence[Any] | NDArray[Any], names: Sequence[str]) -> None:
+        array = np.asarray(layout)
+        if array.dtype == object or not np.issubdtype(array.dtype, np.integer):
+            raise LayoutError(f"layout must be a full array of integer ranks, got {layout!r}")
+        if array.ndim != len(names):
+            raise LayoutError(
+                f"layout has {array.ndim} axes but {len(names)} names were given: {list(names)}"
+            )
+        if len(set(names)) != len(names):
+            raise LayoutError(f"axis names must differ, got {list(names)}")
+        if len(np.unique(array)) != array.size:
+            raise LayoutError(f"every rank may occur once in a layout, got {array.tolist()}")
+        self._layout: NDArray[np.int64] = array.astype(np.int64)
+        self._names = list(names)
+
+    @property
+    def layout(self) -> NDArray[np.int64]:
+        """The ranks, as a copy."""
+        return self._layout.copy()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the axes, outermost first."""
+        return list(self._names)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Size of each axis by name."""
+        return dict(zip(self._names, self._layout.shape, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._layout.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return int(self._layout.size)
+
+    def get_axis_index(self, name: str) -> int:
+        """Position of the axis ``name``."""
+        if name not in self._names:
+            raise LayoutError(f"unknown axis {name!r}; the axes are {self._names}")
+        return self._names.index(name)
+
+    def get_axis_size(self, name: str) -> int:
+        """Number of coordinates along the axis ``name``."""
+        return int(self._layout.shape[self.get_axis_index(name)])
+
+    def get_worker_coords(self, worker_id: int) -> dict[str, int]:
+        """Coordinates of a rank, by axis name."""
+        found = np.argwhere(self._layout == worker_id)
+        if not len(found):
+            raise LayoutError(f"rank {worker_id} is not in the layout {self._layout.tolist()}")
+        return {name: int(i) for name, i in zip(self._names, found[0], strict=True)}
+
+    def get_ranks_by_coord(self, **coords: int) -> list[int]:
+        """All ranks at the given coordinates, in layout order; axes not given are free."""
+        return [int(rank) for rank in np.ravel(self._select(coords))]
+
+    def get_ranks(self, **coords: int) -> "NamedSharding | int":
+        """What is left of the sharding at the given coordinates: one rank when all are given."""
+        selected = self._select(coords)
+        if selected.ndim == 0:
+            return int(selected)
+        return NamedSharding(selected, [name for name in self._names if name not in coords])
+
+    def _select(self, coords: dict[str, int]) -> NDArray[np.int64]:
+        index: list[int | slice] = [slice(None)] * self.ndim
+        for name, coordinate in coords.items():
+            size = self.get_axis_size(name)
+            if not 0 <= coordinate < size:
+                raise LayoutError(f"{name}={coordinate} is outside 0..{size - 1}")
+            index[self.get_axis_index(name)] = coordinate
+        return np.asarray(self._layout[tuple(index)])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NamedSharding):
+            return NotImplemented
+        return self._names == other._names and np.array_equal(self._layout, other._layout)
+
+    __hash__ = None  # type: ignore[assignment]  # the layout is an array
+
+    def __repr__(self) -> str:
+        return f"NamedSharding({self.shape}, layout={self._layout.tolist()})"

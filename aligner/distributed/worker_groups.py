@@ -1,0 +1,223 @@
+"""A group of workers behind one interface, whatever runs them.
+
+A front (``Policy``, ``Value``) hands a group one shard of data per data-parallel coordinate and
+gets one result per data-parallel coordinate back. In ``LocalWorkerGroup`` this process is one of
+the workers and the fronts run in every process alike:
+
+    front in rank 0          front in rank 1            (same global batch in both)
+      | shard 0                | shard 1
+    worker 0                 worker 1                   worker method, collectives inside it
+      | result 0               | result 1
+      +------ all-gather over data parallel ------+
+    [result 0, result 1]     [result 0, result 1]
+
+Consumes: the shards, the data-parallel process group. Waits for: the same call on every rank;
+the process group's timeout ends the wait. An exception on one rank is raised on all ranks of its
+data-parallel group, with the rank's name, once its worker method has returned there.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from aligner.distributed.batched_data_dict import SlicedDataDict
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.parallel import ParallelState
+from aligner.errors import AlignerError, WorkerError
+
+AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+MODEL_AXES = ["pipeline_parallel", "context_parallel", "tensor_parallel"]
+
+
+class WorkerFuture(Protocol):
+    """A call on many workers that was started."""
+
+    def get_results(self) -> list[Any]:
+        """Wait for the call; one result per group of workers with the same output."""
+        ...
+
+
+class WorkerGroup(Protocol):
+    """What a front may ask of its workers."""
+
+    sharding_annotations: NamedSharding
+
+    def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
+        """Call a method with the same arguments on every worker."""
+        ...
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        data: Sequence[SlicedDataDict],
+        in_sharded_axes: Sequence[str],
+        replicate_on_axes: Sequence[str],
+        output_is_replicated: Sequence[str],
+        common_kwargs: Mapping[str, Any] | None = None,
+    ) -> WorkerFuture:
+        """Call a method on every worker with the shard of its coordinates."""
+        ...
+
+    def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
+        """Results of a call, in order of the sharded axis."""
+        ...
+
+    def shutdown(self, cleanup_method: str | None = None) -> bool:
+        """End the workers, calling ``cleanup_method`` on each first."""
+        ...
+
+
+class Cluster(Protocol):
+    """Where workers can be started."""
+
+    sharding_annotations: NamedSharding
+
+    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
+        """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker."""
+        ...
+
+    def world_size(self) -> int:
+        """Number of workers."""
+        ...
+
+
+def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
+    """Ranks as megatron-core orders them: tensor fastest, then context, data, pipeline."""
+    ranks = np.arange(pipeline * data * context * tensor)
+    return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)
+
+
+@dataclass(frozen=True)
+class LocalFuture:
+    """Results of a call that has been made already."""
+
+    results: list[Any]
+
+    def get_results(self) -> list[Any]:
+        """The results."""
+        return self.results
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception on its way to the other ranks."""
+
+    rank: int
+    error: Exception
+
+
+class LocalWorkerGroup:
+    """This process is one worker; its peers are the processes started beside it."""
+
+    def __init__(self, worker: Any, parallel: ParallelState) -> None:
+        self.worker = worker
+        self.parallel = parallel
+        config = parallel.config
+        self.sharding_annotations = layout_of(
+            config.pipeline, parallel.dp_size, config.context, config.tensor
+        )
+
+    def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> LocalFuture:
+        """Call ``method_name(**kwargs)`` here; every process does the same with its worker."""
+        return LocalFuture([getattr(self.worker, method_name)(**kwargs)])
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        data: Sequence[SlicedDataDict],
+        in_sharded_axes: Sequence[str],
+        replicate_on_axes: Sequence[str],
+        output_is_replicated: Sequence[str],
+        common_kwargs: Mapping[str, Any] | None = None,
+    ) -> LocalFuture:
+        """Call ``method_name(data=my shard, **common_kwargs)`` here and gather over data parallel.
+
+        Every axis is either sharded or replicated; the result of a worker is the same along
+        ``output_is_replicated`` (worker methods see to it), so one per data rank is returned.
+        """
+        self._check_axes(in_sharded_axes, replicate_on_axes, output_is_replicated)
+        if len(data) != self.parallel.dp_size:
+            raise WorkerError(
+                f"{method_name}: {len(data)} shards for {self.parallel.dp_size} data-parallel ranks"
+            )
+        method = getattr(self.worker, method_name)
+        shard = data[self.parallel.dp_rank]
+        if self.parallel.dp_size == 1:
+            return LocalFuture([method(data=shard, **(common_kwargs or {}))])
+        try:
+            mine: Any = method(data=shard, **(common_kwargs or {}))
+        except Exception as error:
+            mine = _Failure(self.parallel.rank, error)
+        return LocalFuture(self._gather(method_name, mine))
+
+    def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
+        """Results of a call, in data-parallel order."""
+        return future.get_results()
+
+    def shutdown(self, cleanup_method: str | None = None) -> bool:
+        """Call ``cleanup_method`` on this process's worker; the process itself lives on."""
+        if cleanup_method is not None:
+            getattr(self.worker, cleanup_method)()
+        return True
+
+    def _gather(self, method_name: str, mine: Any) -> list[Any]:
+        results: list[Any] = [None] * self.parallel.dp_size
+        dist.all_gather_object(results, to_host(mine), group=self.parallel.dp_group)
+        for result in results:
+            if isinstance(result, _Failure):
+                if result.rank == self.parallel.rank or isinstance(result.error, AlignerError):
+                    raise result.error
+                raise WorkerError(
+                    f"{method_name} failed on rank {result.rank}: "
+                    f"{type(result.error).__name__}: {result.error}"
+                ) from result.error
+        return results
+
+    def _check_axes(
+        self, sharded: Sequence[str], replicated: Sequence[str], output_replicated: Sequence[str]
+    ) -> None:
+        if list(sharded) != ["data_parallel"]:
+            raise WorkerError(f"data can be sharded over data_parallel alone, not {list(sharded)}")
+        for name in (*replicated, *output_replicated):
+            if name not in MODEL_AXES:
+                raise WorkerError(f"cannot replicate over {name!r}; the axes are {MODEL_AXES}")
+
+
+class LocalCluster:
+    """The processes that torchrun, Lightning's launcher or nobody (one process) started."""
+
+    def __init__(self, parallel: ParallelState) -> None:
+        self.parallel = parallel
+        config = parallel.config
+        self.sharding_annotations = layout_of(
+            config.pipeline, parallel.dp_size, config.context, config.tensor
+        )
+
+    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> LocalWorkerGroup:
+        """Construct ``worker_class(parallel=..., **kwargs)`` in this process."""
+        module_name, _, class_name = worker_class.rpartition(".")
+        constructor = getattr(importlib.import_module(module_name), class_name)
+        try:
+            worker = constructor(parallel=self.parallel, **kwargs)
+        except AlignerError as error:
+            error.add_note(f"while starting {name_prefix} on rank {self.parallel.rank}")
+            raise
+        return LocalWorkerGroup(worker, self.parallel)
+
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.parallel.world_size
+
+
+def to_host(value: Any) -> Any:
+    """``value`` with every tensor in it on the host, ready to be sent as an object."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return type(value)({key: to_host(item) for key, item in value.items()})  # type: ignore[call-arg]
+    return value
