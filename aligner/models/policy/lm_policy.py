@@ -1,0 +1,170 @@
+"""`Policy`: the controller's front of a group of policy workers.
+
+Every method takes and returns global batches; the workers see their data-parallel shares.
+"""
+
+from typing import Any
+
+from aligner.config import ModelConfig
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.worker_groups import Cluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
+from aligner.models.sharded import columns_of, run_on_all, run_sharded, train_result
+from aligner.types import LossFunction
+
+WORKERS = {
+    "megatron": "aligner.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
+}
+GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
+LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
+
+
+class Policy(ColocatablePolicyInterface, GenerationInterface):
+    """A language-model policy: samples, scores tokens, and learns."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        run: RunFacts,
+        name_prefix: str = "lm_policy",
+        backend: str = "megatron",
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        max_optimizer_steps: int | None = None,
+    ) -> None:
+        """Start the workers on ``cluster``; they load ``config.restore_from_path``.
+
+        ``init_reference_model=False`` keeps no copy of the initial weights, for runs without a KL
+        term. ``max_optimizer_steps`` is what a schedule without ``max_steps`` decays over.
+        """
+        self.config = config
+        self.tokenizer = tokenizer
+        self.worker_group = cluster.start_workers(
+            WORKERS[backend],
+            name_prefix,
+            config=config,
+            tokenizer=tokenizer,
+            run=run,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            max_optimizer_steps=max_optimizer_steps,
+        )
+        self.sharding_annotations = self.worker_group.sharding_annotations
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """Log-probs of ``input_ids`` under the current weights.
+
+        Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
+        [B, S] (1 where the log-prob is wanted). Returns ``logprobs`` float32 [B, S]: position t
+        speaks of token t, 0 at t = 0 and where the mask is 0.
+        """
+        results = run_sharded(self.worker_group, "get_logprobs", columns_of(data, LOGPROB_COLUMNS))
+        return BatchedDataDict.from_batches(results)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
+        results = run_sharded(
+            self.worker_group,
+            "get_reference_policy_logprobs",
+            columns_of(data, LOGPROB_COLUMNS),
+            micro_batch_size=micro_batch_size,
+        )
+        return BatchedDataDict.from_batches(results)
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One pass over ``data``: one optimizer step for every ``gbs`` rows.
+
+        Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped`` (whether a step was
+        left out because it was not finite) and ``all_mb_metrics``: by name, one value per
+        optimizer step, reduced over the global mini-batch.
+        """
+        gbs = gbs or self.config.global_batch_size
+        results = run_sharded(
+            self.worker_group,
+            "train",
+            data,
+            batch_size=gbs,
+            loss_fn=loss_fn,
+            eval_mode=eval_mode,
+            gbs=gbs,
+            mbs=mbs or self.config.micro_batch_size,
+        )
+        return train_result(results)
+
+    def generate(
+        self, data: BatchedDataDict, greedy: bool = False, *, seed: int = 0
+    ) -> BatchedDataDict:
+        """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
+
+        The tokens of a sample depend on ``seed``, its ``sample_ids`` entry and its prompt alone.
+        """
+        results = run_sharded(
+            self.worker_group,
+            "generate",
+            columns_of(data, GENERATION_COLUMNS),
+            seed=seed,
+            greedy=greedy,
+        )
+        return BatchedDataDict.from_batches(
+            results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
+        )
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Ready the workers to generate."""
+        run_on_all(self.worker_group, "prepare_for_generation")
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Release what generation alone needs."""
+        run_on_all(self.worker_group, "finish_generation")
+        return True
+
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Ready the workers to score tokens."""
+        run_on_all(self.worker_group, "prepare_for_lp_inference")
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Ready the workers to train; optimizer state returns to the device."""
+        run_on_all(self.worker_group, "prepare_for_training")
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Leave training; optimizer state may leave the device."""
+        run_on_all(self.worker_group, "finish_training")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and scheduler as the run state keeps them."""
+        return run_on_all(self.worker_group, "state_dict")[0]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        run_on_all(self.worker_group, "load_state_dict", state=state)
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write the weights, with configuration and tokenizer, as the ``.nemo`` ``weights_path``."""
+        run_on_all(self.worker_group, "save_nemo", path=weights_path)
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole policy."""
+        return run_on_all(self.worker_group, "num_parameters")[0]
+
+    def shutdown(self) -> bool:
+        """End the workers."""
+        return self.worker_group.shutdown()
