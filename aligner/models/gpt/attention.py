@@ -86,7 +86,9 @@ class CoreAttention(MegatronModule):
         Returns:
             ``[S, B, heads * D]``.
         """
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        assert attention_mask is None
+        assert attention_bias is None
+        assert packed_seq_params is None
         assert attn_mask_type in (None, AttnMaskType.causal)
         if self.cache is not None:
             return self.cache.attend(self.layer_number, query, key, value)

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, RopeScaling
+from aligner.config import ParallelConfig
 from aligner.distributed import accelerator
-from aligner.distributed.parallel import ParallelConfig
 from aligner.models.gpt.layer_spec import block_spec
 
 Recompute = Literal["full", "selective"]

@@ -1,0 +1,167 @@
+"""The policy: generates responses, scores tokens, and learns from a policy loss."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from aligner.config import LengthParams, SamplingParams
+from aligner.errors import ConfigError
+from aligner.models.gpt.generation import GenerationOutput, Generator
+from aligner.models.gpt.megatron import MegatronGPTModel
+from aligner.models.gpt.pipeline import Microbatch
+from aligner.models.gpt.reference import ReferencePolicy
+from aligner.models.gpt.token_logprobs import token_logprobs
+from aligner.models.interfaces import AlignableGenerativeInterface
+from aligner.types import TokenOutputs
+
+
+class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
+    """PPO's actor.
+
+    ``loss_fn`` is any `aligner.types.LossFunction` over log-probs; with another loss the same
+    class is another algorithm's actor.
+    """
+
+    length_params = LengthParams()
+    sampling_params = SamplingParams()
+    rollout_micro_batch_size = 64
+    _reference: ReferencePolicy | None = None
+    _generator: Generator | None = None
+
+    # Scoring ----------------------------------------------------------------------------------
+
+    def token_outputs(
+        self, gpt: GPTModel, hidden: Tensor, batch: Microbatch, with_entropy: bool
+    ) -> TokenOutputs:
+        """Log-probs (and entropy) where ``token_mask`` is 1."""
+        return token_logprobs(
+            gpt,
+            hidden,
+            batch["input_ids"],
+            batch["token_mask"],
+            vocab_size=self.architecture.vocab_size,
+            parallel=self.parallel,
+            sampling=self.sampling_params,
+            with_entropy=with_entropy,
+        )
+
+    def get_logprobs(
+        self, batch: Mapping[str, Tensor], micro_batch_size: int | None = None
+    ) -> Tensor:
+        """Log-probs under the current weights.
+
+        Args:
+            batch: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
+                ``[B, S]`` (1 where a log-prob is wanted).
+            micro_batch_size: sequences per forward pass; default ``forward_micro_batch_size``.
+
+        Returns:
+            float32 ``[B, S]``, 0 where ``token_mask`` is 0.
+        """
+        return self.infer_tokens(batch, micro_batch_size)
+
+    def get_reference_logprobs(
+        self, batch: Mapping[str, Tensor], micro_batch_size: int | None = None
+    ) -> Tensor:
+        """As `get_logprobs`, under the weights that training began with."""
+        if self._reference is None:
+            raise ConfigError(
+                "no reference policy was kept: call keep_reference() right after the weights are "
+                "loaded (a run does so when a KL coefficient is above 0)"
+            )
+        with self._reference.model() as initial:
+            return self.infer_tokens(batch, micro_batch_size, initial)
+
+    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
+        """Freeze the current weights as the reference policy."""
+        self._reference = ReferencePolicy(self.gpt, mode, partial(self.build_gpt, initialize=False))
+
+    def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
+        """Log-probs of every token: int64 ``[B, S]`` to float32 ``[B, S]``, 0 at position 0."""
+        return self.get_logprobs(_all_positions(response_tokens))
+
+    def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
+        """As `get_inference_log_probs`, under the weights that training began with."""
+        return self.get_reference_logprobs(_all_positions(response_tokens))
+
+    # Generating -------------------------------------------------------------------------------
+
+    def configure_generation(
+        self, length: LengthParams, sampling: SamplingParams, rollout_micro_batch_size: int
+    ) -> None:
+        """Set how `infer` generates; the sampling temperature also applies to all log-probs."""
+        self.length_params = length
+        self.sampling_params = sampling
+        self.rollout_micro_batch_size = rollout_micro_batch_size
+        self._generator = None
+
+    def generate(
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_ids: Tensor,
+        *,
+        seed: int,
+        greedy: bool | None = None,
+    ) -> GenerationOutput:
+        """Continue right-padded prompts; see `aligner.models.gpt.generation.Generator`."""
+        if self._generator is None:
+            self._generator = self._build_generator()
+        return self._generator.generate(
+            prompts, prompt_lengths, sample_ids, seed=seed, greedy=greedy
+        )
+
+    def infer(
+        self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
+    ) -> dict[str, Tensor]:
+        """Continue prompts.
+
+        Args:
+            inference_batch: ``text`` int64 ``[B, P]`` right-padded prompts, ``length`` int64
+                ``[B]``.
+            seed: of counter-based sampling; default the role's. Row b is sample b.
+
+        Returns:
+            ``response_tokens`` int64 ``[B, S]`` (prompt and response), ``response_lengths`` int64
+            ``[B]`` (prompt + response), ``prompt_lengths`` int64 ``[B]``, ``is_end`` bool ``[B]``.
+        """
+        text, length = inference_batch["text"], inference_batch["length"]
+        output = self.generate(
+            text,
+            length,
+            torch.arange(text.shape[0], device=text.device),
+            seed=self.settings.seed if seed is None else seed,
+        )
+        return {
+            "response_tokens": output.tokens,
+            "response_lengths": output.lengths,
+            "prompt_lengths": output.prompt_lengths,
+            "is_end": output.is_end,
+        }
+
+    def _build_generator(self) -> Generator:
+        if self.tokenizer is None:
+            raise ConfigError("tokenizer: the model was built without one; generation needs it")
+        return Generator(
+            self.gpt,
+            self.architecture,
+            tokenizer=self.tokenizer,
+            eos_ids=(self.tokenizer.eos_id,),
+            pad_id=self.tokenizer.pad_id,
+            length=self.length_params,
+            sampling=self.sampling_params,
+            max_batch_size=self.rollout_micro_batch_size,
+        )
+
+
+def _all_positions(tokens: Tensor) -> dict[str, Tensor]:
+    rows, length = tokens.shape
+    return {
+        "input_ids": tokens,
+        "input_lengths": torch.full((rows,), length, device=tokens.device),
+        "token_mask": torch.ones(rows, length, device=tokens.device),
+    }

@@ -1,0 +1,60 @@
+"""Final hidden states out of a megatron-core GPTModel, without ever computing its logits.
+
+The output layer is bypassed during the forward pass; what needs the vocabulary then works on
+selected positions only (`aligner.distributed.model_utils.hidden_states_to_logprobs`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+
+class OutputLayerBypass(nn.Module):
+    """Stands where the output layer was and hands the hidden states through."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
+        del args, kwargs
+        return hidden, None
+
+
+@contextlib.contextmanager
+def bypassed_output_layer(gpt: GPTModel) -> Iterator[None]:
+    """Let ``gpt(...)`` return hidden states ``[B, S, H]`` (on the last pipeline stage)."""
+    original = gpt._modules.get("output_layer")
+    if original is None or isinstance(original, OutputLayerBypass):
+        yield
+        return
+    gpt._modules["output_layer"] = OutputLayerBypass()
+    try:
+        yield
+    finally:
+        gpt._modules["output_layer"] = original
+
+
+def output_weight(gpt: GPTModel) -> Tensor:
+    """This rank's ``[V / tp, H]`` rows of the output layer (the embedding's, when tied)."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
+
+
+def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
+    """Undo sequence parallelism on ``[B, S, H]`` and place the tensor-parallel gradient sum.
+
+    ``vocab_parallel``: what follows is sharded over the vocabulary, so each rank's gradient is a
+    partial one that must be summed. Otherwise every rank computes the same and none is summed.
+    """
+    if gpt.config.sequence_parallel:
+        gathered = gather_from_sequence_parallel_region(
+            hidden.transpose(0, 1), tensor_parallel_output_grad=vocab_parallel
+        )
+        return gathered.transpose(0, 1)
+    return copy_to_tensor_model_parallel_region(hidden) if vocab_parallel else hidden

@@ -1,0 +1,304 @@
+"""`MegatronGPTModel`: a megatron-core GPT as a LightningModule and a NeMo `ModelPT`.
+
+It owns what every role shares: building this process's share of the model, its optimizer, moving
+between phases, and `.nemo` files. What a role computes from the hidden states is the role's.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from nemo.core.classes import ModelPT
+from torch import Tensor, nn
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.connector import GPTSaveRestoreConnector
+from aligner.checkpoint.nemo import architecture_from_nemo
+from aligner.config import check_layout
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed import accelerator
+from aligner.distributed.collectives import broadcast_floats, combine_metrics, reduce_metrics
+from aligner.distributed.parallel import ParallelState, initialize_parallel
+from aligner.errors import CheckpointError, ConfigError, NonFiniteError
+from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.optimizer import RoleOptimizer, StepOutcome, wrap_for_training
+from aligner.models.gpt.pipeline import (
+    Microbatch,
+    infer_microbatches,
+    split_microbatches,
+    train_microbatches,
+)
+from aligner.models.gpt.settings import RoleSettings
+from aligner.observe.nonfinite import dump_nonfinite
+from aligner.types import Denominators, LossFunction, TokenOutputs
+
+
+class MegatronGPTModel(ModelPT):
+    """A role's share of a megatron-core GPT on this process.
+
+    Args:
+        cfg: the ``model_config.yaml`` of a `.nemo` file, as a mapping.
+        trainer: a Lightning trainer; ours schedule themselves and pass none.
+        settings: layout, precision, batch sizes, optimizer. Default: one process, no training.
+        architecture: parsed from ``cfg`` when not given.
+        tokenizer: packaged when the model is saved.
+        initialize: fill the weights at random; False when a checkpoint is about to.
+    """
+
+    loss_fn: LossFunction | None = None
+
+    def __init__(
+        self,
+        cfg: Any,
+        trainer: Any = None,
+        *,
+        settings: RoleSettings | None = None,
+        architecture: GPTArchitecture | None = None,
+        tokenizer: Tokenizer | None = None,
+        initialize: bool = True,
+    ) -> None:
+        super().__init__(cfg, trainer)
+        self.settings = settings or RoleSettings()
+        self.tokenizer = tokenizer
+        self.parallel: ParallelState = initialize_parallel(
+            self.settings.parallel, seed=self.settings.seed
+        )
+        self.architecture = architecture or architecture_from_nemo(
+            self.cfg, vocab_size=tokenizer.vocab_size if tokenizer else None
+        )
+        check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
+        self.model: nn.Module = self.build_gpt(initialize=initialize)
+        self.optimizer: RoleOptimizer | None = None
+
+    # What a role adds -------------------------------------------------------------------------
+
+    def add_head(self, gpt: GPTModel) -> None:
+        """Let a role replace the output layer by a head of its own."""
+
+    def token_outputs(
+        self, gpt: GPTModel, hidden: Tensor, batch: Microbatch, with_entropy: bool
+    ) -> TokenOutputs:
+        """What the role says of each token, from ``gpt``'s hidden states ``[B, S, H]``."""
+        raise NotImplementedError
+
+    # The model -------------------------------------------------------------------------------
+
+    def build_gpt(self, initialize: bool) -> GPTModel:
+        """This process's share of the architecture, with the role's head."""
+        gpt = build_gpt(
+            self.architecture,
+            dtype=self.settings.dtype,
+            parallel=self.settings.parallel,
+            recompute=self.settings.recompute,
+            initialize=initialize,
+            pre_process=self.parallel.is_first_stage,
+            post_process=self.parallel.is_last_stage,
+        )
+        self.add_head(gpt)
+        return gpt
+
+    @property
+    def gpt(self) -> GPTModel:
+        """The megatron-core model, without the data-parallel wrapper."""
+        return self.model.module if self.optimizer is not None else self.model
+
+    def num_parameters(self) -> int:
+        """Parameters on this process."""
+        return sum(parameter.numel() for parameter in self.gpt.parameters())
+
+    def setup_training(self) -> None:
+        """Make gradient buffers and the optimizer; call once, after the weights are loaded."""
+        if self.optimizer is not None or self.settings.optim is None:
+            return
+        wrapped = wrap_for_training(self.gpt, self.parallel.dp_size)
+        self.optimizer = RoleOptimizer(
+            wrapped,
+            self.settings.optim,
+            gradient_clip_val=self.settings.gradient_clip_val,
+            total_steps=self.settings.max_optimizer_steps,
+        )
+        self.model = wrapped
+
+    def infer_tokens(
+        self, batch: Microbatch, rows: int | None = None, gpt: GPTModel | None = None
+    ) -> Tensor:
+        """The role's `token_outputs` without gradients.
+
+        Args:
+            batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and what the role reads.
+            rows: sequences per forward pass; default ``forward_micro_batch_size``.
+            gpt: the model to ask; default this role's own.
+
+        Returns:
+            float32 ``[B, S]`` on every process of the model-parallel group; 0 where trimmed.
+        """
+        model = gpt or self.gpt
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> Tensor:
+            return self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
+
+        microbatches = split_microbatches(batch, rows or self.settings.forward_micro_batch_size)
+        results = infer_microbatches(model, microbatches, head)
+        total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
+        if self.parallel.is_last_stage:
+            start = 0
+            for result in results:
+                total[start : start + result.shape[0], : result.shape[1]] = result
+                start += result.shape[0]
+        if self.settings.parallel.pipeline > 1:
+            source = dist.get_global_rank(
+                self.parallel.pp_group, self.settings.parallel.pipeline - 1
+            )
+            dist.broadcast(total, src=source, group=self.parallel.pp_group)
+        return total
+
+    # Learning ---------------------------------------------------------------------------------
+
+    def get_loss_and_metrics(
+        self, batch: Mapping[str, Tensor], forward_only: bool
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
+
+        Denominators are counted over all data-parallel ranks before the first micro-batch, so
+        neither the loss nor its gradient depends on micro-batch size or layout. Unless
+        ``forward_only``, gradients are added to the gradient buffers.
+        """
+        loss_fn = self.loss_fn
+        if loss_fn is None:
+            raise ConfigError("loss_fn is None; set model.loss_fn before training")
+        denominators = self._denominators(batch)
+        gpt = self.gpt
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+            outputs = self.token_outputs(gpt, hidden, microbatch, loss_fn.needs_entropy)
+            loss, metrics = loss_fn(outputs, microbatch, denominators)
+            return loss, {**metrics, "loss": loss.detach()}
+
+        microbatches = split_microbatches(batch, self.settings.micro_batch_size)
+        if forward_only:
+            results = infer_microbatches(gpt, microbatches, lambda h, m: head(h, m)[1])
+        else:
+            results = train_microbatches(self.model, microbatches, head)
+        metrics = self._reduce(results)
+        return metrics["loss"], metrics
+
+    def training_update(self, batch: Mapping[str, Tensor], step_label: str) -> dict[str, float]:
+        """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
+
+        A loss or gradient that is not finite never reaches the weights: the step is skipped or the
+        run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
+        """
+        optimizer = self._optimizer()
+        optimizer.zero_grad()
+        loss, metrics = self.get_loss_and_metrics(batch, forward_only=False)
+        outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
+        if outcome.skipped:
+            self._report_non_finite(batch, step_label, loss, outcome)
+        return {
+            **metrics,
+            "grad_norm": outcome.grad_norm,
+            "lr": outcome.lr,
+            "skipped": float(outcome.skipped),
+        }
+
+    def _denominators(self, batch: Mapping[str, Tensor]) -> Denominators:
+        mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
+        counts = torch.stack([mask.sum(), batch["sample_mask"].double().sum()])
+        dist.all_reduce(counts, group=self.parallel.dp_group)
+        tokens, seqs = counts.clamp(min=1.0).float()
+        return Denominators(valid_tokens=tokens, valid_seqs=seqs)
+
+    def _reduce(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
+        reduced = None
+        if self.parallel.is_last_stage:
+            reduced = reduce_metrics(combine_metrics(results), self.parallel.dp_group)
+        last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
+        return broadcast_floats(reduced, last, self.parallel.pp_group)
+
+    def _report_non_finite(
+        self, batch: Mapping[str, Tensor], step_label: str, loss: float, outcome: StepOutcome
+    ) -> None:
+        where = "nowhere (no log directory is set)"
+        if self.settings.non_finite_dir is not None:
+            where = str(
+                dump_nonfinite(
+                    self.settings.non_finite_dir, step_label, dict(batch), rank=self.parallel.rank
+                )
+            )
+        if self.settings.non_finite == "stop":
+            raise NonFiniteError(
+                f"{step_label}: loss={loss}, grad_norm={outcome.grad_norm}; samples written to "
+                f"{where}. Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
+            )
+
+    def _optimizer(self) -> RoleOptimizer:
+        if self.optimizer is None:
+            raise ConfigError(
+                "optim: this role was built without an optimizer; give it an optim section"
+            )
+        return self.optimizer
+
+    # Phases -----------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Bring the optimizer state back and enter training mode."""
+        self._optimizer().restore()
+        self.model.train()
+
+    def finish_training(self) -> None:
+        """Training is over for now; the next phase says where things move."""
+
+    def prepare_for_inference(self) -> None:
+        """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""
+        if self.optimizer is not None and self.settings.offload_adam_states:
+            self.optimizer.offload()
+        self.model.eval()
+
+    def finish_inference(self) -> None:
+        """Release device memory that inference cached."""
+        accelerator.release_memory()
+
+    # Run state --------------------------------------------------------------------------------
+
+    def run_state(self) -> dict[str, Any]:
+        """Weights and optimizer of this process, exact; tensors are not copied."""
+        weights = {name: value.detach() for name, value in self.gpt.named_parameters()}
+        optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
+        return {"weights": weights, "optimizer": optimizer}
+
+    @torch.no_grad()
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `run_state`, bit for bit."""
+        parameters = dict(self.gpt.named_parameters())
+        if parameters.keys() != state["weights"].keys():
+            odd = sorted(parameters.keys() ^ state["weights"].keys())[:3]
+            raise CheckpointError(
+                f"run state does not fit the model: {odd} are on one side only; was "
+                "model.restore_from_path changed? Use another exp_manager.explicit_log_dir"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(state["weights"][name])
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    # NeMo's ModelPT ---------------------------------------------------------------------------
+
+    @classmethod
+    def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Restore from a `.nemo` file; NeMo's arguments, our connector by default."""
+        kwargs.setdefault("save_restore_connector", GPTSaveRestoreConnector())
+        return super().restore_from(restore_path, *args, **kwargs)
+
+    @classmethod
+    def list_available_models(cls) -> None:
+        """Nothing is downloaded by name."""
+        return
+
+    def setup_training_data(self, train_data_config: Any) -> None:
+        """Data belongs to the trainer; nothing to set up here."""
+
+    def setup_validation_data(self, val_data_config: Any) -> None:
+        """Data belongs to the trainer; nothing to set up here."""

@@ -1,0 +1,91 @@
+"""What a role is told when it is built, in one small typed value."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig
+
+Precision = Literal["32", "bf16"]
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """Layout, precision, batch sizes and optimizer of one role.
+
+    ``optim=None`` builds a role that cannot train (and holds no gradient buffers).
+    """
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: Precision = "32"
+    recompute: Literal["full", "selective"] | None = None
+    micro_batch_size: int = 8
+    global_batch_size: int = 64
+    forward_micro_batch_size: int = 16
+    optim: OptimConfig | None = None
+    max_optimizer_steps: int | None = None  # what a schedule without max_steps decays over
+    gradient_clip_val: float = 1.0  # 0: off
+    offload_adam_states: bool = False
+    non_finite: Literal["skip", "stop"] = "skip"
+    non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
+    seed: int = 1234
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the transformer's weights."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What both roles of a run share and neither role's config section holds."""
+
+    precision: Precision = "32"
+    gradient_clip_val: float = 1.0
+    non_finite: Literal["skip", "stop"] = "skip"
+    non_finite_dir: Path | None = None
+    seed: int = 1234
+
+
+def policy_settings(
+    model: ModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
+) -> RoleSettings:
+    """Settings of the actor."""
+    return RoleSettings(
+        parallel=model.parallel,
+        precision=run.precision,
+        recompute=model.activations_checkpoint_granularity,
+        micro_batch_size=model.micro_batch_size,
+        global_batch_size=model.global_batch_size,
+        forward_micro_batch_size=model.ppo.forward_micro_batch_size,
+        optim=model.optim,
+        max_optimizer_steps=max_optimizer_steps,
+        gradient_clip_val=run.gradient_clip_val,
+        offload_adam_states=model.ppo.offload_adam_states,
+        non_finite=run.non_finite,
+        non_finite_dir=run.non_finite_dir,
+        seed=run.seed,
+    )
+
+
+def critic_settings(
+    critic: CriticConfig, model: ModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
+) -> RoleSettings:
+    """Settings of the critic, which lives in the policy's layout."""
+    return RoleSettings(
+        parallel=model.parallel,
+        precision=run.precision,
+        recompute=model.activations_checkpoint_granularity,
+        micro_batch_size=critic.micro_batch_size,
+        global_batch_size=critic.global_batch_size,
+        forward_micro_batch_size=critic.forward_micro_batch_size,
+        optim=critic.optim,
+        max_optimizer_steps=max_optimizer_steps,
+        gradient_clip_val=run.gradient_clip_val,
+        offload_adam_states=critic.offload_adam_states,
+        non_finite=run.non_finite,
+        non_finite_dir=run.non_finite_dir,
+        seed=run.seed,
+    )

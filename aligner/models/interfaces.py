@@ -1,0 +1,221 @@
+"""What a role must be able to do, whoever implements it.
+
+The Lightning-style roles (``SupervisedInterface`` and below) speak in the batches of one process;
+the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and masks are those of
+`aligner.types`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from aligner.distributed.batched_data_dict import BatchedDataDict
+    from aligner.types import LossFunction
+
+
+class SupervisedInterface(ABC):
+    """A role that learns from a loss over a batch."""
+
+    @abstractmethod
+    def get_loss_and_metrics(
+        self, batch: Mapping[str, Tensor], forward_only: bool
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of this process's share of a global batch, reduced over all ranks.
+
+        Gradients are accumulated unless ``forward_only``.
+        """
+
+    def prepare_for_training_step(self) -> None:
+        """Called before each training batch."""
+
+    def finish_training_step(self) -> None:
+        """Called after each training batch."""
+
+    def prepare_for_validation_step(self) -> None:
+        """Called before each validation batch."""
+
+    def finish_validation_step(self) -> None:
+        """Called after each validation batch."""
+
+
+class Inferrable(ABC):
+    """A role that answers without learning."""
+
+    @abstractmethod
+    def prepare_for_inference(self) -> None:
+        """Enter inference: evaluation mode, optimizer state out of the way."""
+
+    @abstractmethod
+    def infer(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a batch."""
+
+    @abstractmethod
+    def finish_inference(self) -> None:
+        """Leave inference."""
+
+
+class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
+    """A policy: generates, scores its own and the reference's tokens, and learns."""
+
+    @abstractmethod
+    def prepare_for_training(self) -> None:
+        """Enter training: optimizer state back on the device, training mode."""
+
+    @abstractmethod
+    def finish_training(self) -> None:
+        """Leave training."""
+
+    @abstractmethod
+    def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
+        """float32 ``[B, S]`` log-probs of int64 ``[B, S]`` tokens under the current weights."""
+
+    @abstractmethod
+    def get_init_policy_logprobs(self, response_tokens: Tensor) -> Tensor:
+        """float32 ``[B, S]`` log-probs under the weights that training began with."""
+
+
+class CriticModelInterface(SupervisedInterface, Inferrable):
+    """A critic: predicts the value of every state and learns from returns."""
+
+    @abstractmethod
+    def prepare_for_training(self) -> None:
+        """Enter training: optimizer state back on the device, training mode."""
+
+    @abstractmethod
+    def finish_training(self) -> None:
+        """Leave training."""
+
+    @abstractmethod
+    def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
+        """Rewards and values from one body, where a reward model shares it."""
+
+
+class LogprobOutputSpec(TypedDict):
+    """``logprobs``: float32 ``[B, S]``."""
+
+    logprobs: Tensor
+
+
+class ReferenceLogprobOutputSpec(TypedDict):
+    """``reference_logprobs``: float32 ``[B, S]``."""
+
+    reference_logprobs: Tensor
+
+
+class ValueOutputSpec(TypedDict):
+    """``values``: float32 ``[B, S]``, right-shifted."""
+
+    values: Tensor
+
+
+class GenerationOutputSpec(TypedDict):
+    """What a sampling engine returns.
+
+    ``output_ids`` int64 ``[B, S]`` prompt and response, right-padded; ``generation_lengths`` int64
+    ``[B]`` tokens generated; ``unpadded_sequence_lengths`` int64 ``[B]`` prompt + response;
+    ``logprobs`` float32 ``[B, S]``, 0 outside the response; ``is_end`` bool ``[B]``.
+    """
+
+    output_ids: Tensor
+    generation_lengths: Tensor
+    unpadded_sequence_lengths: Tensor
+    logprobs: Tensor
+    is_end: Tensor
+
+
+class GenerationInterface(ABC):
+    """A sampling engine over global batches."""
+
+    @abstractmethod
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Make ready to generate."""
+
+    @abstractmethod
+    def generate(self, data: "BatchedDataDict", greedy: bool = False) -> "BatchedDataDict":
+        """Continue prompts; see `GenerationOutputSpec`."""
+
+    @abstractmethod
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Release what generation alone needs."""
+
+
+class PolicyInterface(ABC):
+    """A policy over global batches."""
+
+    @abstractmethod
+    def get_logprobs(self, data: "BatchedDataDict") -> "BatchedDataDict":
+        """See `LogprobOutputSpec`."""
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: "BatchedDataDict", micro_batch_size: int | None = None
+    ) -> "BatchedDataDict":
+        """See `ReferenceLogprobOutputSpec`."""
+
+    @abstractmethod
+    def train(
+        self,
+        data: "BatchedDataDict",
+        loss_fn: "LossFunction",
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One pass over ``data``; one optimizer step for every ``gbs`` samples."""
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Enter training."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Leave training."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write weights and, when asked, optimizer state and tokenizer."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Stop the workers."""
+
+
+class ColocatablePolicyInterface(PolicyInterface):
+    """A policy that shares its devices with a sampling engine and hands weights over to it."""
+
+    @abstractmethod
+    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
+        """Enter log-prob inference."""
+
+
+class ValueInterface(ABC):
+    """A critic over global batches."""
+
+    @abstractmethod
+    def get_values(
+        self, data: "BatchedDataDict", micro_batch_size: int | None = None
+    ) -> "BatchedDataDict":
+        """See `ValueOutputSpec`."""
+
+    @abstractmethod
+    def train(
+        self,
+        data: "BatchedDataDict",
+        loss_fn: "LossFunction",
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One pass over ``data``; one optimizer step for every ``gbs`` samples."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Stop the workers."""
