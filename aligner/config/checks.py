@@ -88,9 +88,11 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _check_source(key: str, source: PromptSourceConfig) -> None:
-    if (source.files is None) == (source.generator is None):
-        given = "neither is" if source.files is None else "both are"
-        raise ConfigError(f"{key}: give either {key}.files or {key}.generator; {given} set")
+    if not source.source:
+        raise ConfigError(
+            f"{key}.source: empty; give a .jsonl or .parquet file or a generator function "
+            "(package.module:function)"
+        )
 
 
 def _check_max_time(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Where prompts come from, and how a row becomes one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,22 +9,25 @@ from aligner.config.fields import Count
 
 @dataclass(frozen=True)
 class PromptSourceConfig:
-    """One set of prompts: files, or a Python generator. Exactly one of the two."""
+    """One set of prompts."""
 
-    files: str | tuple[str, ...] | None = None  # .jsonl or .parquet; globs allowed
-    generator: str | None = None  # dotted path or file.py:function yielding rows (dicts)
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the generator
-    limit: Count | None = None  # at most so many rows; null: all
+    # .jsonl or .parquet files, directories of them, or a generator function
+    # (package.module:function or path/to/file.py:function); one or a list.
+    source: str | tuple[str, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of a generator
+    limit: Count | None = None  # read at most so many rows; null: all
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training and validation prompts, and how a row is read."""
+    """Training and validation prompts."""
 
     train: PromptSourceConfig
     validation: PromptSourceConfig | None = None  # null: no validation
     prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
     ground_truth_column: str | None = "ground_truth"  # null: the data has none
-    apply_chat_template: bool = False  # wrap plain-text prompts as one user message
+    chat: bool = False  # plain text becomes a user message; messages always use the template
+    system_prompt: str | None = None  # put before chat messages that have none
+    add_bos: bool = False  # begin with the BOS token, unless the text already does
     max_prompt_length: Count | None = None  # tokens; longer prompts are dropped and counted
     shuffle: bool = True  # training prompts, by seed and epoch

@@ -14,6 +14,6 @@ class RewardConfig:
     It returns one float per sample, or one dict per sample with at least ``reward``.
     """
 
-    function: str  # dotted path (package.module.function) or file (path/to/file.py:function)
+    function: str  # package.module:function or path/to/file.py:function
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of it
     time_limit_s: Positive = 60.0  # for one whole batch

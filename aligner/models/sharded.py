@@ -37,9 +37,7 @@ def run_sharded(
 
 def run_on_all(group: WorkerGroup, method_name: str, **kwargs: Any) -> list[Any]:
     """Call a worker method with the same arguments everywhere and wait for it."""
-    return group.get_all_worker_results(
-        group.run_all_workers_single_data(method_name, **kwargs)
-    )
+    return group.get_all_worker_results(group.run_all_workers_single_data(method_name, **kwargs))
 
 
 def columns_of(data: Mapping[str, Any], names: Sequence[str]) -> BatchedDataDict:

@@ -9,6 +9,7 @@ from aligner.config import ModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
+from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
 from aligner.models.sharded import columns_of, run_on_all, run_sharded, train_result
@@ -158,7 +159,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write the weights, with configuration and tokenizer, as the ``.nemo`` ``weights_path``."""
+        """Write weights, configuration and tokenizer as the ``.nemo`` file ``weights_path``."""
+        if optimizer_path is not None or tokenizer_path is not None:
+            raise ConfigError(
+                f"save_checkpoint: optimizer_path={optimizer_path}, tokenizer_path={tokenizer_path}"
+                ": a .nemo holds its tokenizer and the run state holds the optimizer; pass neither"
+            )
         run_on_all(self.worker_group, "save_nemo", path=weights_path)
 
     def num_parameters(self) -> int:
