@@ -1,0 +1,143 @@
+"""Canonical weights into a megatron-core GPT model of any layout, and out of it."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import (
+    EMBEDDING,
+    OUTPUT_LAYER,
+    Weights,
+    canonical_name,
+    check_names,
+    check_shape,
+    expected_shapes,
+    merge,
+    split,
+)
+from aligner.distributed import accelerator
+from aligner.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"^(.*\.local_experts\.)(\d+)(\..*)$")
+
+
+def canonical_parameters(
+    gpt: "GPTModel", architecture: GPTArchitecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of this stage under their canonical (global) names.
+
+    Layers are numbered by megatron-core's ``layer_number``. The last stage's copy of a tied
+    embedding appears as ``output_layer.weight``.
+    """
+    for key, parameter in gpt.named_parameters():
+        name = canonical_name(key)
+        if name is None:
+            continue
+        match = _LAYER.match(name)
+        if match is not None:
+            layer = gpt.decoder.layers[int(match[1])]
+            name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
+            name = _global_expert(name, layer, architecture)
+        yield name, parameter
+
+
+def _global_expert(name: str, layer: torch.nn.Module, architecture: GPTArchitecture) -> str:
+    """Experts are numbered from 0 on every expert-parallel rank."""
+    match = _EXPERT.match(name)
+    if match is None or architecture.num_moe_experts is None:
+        return name
+    first = layer.mlp.local_expert_indices[0]
+    return f"{match[1]}{int(match[2]) + first}{match[3]}"
+
+
+@torch.no_grad()
+def load_weights(
+    gpt: "GPTModel",
+    weights: Weights,
+    architecture: GPTArchitecture,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+) -> None:
+    """Copy this rank's share of canonical weights into the model.
+
+    The pipeline stage is read off the model. Strict: tensors that the weights lack or have beyond
+    the architecture, and shapes that differ, are a `CheckpointError`. A reward head is left to
+    the caller; an output layer is not missed by a model that has none.
+    """
+    check_names(weights, architecture, "the checkpoint")
+    shapes = expected_shapes(architecture)
+    for name, parameter in canonical_parameters(gpt, architecture):
+        source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
+        if source not in weights:
+            raise CheckpointError(f"the model has {name}, which the checkpoint lacks")
+        tensor = weights[source]
+        check_shape(source, tensor.shape, shapes[source])
+        if tensor.shape != parameter.shape:  # experts may be whole where other layers are split
+            tensor = split(source, tensor, architecture, tp_rank, tp_size)
+        check_shape(f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape))
+        parameter.copy_(tensor)
+
+
+@torch.no_grad()
+def gather_weights(
+    gpt: "GPTModel",
+    architecture: GPTArchitecture,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    keep: bool = True,
+) -> dict[str, Tensor]:
+    """Canonical weights of the whole model, on the CPU: the inverse of `load_weights`.
+
+    Collective over both groups (None: not split that way). With ``keep=False`` a rank takes part
+    and returns an empty dict, so that only the one that writes holds the model twice.
+    """
+    own: dict[str, Tensor] = {}
+    for name, parameter in canonical_parameters(gpt, architecture):
+        if name == OUTPUT_LAYER and architecture.tie_embeddings:
+            continue
+        parts = _all_gather(parameter.detach(), tp_group)
+        if keep or (pp_group is not None and pp_group.size() > 1):
+            own[name] = merge(name, parts, architecture).to("cpu", copy=True)
+    if pp_group is not None and pp_group.size() > 1:
+        own = _exchange_stages(own, pp_group, keep=keep)
+    order = {name: place for place, name in enumerate(expected_shapes(architecture))}
+    return dict(sorted(own.items(), key=lambda item: order[item[0]]))
+
+
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    if group is None or group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def _exchange_stages(
+    own: dict[str, Tensor], group: dist.ProcessGroup, *, keep: bool
+) -> dict[str, Tensor]:
+    """Each stage in turn sends its tensors to all others."""
+    everything: dict[str, Tensor] = {}
+    for stage in range(group.size()):
+        source = dist.get_global_rank(group, stage)
+        mine = stage == group.rank()
+        listing = [[(n, t.shape, t.dtype) for n, t in own.items()] if mine else None]
+        dist.broadcast_object_list(listing, src=source, group=group)
+        for name, shape, dtype in listing[0] or []:
+            tensor = own[name] if mine else torch.empty(shape, dtype=dtype)
+            moved = accelerator.to_device(tensor)
+            dist.broadcast(moved, src=source, group=group)
+            if keep:
+                everything[name] = moved.cpu()
+    return everything
+

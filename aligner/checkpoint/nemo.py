@@ -1,0 +1,149 @@
+"""`.nemo` checkpoints: open any that NeMo wrote, save one that NeMo can read.
+
+```
+open_nemo(path) ── ArchiveReader ─┬─ model_config.yaml ── nemo_config ─────→ architecture
+                                  ├─ <hex>_name ───────── nemo_tokenizer ──→ tokenizer
+                                  └─ model_weights… ───── nemo_weights ────→ canonical weights
+save_nemo(path, weights, …) ───── ArchiveWriter, the same parts in reverse, weights as torch_dist
+```
+"""
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter, atomic_file
+from aligner.checkpoint.canonical import (
+    REWARD_HEAD,
+    Shape,
+    Weights,
+    check_names,
+    check_shape,
+    expected_shapes,
+    split,
+)
+from aligner.checkpoint.nemo_config import (
+    Config,
+    architecture_from_config,
+    config_from_architecture,
+    dump_config,
+    parse_config,
+)
+from aligner.checkpoint.nemo_tokenizer import read_tokenizer_files, write_tokenizer_files
+from aligner.checkpoint.nemo_weights import WEIGHTS_FOLDER, LazyWeights, read_weights
+from aligner.checkpoint.torch_dist import write_torch_dist
+from aligner.data.tokenizer import Tokenizer, tokenizer_from_files
+from aligner.errors import TokenizerError
+
+CONFIG_FILE = "model_config.yaml"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+class NemoCheckpoint:
+    """An open `.nemo`. Parts are read when first asked for; valid until the archive closes."""
+
+    def __init__(self, archive: ArchiveReader) -> None:
+        self._archive = archive
+        self.config: Config = parse_config(archive.read(CONFIG_FILE))
+        self.tokenizer_files: dict[str, bytes] = read_tokenizer_files(archive, self.config)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The packaged tokenizer."""
+        path = str(self._archive.path)
+        if not self.tokenizer_files:
+            raise TokenizerError(
+                f"{path!r} packages no tokenizer files (its configuration names "
+                f"{self.config.get('tokenizer')}); convert it anew with its tokenizer"
+            )
+        return tokenizer_from_files(self.tokenizer_files, origin=path)
+
+    @functools.cached_property
+    def architecture(self) -> GPTArchitecture:
+        """What ``model_config.yaml`` and the tokenizer describe."""
+        known = self.config.get("vocab_size")
+        return architecture_from_config(self.config, known or self.tokenizer.vocab_size)
+
+    @functools.cached_property
+    def weights(self) -> LazyWeights:
+        """Canonical weights (`aligner.checkpoint.canonical`), each read when it is indexed."""
+        return read_weights(self._archive, self.architecture)
+
+
+@contextlib.contextmanager
+def open_nemo(path: str | os.PathLike[str]) -> Iterator[NemoCheckpoint]:
+    """Open a `.nemo` file or an unpacked directory; nothing is extracted, no code is run."""
+    with ArchiveReader(path) as archive:
+        yield NemoCheckpoint(archive)
+
+
+def save_nemo(
+    path: str | os.PathLike[str],
+    weights: Weights,
+    architecture: GPTArchitecture,
+    tokenizer_files: Mapping[str, bytes],
+    extra_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a `.nemo`: atomic, and the same bytes for the same model.
+
+    Args:
+        path: destination, replaced only once the new file is complete and on disk.
+        weights: canonical; read one tensor at a time. A reward head is carried along.
+        architecture: what the weights are shaped by.
+        tokenizer_files: as ``Tokenizer.files()`` gives them.
+        extra_config: further keys for ``model_config.yaml``; keys that describe the architecture
+            or the tokenizer are ours and win.
+    """
+    check_names(weights, architecture, "the model to be saved")
+    config = {**(extra_config or {}), **config_from_architecture(architecture)}
+    with atomic_file(path) as stream:
+        archive = ArchiveWriter(stream)
+        config["tokenizer"] = write_tokenizer_files(archive, tokenizer_files)
+        archive.add(CONFIG_FILE, dump_config(config))
+        write_torch_dist(archive, WEIGHTS_FOLDER, _boxes(weights, architecture))
+        archive.finish()
+
+
+def _boxes(
+    weights: Weights, architecture: GPTArchitecture
+) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
+    """Boxes of the distributed checkpoint: a layer of a stack each, the vocabulary padded."""
+    shapes = expected_shapes(architecture)
+    heads = [name for name in REWARD_HEAD if name in weights]
+    for name in [*shapes, *heads]:
+        tensor = weights[name]
+        if name in shapes:
+            check_shape(name, tensor.shape, shapes[name])
+        key, index, stack = _stacked_place(name, architecture)
+        part = split(name, tensor, architecture, tp_rank=0, tp_size=1)
+        shape = (*stack, *part.shape)
+        offset = (*index, *(0 for _ in part.shape))
+        yield f"model.{key}", shape, offset, part[(None,) * len(stack)]
+
+
+def _stacked_place(
+    name: str, architecture: GPTArchitecture
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Key without layer and expert number, the numbers, and how many there are of each."""
+    match = _LAYER.match(name)
+    if match is None:
+        return name, (), ()
+    suffix, index, stack = match[2], (int(match[1]),), (architecture.num_layers,)
+    if architecture.num_moe_experts is None:
+        # megatron-core stores the norms before dense blocks under Transformer Engine's names.
+        suffix = suffix.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    suffix = suffix.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    expert = _EXPERT.search(suffix)
+    if expert is not None and architecture.num_moe_experts is not None:
+        index += (int(expert[1]),)
+        stack += (architecture.num_moe_experts,)
+        suffix = _EXPERT.sub(".experts.", suffix)
+    return f"decoder.layers.{suffix}", index, stack
+

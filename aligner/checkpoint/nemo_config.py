@@ -1,0 +1,242 @@
+"""NeMo's ``model_config.yaml`` in and out of `GPTArchitecture`."""
+
+import re
+from typing import Any
+
+import yaml
+
+from aligner.architecture import Activation, GPTArchitecture, Normalization, RopeScaling
+from aligner.errors import CheckpointError
+
+Config = dict[str, Any]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "openai-gelu": "gelu_tanh",
+    "geglu": "geglu",
+    "fast-geglu": "geglu",
+    "swiglu": "swiglu",
+    "fast-swiglu": "swiglu",
+    "squared-relu": "squared_relu",
+    "relu": "relu",
+    "silu": "silu",
+}
+_NORMALIZATIONS: dict[str, Normalization] = {
+    "layernorm": "layernorm",
+    "low_precision_layernorm": "layernorm",
+    "layernorm1p": "layernorm1p",
+    "rmsnorm": "rmsnorm",
+}
+_WRITTEN_ACTIVATIONS: dict[Activation, str] = {
+    "gelu_tanh": "gelu",  # together with openai_gelu
+    "squared_relu": "squared-relu",
+    "swiglu": "fast-swiglu",
+    "geglu": "fast-geglu",
+}
+_INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def parse_config(data: bytes) -> Config:
+    """Parse the YAML; simple references such as ``${.encoder_seq_length}`` are followed."""
+    try:
+        config = yaml.safe_load(data)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"model_config.yaml cannot be parsed: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError("model_config.yaml is not a mapping of keys to values")
+    if isinstance(config.get("model"), dict):
+        config = config["model"]
+    missing = [key for key in _REQUIRED if config.get(key) is None]
+    if missing:
+        raise CheckpointError(
+            f"model_config.yaml lacks {', '.join(missing)}; it does not describe a GPT model"
+        )
+    return {key: _followed(config, value) for key, value in config.items()}
+
+
+def _followed(config: Config, value: Any) -> Any:
+    for _ in range(8):  # a chain of references; a cycle ends here too
+        match = _INTERPOLATION.match(value) if isinstance(value, str) else None
+        if match is None or match[1] not in config:
+            break
+        value = config[match[1]]
+    return value
+
+
+def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchitecture:
+    """Read an architecture off NeMo's keys; NeMo's defaults where a key is absent or null.
+
+    ``vocab_size`` is the tokenizer's, since NeMo does not write it; a ``vocab_size`` key (ours)
+    wins, for models whose embedding is larger than their tokenizer.
+    """
+    vocab_size = config.get("vocab_size") or vocab_size
+    if vocab_size is None:
+        raise CheckpointError(
+            "the vocabulary size is unknown: model_config.yaml does not hold it and there is no "
+            "tokenizer to ask"
+        )
+
+    def get(key: str, default: Any) -> Any:
+        value = config.get(key)
+        return default if value is None else value
+
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        return GPTArchitecture(
+            num_layers=int(config["num_layers"]),
+            hidden_size=hidden,
+            ffn_hidden_size=int(get("ffn_hidden_size", 4 * hidden)),
+            num_attention_heads=heads,
+            num_query_groups=int(get("num_query_groups", heads)),
+            kv_channels=int(get("kv_channels", hidden // heads)),
+            vocab_size=vocab_size,
+            max_position_embeddings=_positions(config),
+            activation=_activation(config),
+            normalization=_choice(config, "normalization", "layernorm", _NORMALIZATIONS),
+            layernorm_epsilon=float(get("layernorm_epsilon", 1e-5)),
+            position_embedding=_choice(
+                config,
+                "position_embedding_type",
+                "learned_absolute",
+                {"rope": "rope", "learned_absolute": "learned_absolute", "none": "none"},
+            ),
+            rotary_base=float(get("rotary_base", 10_000)),
+            rotary_percent=float(get("rotary_percentage", 1.0)),
+            rope_scaling=_rope_scaling(config),
+            tie_embeddings=bool(get("share_embeddings_and_output_weights", True)),
+            bias_linear=bool(get("bias", True)),
+            bias_qkv=bool(get("qkv_bias", False)) and not get("bias", True),
+            qk_layernorm=bool(get("qk_layernorm", False)),
+            window_size=_window(config),
+            attention_dropout=float(get("attention_dropout", 0.1)),
+            hidden_dropout=float(get("hidden_dropout", 0.1)),
+            init_std=float(get("init_method_std", 0.02)),
+            make_vocab_size_divisible_by=int(get("make_vocab_size_divisible_by", 128)),
+            num_moe_experts=config.get("num_moe_experts"),
+            moe_router_topk=int(get("moe_router_topk", 2)),
+            moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"),
+            family=config.get("hf_model_type"),
+        )
+    except (TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"model_config.yaml holds a value of a wrong kind: {error}") from error
+
+
+def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
+    value = str(default if config.get(key) is None else config[key]).lower()
+    if value not in known:
+        raise CheckpointError(
+            f"{key}={value!r} in model_config.yaml is not supported; known: {', '.join(known)}"
+        )
+    return known[value]
+
+
+def _activation(config: Config) -> Activation:
+    """NeMo's fused bias-gelu kernels compute the tanh form whatever the name says."""
+    activation: Activation = _choice(config, "activation", "gelu", _ACTIVATIONS)
+    fused = bool(config.get("bias_activation_fusion"))
+    if activation == "gelu" and (fused or config.get("openai_gelu")):
+        return "gelu_tanh"
+    if activation == "geglu" and fused:
+        raise CheckpointError(
+            "activation='geglu' with bias_activation_fusion=true computes a tanh GELU gate, which "
+            "is not supported; known: geglu without fusion"
+        )
+    return activation
+
+
+def _positions(config: Config) -> int:
+    """A learned table of megatron-core has ``encoder_seq_length`` rows, older ones the other."""
+    keys = ["max_position_embeddings", "encoder_seq_length"]
+    learned = config.get("position_embedding_type") in (None, "learned_absolute")
+    if learned and config.get("mcore_gpt"):
+        keys.reverse()
+    for key in keys:
+        if config.get(key) is not None:
+            return int(config[key])
+    raise CheckpointError("model_config.yaml lacks max_position_embeddings")
+
+
+def _rope_scaling(config: Config) -> RopeScaling | None:
+    if config.get("rope_scaling"):
+        return RopeScaling(**config["rope_scaling"])
+    if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1, constants built in
+        return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
+    if config.get("seq_len_interpolation_factor"):
+        return RopeScaling(factor=float(config["seq_len_interpolation_factor"]), kind="linear")
+    return None
+
+
+def _window(config: Config) -> int | None:
+    """NeMo's ``[left, 0]`` counts the tokens before the current one, ours counts it in."""
+    window = config.get("window_size")
+    return int(window[0]) + 1 if window else None
+
+
+def config_from_architecture(architecture: GPTArchitecture) -> Config:
+    """NeMo's keys for an architecture; every key that decides a number is written out."""
+    scaling = architecture.rope_scaling
+    config: Config = {
+        "mcore_gpt": True,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "encoder_seq_length": architecture.max_position_embeddings,
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "init_method_std": architecture.init_std,
+        "use_scaled_init_method": True,
+        "hidden_dropout": architecture.hidden_dropout,
+        "attention_dropout": architecture.attention_dropout,
+        "ffn_dropout": 0.0,
+        "apply_query_key_layer_scaling": False,
+        "normalization": architecture.normalization,
+        "layernorm_epsilon": architecture.layernorm_epsilon,
+        "make_vocab_size_divisible_by": architecture.make_vocab_size_divisible_by,
+        "vocab_size": architecture.vocab_size,
+        "pre_process": True,
+        "post_process": True,
+        "bias": architecture.bias_linear,
+        "qkv_bias": architecture.bias_qkv,
+        "qk_layernorm": architecture.qk_layernorm,
+        "activation": _WRITTEN_ACTIVATIONS.get(architecture.activation, architecture.activation),
+        "openai_gelu": architecture.activation == "gelu_tanh",
+        "bias_activation_fusion": False,
+        "transformer_block_type": "pre_ln",
+        "position_embedding_type": architecture.position_embedding,
+        "rotary_percentage": architecture.rotary_percent,
+        "rotary_base": architecture.rotary_base,
+        "share_embeddings_and_output_weights": architecture.tie_embeddings,
+        "sequence_parallel": False,
+        "precision": 32,
+        "target": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model."
+        "MegatronGPTModel",
+    }
+    optional = {
+        "hf_model_type": architecture.family,
+        "window_size": [architecture.window_size - 1, 0] if architecture.window_size else None,
+        "num_moe_experts": architecture.num_moe_experts,
+        "moe_router_topk": architecture.moe_router_topk if architecture.num_moe_experts else None,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+    }
+    config |= {key: value for key, value in optional.items() if value is not None}
+    if scaling is not None and scaling.kind == "linear":
+        config["seq_len_interpolation_factor"] = scaling.factor
+    elif scaling is not None:
+        config |= {"scale_positional_embedding": True, "scale_factor": scaling.factor}
+        config["rope_scaling"] = {**vars(scaling)}
+    return config
+
+
+def dump_config(config: Config) -> bytes:
+    """YAML in the order of the keys."""
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()

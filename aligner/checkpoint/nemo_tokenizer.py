@@ -1,0 +1,68 @@
+"""Tokenizer files inside a `.nemo`: ``nemo:<hex>_<name>`` references in ``model_config.yaml``."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
+from aligner.errors import CheckpointError
+
+_REFERENCE = "nemo:"
+# NeMo names files by their role, whatever they were called when they were packed.
+_ROLE_NAMES = {
+    "model": "tokenizer.model",
+    "tokenizer_model": "tokenizer.model",
+    "vocab_file": "vocab.json",
+    "merge_file": "merges.txt",
+    "merges_file": "merges.txt",
+}
+
+
+def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """File name → content of the packaged tokenizer; empty where none is packaged."""
+    section = config.get("tokenizer") or {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError("tokenizer in model_config.yaml is not a mapping")
+    roles = {_ROLE_NAMES[key]: section.get(key) for key in _ROLE_NAMES if key in section}
+    listed = section.get("files") or {}
+    references = {**{name: value for name, value in roles.items() if value}, **listed}
+    return {
+        name: archive.read(_member(archive, value[len(_REFERENCE) :]))
+        for name, value in references.items()
+        if isinstance(value, str) and value.startswith(_REFERENCE)
+    }
+
+
+def _member(archive: ArchiveReader, reference: str) -> str:
+    if reference not in archive.names:
+        raise CheckpointError(
+            f"model_config.yaml names tokenizer file {reference!r}, which {str(archive.path)!r} "
+            "does not hold"
+        )
+    return reference
+
+
+def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Package tokenizer files; returns the ``tokenizer`` section that names them.
+
+    The hexadecimal prefix, a random one in NeMo, is the content's digest here: equal models give
+    equal bytes.
+    """
+    references: dict[str, str] = {}
+    for name, content in sorted(files.items()):
+        member = f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
+        archive.add(member, content)
+        references[name] = f"{_REFERENCE}{member}"
+    section: dict[str, Any] = {"type": None, "model": None, "vocab_file": None, "merge_file": None}
+    if set(references) == {"tokenizer.model"}:
+        section |= {"library": "sentencepiece", "model": references["tokenizer.model"]}
+    elif set(references) == {"vocab.json", "merges.txt"}:
+        section |= {
+            "library": "megatron",
+            "type": "GPT2BPETokenizer",
+            "vocab_file": references["vocab.json"],
+            "merge_file": references["merges.txt"],
+        }
+    else:
+        section |= {"library": "huggingface", "files": references}
+    return section

@@ -1,0 +1,209 @@
+"""All weight layouts found in `.nemo` files, read lazily into canonical form."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.archive import ArchiveReader
+from aligner.checkpoint.canonical import (
+    OUTPUT_LAYER,
+    REWARD_HEAD,
+    canonical_name,
+    check_names,
+    check_shape,
+    expected_shapes,
+    merge,
+    unpad_vocabulary,
+)
+from aligner.checkpoint.torch_dist import TorchDistSource, load_tensor_file
+from aligner.checkpoint.zarr_v2 import ZarrSource
+from aligner.errors import CheckpointError
+
+WEIGHTS_FOLDER = "model_weights"
+WEIGHTS_FILE = "model_weights.ckpt"
+_RANK_FILE = re.compile(
+    r"^(?:mp_rank_(?P<mp>\d+)|tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+))/model_weights\.ckpt$"
+)
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
+_STACKED = re.compile(r"^decoder\.layers\.(?!\d)(.*)$")
+_STACKED_EXPERTS = ".experts.experts."
+_LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """Canonical weights that are read when asked for; names and shapes are checked.
+
+    ``readers`` maps each canonical name to what reads its tensor.
+    """
+
+    def __init__(
+        self,
+        readers: Mapping[str, Callable[[], Tensor]],
+        architecture: GPTArchitecture,
+        source: str,
+    ) -> None:
+        check_names(readers, architecture, source)
+        self._architecture = architecture
+        self._shapes = expected_shapes(architecture)
+        # A copy of the tied embedding on the last pipeline stage is not a weight of its own.
+        tied = architecture.tie_embeddings
+        self._readers = {n: read for n, read in readers.items() if not (tied and n == OUTPUT_LAYER)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = unpad_vocabulary(name, self._readers[name](), self._architecture)
+        if name not in REWARD_HEAD:
+            check_shape(name, tensor.shape, self._shapes[name])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+class TensorSource(Protocol):
+    """A distributed checkpoint: global tensors, readable in part."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Tensor ``key`` with its leading axes fixed at ``index``."""
+        ...
+
+
+def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyWeights:
+    """Find out how the archive lays out its weights and open them."""
+    names = archive.names
+    if f"{WEIGHTS_FOLDER}/metadata.json" in names:
+        readers = _stacked_readers(_distributed_source(archive))
+    elif WEIGHTS_FILE in names:
+        readers = _rank_readers([[_load_rank(archive, WEIGHTS_FILE)]], architecture)
+    elif any(map(_RANK_FILE.match, names)):
+        readers = _rank_readers(_load_ranks(archive), architecture)
+    else:
+        raise CheckpointError(
+            f"{str(archive.path)!r} holds no weights: expected {WEIGHTS_FILE}, "
+            f"{WEIGHTS_FOLDER}/metadata.json, mp_rank_XX/ or tp_rank_XX_pp_rank_XXX/"
+        )
+    return LazyWeights(readers, architecture, repr(str(archive.path)))
+
+
+def _distributed_source(archive: ArchiveReader) -> TensorSource:
+    try:
+        metadata = json.loads(archive.read(f"{WEIGHTS_FOLDER}/metadata.json"))
+        backend = metadata["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{WEIGHTS_FOLDER}/metadata.json is damaged: {error!r}") from error
+    sources: dict[str, Callable[[ArchiveReader, str], TensorSource]] = {
+        "torch_dist": TorchDistSource,
+        "zarr": ZarrSource,
+    }
+    if backend not in sources:
+        raise CheckpointError(
+            f"{WEIGHTS_FOLDER}/metadata.json names sharded_backend={backend!r}; "
+            f"known: {', '.join(sources)}"
+        )
+    return sources[backend](archive, WEIGHTS_FOLDER)
+
+
+def _stacked_readers(source: TensorSource) -> dict[str, Callable[[], Tensor]]:
+    """Undo the stacking: one reader for each layer (and expert) of each stacked tensor."""
+    readers: dict[str, Callable[[], Tensor]] = {}
+
+    def add(name: str, key: str, index: tuple[int, ...]) -> None:
+        readers[name] = lambda: source.read(key, index)
+
+    for key, shape in source.shapes.items():
+        name = canonical_name(key)
+        if name is None:
+            continue
+        stacked = _STACKED.match(name)
+        if stacked is None:
+            add(name, key, ())
+            continue
+        for layer in range(shape[0]):
+            suffix = f"decoder.layers.{layer}.{stacked[1]}"
+            if _STACKED_EXPERTS not in suffix:
+                add(suffix, key, (layer,))
+                continue
+            for expert in range(shape[1]):
+                local = suffix.replace(_STACKED_EXPERTS, f".experts.local_experts.{expert}.")
+                add(local, key, (layer, expert))
+    return readers
+
+
+RankState = dict[str, Tensor]
+
+
+def _load_rank(archive: ArchiveReader, name: str) -> RankState:
+    """Canonical names (layer numbers local to the stage) and tensors of one rank file."""
+    with archive.open(name) as stream:
+        state = load_tensor_file(stream, f"{name} of {str(archive.path)!r}")
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{name} holds a {type(state).__name__}, not a state dict")
+    result: RankState = {}
+    for key, value in state.items():
+        canonical = canonical_name(key)
+        if canonical is not None and isinstance(value, Tensor):
+            result[canonical] = value
+    _join_legacy_gates(result)
+    return result
+
+
+def _join_legacy_gates(state: RankState) -> None:
+    """Old unfused SwiGLU keeps gate and up apart: stack them into ``[gate; up]``."""
+    for name in list(state):
+        match = _LEGACY_UP.match(name)
+        if match is not None:
+            gate = f"{match[1]}linear_fc1.{match[2]}"
+            if gate not in state:
+                raise CheckpointError(f"{name} stands without its gate {gate}")
+            state[gate] = torch.cat([state[gate], state.pop(name)])
+
+
+def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
+    """Rank files as ``[pipeline stage][tensor rank]``."""
+    files: dict[tuple[int, int], str] = {}
+    for name in archive.names:
+        match = _RANK_FILE.match(name)
+        if match is not None:
+            files[int(match["pp"] or 0), int(match["tp"] or match["mp"] or 0)] = name
+    stages, ranks = (max(key[axis] for key in files) + 1 for axis in (0, 1))
+    absent = [
+        f"tp {tp} pp {pp}"
+        for pp in range(stages)
+        for tp in range(ranks)
+        if (pp, tp) not in files
+    ]
+    if absent:
+        raise CheckpointError(f"{str(archive.path)!r} lacks the files of ranks {', '.join(absent)}")
+    return [[_load_rank(archive, files[pp, tp]) for tp in range(ranks)] for pp in range(stages)]
+
+
+def _rank_readers(
+    stages: list[list[RankState]], architecture: GPTArchitecture
+) -> dict[str, Callable[[], Tensor]]:
+    """One reader for each tensor, merging its tensor-parallel parts; layers renumbered globally."""
+    readers: dict[str, Callable[[], Tensor]] = {}
+
+    def add(name: str, parts: list[Tensor]) -> None:
+        readers[name] = lambda: merge(name, parts, architecture)
+
+    first_layer = 0
+    for stage, ranks in enumerate(stages):
+        layers = 0
+        for name in ranks[0]:
+            if any(name not in rank for rank in ranks):
+                raise CheckpointError(f"{name} is missing on some tensor-parallel rank of {stage=}")
+            match = _LAYER.match(name)
+            layers = max(layers, int(match[1]) + 1 if match else 0)
+            unique = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}" if match else name
+            add(unique, [rank[name] for rank in ranks])
+        first_layer += layers
+    return readers

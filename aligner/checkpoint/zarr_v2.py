@@ -1,0 +1,97 @@
+"""The subset of zarr version 2 that older NeMo files use: uncompressed, C order, one folder a tensor.
+
+Written out here because NumPy does not know the dtype string ``bfloat16`` that NeMo stores.
+Extra state lies beside the tensors as ``shard_l_L.pt`` without ``.zarray`` and is not looked at.
+"""
+
+import itertools
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.checkpoint.archive import ArchiveReader
+from aligner.errors import CheckpointError
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "<f2": torch.float16,
+    "<f4": torch.float32,
+    "<f8": torch.float64,
+    "<i4": torch.int32,
+    "<i8": torch.int64,
+    "|u1": torch.uint8,
+    "|i1": torch.int8,
+    "|b1": torch.bool,
+}
+_HEADER = "/.zarray"
+
+
+class ZarrSource:
+    """Tensors of a zarr directory inside an archive, read chunk by chunk on demand."""
+
+    def __init__(self, archive: ArchiveReader, folder: str) -> None:
+        self._archive = archive
+        self._folder = folder
+        prefix = f"{folder}/"
+        self._headers = {
+            name[len(prefix) : -len(_HEADER)]: _header(name, archive.read(name))
+            for name in archive.names
+            if name.startswith(prefix) and name.endswith(_HEADER)
+        }
+        self.shapes = {key: tuple(header["shape"]) for key, header in self._headers.items()}
+
+    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Tensor ``key`` with its leading axes fixed at ``index``."""
+        header, shape = self._headers[key], self.shapes[key]
+        chunk = tuple(header["chunks"])
+        dtype = _DTYPES[header["dtype"]]
+        lead = len(index)
+        result = torch.full(shape[lead:], header["fill_value"] or 0, dtype=dtype)
+        fixed = [range(i // n, i // n + 1) for i, n in zip(index, chunk, strict=False)]
+        free = [range(math.ceil(s / n)) for s, n in zip(shape[lead:], chunk[lead:], strict=True)]
+        for position in itertools.product(*fixed, *free):
+            data = self._read_chunk(key, position, chunk, dtype)
+            if data is None:
+                continue
+            data = data[tuple(i % n for i, n in zip(index, chunk, strict=False))]
+            starts = [p * n for p, n in zip(position[lead:], chunk[lead:], strict=True)]
+            # Chunks at the far edge are stored whole and reach beyond the tensor.
+            spans = [
+                (start, min(start + n, size))
+                for start, n, size in zip(starts, chunk[lead:], shape[lead:], strict=True)
+            ]
+            inside = tuple(slice(0, stop - start) for start, stop in spans)
+            result[tuple(slice(start, stop) for start, stop in spans)] = data[inside]
+        return result
+
+    def _read_chunk(
+        self, key: str, position: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor | None:
+        separator = self._headers[key].get("dimension_separator", ".")
+        name = f"{self._folder}/{key}/{separator.join(map(str, position)) or '0'}"
+        if name not in self._archive.names:
+            return None  # by the format: all fill_value
+        data = self._archive.read(name)
+        if len(data) != math.prod(chunk) * dtype.itemsize:
+            raise CheckpointError(f"{name} has {len(data)} bytes, not those of a {chunk} chunk")
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(chunk)
+
+
+def _header(name: str, data: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(data)
+        shape, chunks = header["shape"], header["chunks"]
+        known = len(shape) == len(chunks) and header["dtype"] in _DTYPES
+        plain = header.get("compressor") is None and not header.get("filters")
+        supported = known and plain and header.get("order", "C") == "C"
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{name} is not a zarr version 2 header: {error!r}") from error
+    if not supported:
+        raise CheckpointError(
+            f"{name}: only uncompressed zarr version 2 of dtype {', '.join(_DTYPES)} is read; got "
+            f"dtype {header['dtype']!r}, compressor {header.get('compressor')!r}"
+        )
+    return header
