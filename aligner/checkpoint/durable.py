@@ -1,0 +1,126 @@
+"""Files that are on the disk when we say so, and errors that say what the disk lacked."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from aligner.errors import StorageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def readable_bytes(count: float) -> str:
+    """``1_600_000_000`` as ``1.49 GiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that an ordinary user can still write on the disk that holds ``path``."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def storage_error(path: Path, cause: OSError, needed: int | None = None) -> StorageError:
+    """Translate an operating-system error into one that says what to do; keeps its ``errno``."""
+    parts = [f"cannot write {path}: {cause.strerror or cause}"]
+    if cause.errno in _FULL:
+        need = "" if needed is None else f"{readable_bytes(needed)} ({needed} bytes) needed, "
+        free = free_bytes(path)
+        parts.append(f"{need}{readable_bytes(free)} ({free} bytes) free")
+        parts.append("free some space, raise the limit, or set exp_manager.explicit_log_dir")
+    else:
+        parts.append("make the directory writable or set exp_manager.explicit_log_dir to another")
+    error = StorageError("; ".join(parts))
+    error.errno = cause.errno
+    return error
+
+
+def require_free_space(folder: Path, needed: int) -> None:
+    """Refuse before the first byte when ``folder``'s disk cannot take ``needed`` more bytes."""
+    if free_bytes(folder) < needed:
+        raise storage_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
+
+
+class _File:
+    """An unbuffered file that completes short writes and remembers why a write failed.
+
+    Serialisers written in C++ report a failed write without its reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._raw = io.FileIO(path, "wb")
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):  # Linux writes at most 2 GiB at once
+                done += self._raw.write(view[done:]) or 0
+        except OSError as error:
+            self.error = error
+            raise
+        return done
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def sync(self) -> None:
+        os.fsync(self._raw.fileno())
+
+
+@contextlib.contextmanager
+def durable_file(path: Path, needed: int | None = None) -> Iterator[Any]:
+    """Open ``path`` for writing; on leaving, its bytes are on the disk. ``StorageError`` if not.
+
+    ``needed``: the size it will have, for the message.
+    """
+    file: _File | None = None
+    try:
+        file = _File(path)
+        yield file
+        file.sync()
+    except Exception as error:
+        cause = error if isinstance(error, OSError) else file.error if file else None
+        if cause is None or isinstance(cause, StorageError):
+            raise
+        raise storage_error(path, cause, needed) from error
+    finally:
+        if file is not None:
+            file.close()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, durably. Floats keep every bit (shortest repr)."""
+    with durable_file(path) as file:
+        file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush a directory and everything below it."""
+    for path in folder.rglob("*"):
+        sync_path(path)
+    sync_path(folder)

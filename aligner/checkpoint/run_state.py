@@ -1,0 +1,300 @@
+"""Run state: one directory per step, complete or not there at all.
+
+::
+
+    <root>/step_000012/manifest.json   step, metric, number of ranks, size of every file
+                       state.json      entries without tensors: counters, scheduler, config, …
+                       policy.pt       one file per entry with tensors, written by rank 0
+                       rank_00003.pt   what rank 3 alone holds: optimizer shard, RNG states
+
+A state is written into ``.tmp-step_000012``, every file and directory is flushed to the disk, and
+only then it gets its name. A process that dies at any moment leaves the earlier states as they
+were; `RunStateStore.latest` removes what it left behind. Nothing is read from a file name but the
+step, and nothing is unpickled.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from aligner.checkpoint.durable import (
+    require_free_space,
+    storage_error,
+    sync_path,
+    sync_tree,
+    write_json,
+)
+from aligner.checkpoint.state_files import (
+    FORMAT,
+    SavedState,
+    discard,
+    is_step,
+    read_manifest,
+    recover,
+)
+from aligner.checkpoint.state_tree import (
+    estimate_bytes,
+    is_json,
+    normalise,
+    read_tree,
+    write_tree,
+)
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
+
+_ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_RESERVED = ("state", "manifest")
+
+# All-gathers one small object over the ranks: `exchange(mine)[r]` is what rank r gave.
+Exchange = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class LoadedState(SavedState):
+    """A state in memory. Tensors are on the CPU, backed by the file and copied when changed."""
+
+    state: Mapping[str, Any]  # every entry given to ``save`` under its name
+
+
+class RunStateStore:
+    """Saves, finds, loads and thins out the run states below ``root``.
+
+    Args:
+        root: directory of the states; with several ranks, one that all of them see.
+        save_top_k: keep the best so many by ``metric`` besides the newest (0: newest only).
+            Without ``monitor`` the newest are the best.
+        monitor: name of the metric given to `save`; None: none is given.
+        mode: whether more (``max``) or less of the metric is better.
+        rank, world_size, exchange: who writes what; the defaults are one process.
+
+    `save`, `writing` and `latest` are collective: every rank calls them, and an error on one rank
+    is raised on all.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        save_top_k: int = 1,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] = "max",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        exchange: Exchange = lambda mine: [mine],
+    ) -> None:
+        if mode not in ("max", "min"):
+            raise ConfigError(f"mode is {mode!r}; it must be 'max' or 'min'")
+        if save_top_k < 0:
+            raise ConfigError(f"save_top_k is {save_top_k}; it must be 0 or more")
+        self.root = Path(root)
+        self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
+        self.rank, self.world_size, self._exchange = rank, world_size, exchange
+
+    # Writing
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metric: float | None = None,
+        *,
+        shard: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write the state of ``step`` and return its directory.
+
+        ``state``: named trees (`state_tree`) that are the same on every rank; rank 0 writes them.
+        ``shard``: named trees of this rank alone; either every rank gives one or none does.
+        ``metric``: value of ``monitor`` at this step, None where it was not measured.
+        """
+        with self._together():
+            entries = self._entries(state) if self.rank == 0 else {}
+            own = None if shard is None else normalise(shard, "shard")
+            needed = sum(estimate_bytes(tree) for tree in (*entries.values(), own) if tree)
+        with self.writing(step, metric, needed_bytes=needed) as folder:
+            if own is not None:
+                write_tree(folder / _shard_name(self.rank), own)
+            if self.rank == 0:
+                plain = {name: tree for name, tree in entries.items() if is_json(tree)}
+                write_json(folder / "state.json", plain)
+                for name in entries.keys() - plain.keys():
+                    write_tree(folder / f"{name}.pt", entries[name])
+        return self.path(step)
+
+    @contextlib.contextmanager
+    def writing(
+        self, step: int, metric: float | None = None, *, needed_bytes: int = 0
+    ) -> Iterator[Path]:
+        """An empty directory for every rank to write files of its own choice into.
+
+        When the block ends without an error on all ranks, the directory becomes the state of
+        ``step``; otherwise it is removed. ``needed_bytes``: what this rank is going to write.
+        """
+        if metric is not None and self.monitor is None:
+            raise ConfigError(f"metric {metric} was given to a store without a monitor")
+        temporary = self.root / f".tmp-{self.path(step).name}"
+        needed = sum(self._exchange(needed_bytes))
+        try:
+            with self._together(), _as_storage_error(temporary, needed):
+                if self.rank == 0:
+                    self.root.mkdir(parents=True, exist_ok=True)
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    require_free_space(self.root, needed)
+                    temporary.mkdir()
+            with self._together(), _as_storage_error(temporary, needed):
+                yield temporary
+            with self._together(), _as_storage_error(temporary, needed):
+                if self.rank == 0:
+                    self._commit(temporary, step, metric)
+        except Exception:
+            if self.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def path(self, step: int) -> Path:
+        """Where the state of ``step`` is or would be."""
+        return self.root / f"step_{step:06d}"
+
+    def _entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        for name in state:
+            if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED or name.startswith("rank_"):
+                raise CheckpointError(
+                    f"{name!r} cannot name an entry of a run state; use lower-case letters, digits "
+                    f"and underscores, and none of {', '.join(_RESERVED)}, rank_…"
+                )
+        return {name: normalise(tree, name) for name, tree in state.items()}
+
+    def _commit(self, temporary: Path, step: int, metric: float | None) -> None:
+        files = {
+            str(path.relative_to(temporary)): path.stat().st_size
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
+        }
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.world_size,
+            "sharded": _shard_name(0) in files,
+            "monitor": self.monitor,
+            "metric": metric if metric is not None and isfinite(metric) else None,
+            "files": files,
+        }
+        write_json(temporary / "manifest.json", manifest)
+        sync_tree(temporary)
+        final = self.path(step)
+        if final.exists():  # saved again: the old one is kept until the new one has its name
+            os.rename(final, self.root / f".old-{final.name}")
+        os.rename(temporary, final)
+        sync_path(self.root)
+        discard(self.root / f".old-{final.name}")
+        self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Remove all states but the newest and the best ``save_top_k``."""
+        states = self.states()
+        ranked = sorted(
+            (state for state in states if self._score(state) is not None),
+            key=lambda state: (self._score(state), state.step),
+            reverse=True,
+        )
+        kept = {state.path for state in [*ranked[: self.save_top_k], *states[-1:]]}
+        for state in states:
+            if state.path not in kept:
+                discard(state.path)
+
+    def _score(self, state: SavedState) -> float | None:
+        """More is better; None: cannot be ranked (not measured, or measured something else)."""
+        if self.monitor is None:
+            return state.step
+        if state.metric is None or state.monitor != self.monitor:
+            return None
+        return state.metric if self.mode == "max" else -state.metric
+
+    # Reading
+
+    def states(self) -> list[SavedState]:
+        """The complete states, oldest step first. Changes nothing."""
+        if not self.root.is_dir():
+            return []
+        found = [read_manifest(path) for path in self.root.iterdir() if is_step(path)]
+        return sorted((s for s in found if s is not None), key=lambda state: state.step)
+
+    def latest(self) -> Path | None:
+        """The newest complete state, after removing what an interrupted save left behind."""
+        with self._together():
+            if self.rank == 0 and self.root.is_dir():
+                recover(self.root)
+        states = self.states()
+        return states[-1].path if states else None
+
+    def load(self, path: Path) -> LoadedState:
+        """Read what rank 0 wrote; equal on every rank."""
+        saved = self._complete(path)
+        plain = path / "state.json"
+        state = json.loads(plain.read_text()) if plain.exists() else {}
+        for file in path.glob("*.pt"):
+            if not file.name.startswith("rank_"):
+                state[file.stem] = read_tree(file)
+        return LoadedState(**vars(saved), state=state)
+
+    def load_shard(self, path: Path) -> Mapping[str, Any]:
+        """Read what this rank wrote; refused when the number of ranks is another."""
+        saved = self._complete(path)
+        if not saved.sharded or saved.world_size != self.world_size:
+            raise CheckpointError(
+                f"{path} was saved by {saved.world_size} rank(s), "
+                f"{'each with its own part' if saved.sharded else 'with no parts of their own'}, "
+                f"and this run has {self.world_size}; resume with the same number of processes"
+            )
+        return read_tree(path / _shard_name(self.rank))
+
+    def _complete(self, path: Path) -> SavedState:
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"there is no run state at {path}")
+        saved = read_manifest(path)
+        if saved is None:
+            raise CheckpointError(
+                f"{path} is not a complete run state: manifest.json or a file it lists is missing "
+                "or damaged; remove the directory to resume from an earlier one"
+            )
+        return saved
+
+    # Several ranks
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Run the block on every rank; if it fails on any, raise on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        reports = self._exchange(None if error is None else str(error))
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None]
+        if failed:
+            raise StorageError("; ".join(failed))
+
+
+@contextlib.contextmanager
+def _as_storage_error(path: Path, needed: int) -> Iterator[None]:
+    """Turn a failed write below ``path`` into a `StorageError` that also says what is left."""
+    try:
+        yield
+    except OSError as error:
+        refined = error if isinstance(error, StorageError) else storage_error(path, error, needed)
+        told = StorageError(
+            f"{refined}. The run state was not saved; earlier ones in {path.parent} are intact"
+        )
+        told.errno = refined.errno
+        raise told from error
+
+
+def _shard_name(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"

@@ -1,0 +1,73 @@
+"""The directories of a run state on the disk: reading their manifests, removing, recovering."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.checkpoint.durable import sync_path
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A complete state on the disk: what its manifest says."""
+
+    path: Path
+    step: int
+    world_size: int
+    sharded: bool  # every rank wrote a file of its own
+    monitor: str | None
+    metric: float | None  # value of ``monitor`` at that step; None: not measured
+
+
+def is_step(path: Path) -> bool:
+    """Whether this is a directory with the name of a finished state."""
+    return _STEP_NAME.fullmatch(path.name) is not None and path.is_dir()
+
+
+def read_manifest(path: Path) -> SavedState | None:
+    """What the manifest says; None, with a warning, where the directory does not bear it out."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']} is not {FORMAT}")
+        for name, size in manifest["files"].items():
+            if (path / name).stat().st_size != size:
+                raise ValueError(f"{name} does not have {size} bytes")
+        fields = ("step", "world_size", "sharded", "monitor", "metric")
+        return SavedState(path, **{name: manifest[name] for name in fields})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("ignoring the incomplete run state %s: %s", path, error)
+        return None
+
+
+def discard(path: Path) -> None:
+    """Remove a directory so that no half of it can ever be taken for a state."""
+    if not path.exists():
+        return
+    doomed = path.with_name(f".del-{path.name.lstrip('.')}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def recover(root: Path) -> None:
+    """Undo an interrupted save, replacement or removal."""
+    for old in root.glob(".old-step_*"):
+        final = root / old.name.removeprefix(".old-")
+        if final.exists():
+            discard(old)
+        else:  # died between the two renames
+            os.rename(old, final)
+    for pattern in (".tmp-step_*", ".del-*"):
+        for leftover in root.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+    sync_path(root)

@@ -1,0 +1,143 @@
+"""Trees of tensors and plain values: what a run state is made of.
+
+A tree is a mapping, list or tuple of trees, a tensor, or a plain value (``None``, bool, int,
+float, str, bytes, ``torch.dtype``). Such a tree can be read back without executing a pickle.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from aligner.checkpoint.durable import durable_file
+from aligner.errors import CheckpointError
+
+_TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
+_FILE_OVERHEAD = 64 * 1024  # the archive's own directory; with a generous share per tensor below
+_TENSOR_OVERHEAD = 512
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "state") -> Any:
+    """A copy of the containers of ``tree`` with ``change`` applied to each tensor.
+
+    Mappings become dicts and number types that only look like int or float (NumPy's, enums)
+    become int or float. Anything that is not a tree is refused, with its place.
+    """
+    if isinstance(tree, Tensor):
+        _check_tensor(tree, where)
+        return change(tree.detach())
+    if isinstance(tree, Mapping):
+        return {
+            _plain_key(key, where): map_tensors(value, change, f"{where}.{key}")
+            for key, value in tree.items()
+        }
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tensors(v, change, f"{where}[{i}]") for i, v in enumerate(tree))
+    return _plain(tree, where)
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, bytes, torch.dtype)):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be part "
+        "of a run state; convert it to tensors, numbers, strings, lists and mappings"
+    )
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    if not isinstance(key, (str, int)):
+        raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or integers")
+    return key
+
+
+def _check_tensor(tensor: Tensor, where: str) -> None:
+    kind = type(tensor)
+    if kind not in _TENSOR_TYPES:
+        raise CheckpointError(f"{where} is a {kind.__qualname__}; save each rank's local tensor")
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise CheckpointError(f"{where} is a {tensor.layout} tensor on {tensor.device}: no data")
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Every tensor of a tree, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_of(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors_of(value)
+
+
+def is_json(tree: Any) -> bool:
+    """Whether JSON gives back exactly this tree (no tensors, tuples, int keys, NaN, bytes)."""
+    if isinstance(tree, dict):
+        return all(isinstance(k, str) and is_json(v) for k, v in tree.items())
+    if isinstance(tree, list):
+        return all(is_json(value) for value in tree)
+    if isinstance(tree, float):
+        return math.isfinite(tree)
+    return tree is None or isinstance(tree, (bool, int, str))
+
+
+def normalise(tree: Any, where: str = "state") -> Any:
+    """The tree ready to be written: plain containers, no storage written for the sake of a slice.
+
+    A file holds whole storages. Tensors that together cover their storage (weights that are views
+    of one buffer, tied weights) are left as they are and written once, without a copy; a tensor
+    that is a part of a larger storage nobody else here needs is copied out.
+    """
+    tree = map_tensors(tree, lambda tensor: tensor, where)
+    needed: dict[int, dict[tuple[int, int], int]] = {}
+    for tensor in tensors_of(tree):
+        spans = needed.setdefault(_storage_id(tensor), {})
+        span = tensor.numel() * tensor.element_size()
+        spans[tensor.data_ptr(), span] = span
+    used = {storage: sum(spans.values()) for storage, spans in needed.items()}
+
+    def copied_out(tensor: Tensor) -> Tensor:
+        whole = tensor.untyped_storage().nbytes()
+        return tensor if used[_storage_id(tensor)] >= whole else tensor.clone()
+
+    return map_tensors(tree, copied_out, where)
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def estimate_bytes(tree: Any) -> int:
+    """Upper estimate of the file a normalised tree makes; each storage counts once."""
+    storages = {_storage_id(t): t.untyped_storage().nbytes() for t in tensors_of(tree)}
+    return sum(storages.values()) + _TENSOR_OVERHEAD * len(storages) + _FILE_OVERHEAD
+
+
+def write_tree(path: Path, tree: Any) -> None:
+    """Write a normalised tree durably, straight from the tensors' memory."""
+    # The checksum costs as much time as the disk; sizes are in the manifest.
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        with durable_file(path, estimate_bytes(tree)) as file:
+            torch.save(tree, file)
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+
+
+def read_tree(path: Path) -> Any:
+    """Read what `write_tree` wrote, on the CPU, memory-mapped, executing nothing."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read as tensors: {error}") from error

@@ -1,0 +1,187 @@
+"""Run state: what is saved comes back bit-equal, and the right states are kept."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.checkpoint.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.state_tree import estimate_bytes, normalise
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+
+
+def small_state(seed: int) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(3, 5, generator=generator)
+    return {
+        "policy": {"weight": weight, "tied": weight, "half": weight.bfloat16(), "none": None},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}},
+            "groups": [{"betas": (0.9, 0.95)}],
+        },
+        "counters": {"step": seed, "kl": 0.1 + 0.2, "done": False, "history": [1, 2**60]},
+        "odd": {"nan": math.nan, "pair": (1, "a")},
+    }
+
+
+def test_every_entry_comes_back_bit_equal(tmp_path):
+    state = small_state(7)
+    store = RunStateStore(tmp_path)
+    path = store.save(7, state)
+    loaded = store.load(path)
+    assert (path.name, loaded.step) == ("step_000007", 7)
+    for name in ("weight", "tied", "half"):
+        got, want = loaded.state["policy"][name], state["policy"][name]
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    assert loaded.state["policy"]["tied"].data_ptr() == loaded.state["policy"]["weight"].data_ptr()
+    assert loaded.state["optimizer"]["groups"] == [{"betas": (0.9, 0.95)}]
+    assert loaded.state["optimizer"]["state"][0]["step"] == 3.0
+    assert loaded.state["counters"] == state["counters"]
+    assert math.isnan(loaded.state["odd"]["nan"])
+    assert loaded.state["odd"]["pair"] == (1, "a")
+
+
+def test_counters_are_readable_json(tmp_path):
+    path = RunStateStore(tmp_path).save(7, small_state(7))
+    assert json.loads((path / "state.json").read_text()) == {"counters": small_state(7)["counters"]}
+
+
+def test_a_slice_does_not_drag_its_storage_along_but_a_covered_buffer_is_not_copied():
+    buffer = torch.arange(1000.0)
+    covered = normalise({"a": buffer[:400], "b": buffer[400:]})
+    assert covered["a"].data_ptr() == buffer.data_ptr()
+    sliced = normalise({"a": buffer[:4]})
+    assert sliced["a"].untyped_storage().nbytes() == 16
+    assert estimate_bytes(covered) >= 4000 > estimate_bytes(sliced) - estimate_bytes({})
+
+
+def test_numpy_scalars_become_plain_and_foreign_objects_are_refused_with_their_place(tmp_path):
+    store = RunStateStore(tmp_path)
+    path = store.save(1, {"counters": {"n": np.int64(3), "x": np.float32(0.5)}})
+    assert store.load(path).state["counters"] == {"n": 3, "x": 0.5}
+    with pytest.raises(CheckpointError, match=r"sampler\.rng\[1\] is a random\.Random"):
+        store.save(2, {"sampler": {"rng": [1, random.Random()]}})
+    with pytest.raises(CheckpointError, match="'../evil'"):
+        store.save(2, {"../evil": {}})
+    assert [state.step for state in store.states()] == [1]
+
+
+def test_nothing_is_unpickled(tmp_path):
+    store = RunStateStore(tmp_path)
+    path = store.save(1, {"policy": {"w": torch.ones(1)}})
+    torch.save({"w": pytest.raises}, path / "policy.pt")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["policy.pt"] = (path / "policy.pt").stat().st_size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"policy\.pt cannot be read"):
+        store.load(path)
+
+
+def saved_steps(store: RunStateStore) -> list[int]:
+    return [state.step for state in store.states()]
+
+
+def test_keeps_the_best_k_and_the_newest(tmp_path):
+    store = RunStateStore(tmp_path, save_top_k=2, monitor="val_rollouts/accuracy", mode="max")
+    for step, metric in [(1, 0.3), (2, 0.9), (3, None), (4, 0.5), (5, math.nan), (6, 0.1)]:
+        store.save(step, {"counters": {"step": step}}, metric)
+    assert saved_steps(store) == [2, 4, 6]
+    assert store.latest() == tmp_path / "step_000006"
+
+
+def test_mode_min_and_ties_prefer_the_later(tmp_path):
+    store = RunStateStore(tmp_path, save_top_k=1, monitor="loss", mode="min")
+    for step, metric in [(1, 0.5), (2, 0.2), (3, 0.2), (4, 0.4)]:
+        store.save(step, {}, metric)
+    assert saved_steps(store) == [3, 4]
+
+
+def test_without_monitor_the_newest_are_kept_and_a_metric_is_refused(tmp_path):
+    store = RunStateStore(tmp_path, save_top_k=2)
+    for step in range(4):
+        store.save(step, {})
+    assert saved_steps(store) == [2, 3]
+    with pytest.raises(ConfigError, match="without a monitor"):
+        store.save(4, {}, 0.5)
+
+
+def test_a_metric_of_another_name_is_not_compared(tmp_path):
+    RunStateStore(tmp_path, monitor="reward").save(1, {}, 100.0)
+    store = RunStateStore(tmp_path, monitor="accuracy")
+    for step, metric in [(2, 0.5), (3, 0.2)]:
+        store.save(step, {}, metric)
+    assert saved_steps(store) == [2, 3]
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    store = RunStateStore(tmp_path)
+    store.save(3, {"counters": {"x": 1}})
+    path = store.save(3, {"counters": {"x": 2}})
+    assert store.load(path).state["counters"] == {"x": 2}
+    assert [child.name for child in tmp_path.iterdir()] == ["step_000003"]
+
+
+def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
+    store = RunStateStore(tmp_path, save_top_k=5)
+    for step in (1, 2, 3):
+        store.save(step, {"policy": {"w": torch.zeros(100)}})
+    with open(tmp_path / "step_000003" / "policy.pt", "r+b") as file:
+        file.truncate(50)
+    (tmp_path / ".tmp-step_000009").mkdir()
+    (tmp_path / "step_000002").rename(tmp_path / ".old-step_000002")  # between the two renames
+    assert store.latest() == tmp_path / "step_000002"
+    assert not list(tmp_path.glob(".*"))
+    with pytest.raises(CheckpointError, match="not a complete run state"):
+        store.load(tmp_path / "step_000003")
+    with pytest.raises(CheckpointNotFoundError):
+        store.load(tmp_path / "step_000099")
+
+
+def test_no_state_yet(tmp_path):
+    assert RunStateStore(tmp_path / "not" / "there").latest() is None
+
+
+def test_rng_states_come_back(tmp_path):
+    def draw() -> tuple:
+        return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
+
+    device = {"device": torch.tensor([1, 2, 3], dtype=torch.uint8)}
+    random.gauss(0, 1)  # leaves half a pair behind, which is part of the state
+    store = RunStateStore(tmp_path)
+    path = store.save(1, {}, shard={"rng": capture_rng(lambda: device)})
+    expected = [draw(), random.gauss(0, 1)]
+    restored = []
+    restore_rng(store.load_shard(path)["rng"], restored.append)
+    assert [draw(), random.gauss(0, 1)] == expected
+    assert torch.equal(restored[0]["device"], device["device"])
+
+
+def test_a_state_loads_into_adam_and_continues_bit_equal(tmp_path):
+    def build() -> tuple:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def train(model, optimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    straight = build()
+    train(*straight, 5)
+    first, second = build(), build()
+    train(*first, 2)
+    store = RunStateStore(tmp_path)
+    path = store.save(2, {"model": first[0].state_dict(), "optimizer": first[1].state_dict()})
+    loaded = store.load(path).state
+    second[0].load_state_dict(loaded["model"])
+    second[1].load_state_dict(loaded["optimizer"])
+    train(*second, 3)
+    assert torch.equal(straight[0].weight, second[0].weight)
+    assert torch.equal(store.load(path).state["model"]["weight"], first[0].weight)

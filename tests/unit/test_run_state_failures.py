@@ -1,0 +1,226 @@
+"""Run state when things go wrong: full disks, other ranks, and SIGKILL at any moment."""
+
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.checkpoint import durable, run_state, state_files
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.errors import AlignerError, CheckpointError, StorageError
+
+# Children share one server that has imported torch already.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state"])
+
+
+def state_of(step: int, numbers: int = 100_000) -> dict:
+    weight = torch.full((numbers,), float(step)) + torch.arange(numbers)
+    return {"policy": {"weight": weight}, "counters": {"step": step}}
+
+
+def assert_complete(path: Path, numbers: int = 100_000) -> int:
+    """The state at ``path`` is bit-equal to what was saved; returns its step."""
+    loaded = RunStateStore(path.parent).load(path)
+    expected = state_of(loaded.step, numbers)
+    assert torch.equal(loaded.state["policy"]["weight"], expected["policy"]["weight"])
+    assert loaded.state["counters"] == expected["counters"]
+    return loaded.step
+
+
+# Disk full and unwritable directories
+
+
+def _save_with_size_limit(root: str, limit: int, answer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        RunStateStore(root).save(2, state_of(2))
+    except StorageError as error:
+        answer.put((str(error), error.errno, isinstance(error, OSError)))
+    else:
+        answer.put(("saved", 0, False))
+
+
+def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
+    RunStateStore(tmp_path).save(1, state_of(1))
+    answer = CONTEXT.SimpleQueue()
+    child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
+    child.start()
+    message, number, refined = answer.get()
+    child.join()
+    assert number == errno.EFBIG
+    assert refined
+    assert str(tmp_path / ".tmp-step_000002" / "policy.pt") in message
+    assert "bytes) needed" in message
+    assert "bytes) free" in message
+    assert "intact" in message
+    assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
+    assert assert_complete(RunStateStore(tmp_path).latest()) == 1
+
+
+def test_a_state_that_cannot_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    RunStateStore(tmp_path).save(1, state_of(1))
+    monkeypatch.setattr(durable, "free_bytes", lambda path: 399_999)
+    with pytest.raises(StorageError, match=r"390\.62 KiB \(399999 bytes\) free") as caught:
+        RunStateStore(tmp_path).save(2, state_of(2))
+    assert caught.value.errno == errno.ENOSPC
+    assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_disk_full_while_the_manifest_is_flushed(tmp_path, monkeypatch):
+    RunStateStore(tmp_path).save(1, state_of(1))
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_state, "sync_tree", full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        RunStateStore(tmp_path).save(2, state_of(2))
+    assert [child.name for child in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_unwritable_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file/states.*explicit_log_dir"):
+        RunStateStore(tmp_path / "file" / "states").save(1, state_of(1))
+
+
+# Several ranks, as threads
+
+
+class Ranks:
+    """`exchange` between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.given = threading.Barrier(size, timeout=30), [None] * size
+
+    def exchange_of(self, rank: int):
+        def exchange(mine):
+            self.given[rank] = mine
+            self.barrier.wait()
+            everything = list(self.given)
+            self.barrier.wait()
+            return everything
+
+        return exchange
+
+
+def run_ranks(size: int, work) -> list:
+    ranks, results = Ranks(size), [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(rank, ranks.exchange_of(rank))
+        except AlignerError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_each_rank_writes_its_shard_and_rank_0_the_rest(tmp_path):
+    def work(rank: int, exchange) -> tuple:
+        store = RunStateStore(tmp_path, rank=rank, world_size=3, exchange=exchange)
+        path = store.save(1, state_of(1), shard={"moment": torch.full((4,), float(rank))})
+        assert store.latest() == path
+        return store.load(path).state["counters"], store.load_shard(path)["moment"].tolist()
+
+    assert run_ranks(3, work) == [({"step": 1}, [float(rank)] * 4) for rank in range(3)]
+    names = {file.name for file in (tmp_path / "step_000001").iterdir()}
+    shards = {f"rank_0000{rank}.pt" for rank in range(3)}
+    assert names == shards | {"manifest.json", "state.json", "policy.pt"}
+    with pytest.raises(CheckpointError, match=r"saved by 3 rank\(s\)"):
+        RunStateStore(tmp_path).load_shard(tmp_path / "step_000001")
+
+
+def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_path):
+    def work(rank: int, exchange) -> None:
+        store = RunStateStore(tmp_path, rank=rank, world_size=2, exchange=exchange)
+        with store.writing(1) as folder:
+            (folder / f"{rank}").write_text("x")
+            if rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    errors = run_ranks(2, work)
+    assert all(isinstance(error, StorageError) for error in errors)
+    assert "rank 1" in str(errors[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+# SIGKILL
+
+CALLS = [(os, "fsync"), (os, "rename"), (state_files.shutil, "rmtree")]
+
+
+def _save_and_die_at_call(root: str, fatal_call: int) -> None:
+    """Save steps 2 and (again) 2, killing this process just before the n-th critical call."""
+    calls = 0
+
+    def deadly(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fatal_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in CALLS:
+        setattr(module, name, deadly(getattr(module, name)))
+    store = RunStateStore(root, save_top_k=0)
+    for _ in range(2):
+        store.save(2, state_of(2, 10))
+
+
+def test_killed_at_every_critical_call_a_complete_state_remains(tmp_path):
+    """Exhaustive: before each fsync, rename and removal of a save, a replacement and a clean-up."""
+    survived = set()
+    for fatal_call in range(1, 100):
+        root = tmp_path / str(fatal_call)
+        RunStateStore(root).save(1, state_of(1, 10))
+        child = CONTEXT.Process(target=_save_and_die_at_call, args=(str(root), fatal_call))
+        child.start()
+        child.join()
+        survived.add(assert_complete(RunStateStore(root).latest(), 10))
+        assert not list(root.glob(".*"))
+        if child.exitcode == 0:
+            break
+        assert child.exitcode == -signal.SIGKILL
+    assert child.exitcode == 0
+    assert fatal_call > 15
+    assert survived == {1, 2}
+
+
+def _save_for_ever(root: str) -> None:
+    store = RunStateStore(root, save_top_k=1)
+    for step in range(2, 1_000_000):
+        store.save(step, state_of(step, 1_000_000))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_a_random_moment_a_complete_state_remains(tmp_path, seed):
+    store = RunStateStore(tmp_path)
+    store.save(1, state_of(1, 1_000_000))
+    child = CONTEXT.Process(target=_save_for_ever, args=(str(tmp_path),))
+    child.start()
+    while store.states()[-1].step == 1:
+        time.sleep(0.002)
+    time.sleep(random.Random(seed).uniform(0, 0.05))
+    child.kill()
+    child.join()
+    seen = max(int(path.name[-6:]) for path in tmp_path.glob("step_*"))
+    assert assert_complete(store.latest(), 1_000_000) == seen
+    assert not list(tmp_path.glob(".*"))
