@@ -28,16 +28,16 @@ class SupervisedInterface(ABC):
         Gradients are accumulated unless ``forward_only``.
         """
 
-    def prepare_for_training_step(self) -> None:
+    def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
         """Called before each training batch."""
 
-    def finish_training_step(self) -> None:
+    def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
         """Called after each training batch."""
 
-    def prepare_for_validation_step(self) -> None:
+    def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
         """Called before each validation batch."""
 
-    def finish_validation_step(self) -> None:
+    def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
         """Called after each validation batch."""
 
 

@@ -54,5 +54,5 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return self.get_values(batch)
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values under the key ``values``; rewards join them where a reward model shares the body."""
+        """Values under ``values``; rewards join them where a reward model shares the body."""
         return {"values": self.get_values(batch)}

@@ -6,7 +6,7 @@ between phases, and `.nemo` files. What a role computes from the hidden states i
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,11 @@ from nemo.core.classes import ModelPT
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.connector import GPTSaveRestoreConnector
-from aligner.checkpoint.nemo import architecture_from_nemo
+from aligner.checkpoint.gpt_weights import gather_weights, load_weights
+from aligner.checkpoint.nemo import NemoCheckpoint, save_nemo
+from aligner.checkpoint.nemo_config import architecture_from_config
 from aligner.config import check_layout
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
@@ -66,8 +69,8 @@ class MegatronGPTModel(ModelPT):
         self.parallel: ParallelState = initialize_parallel(
             self.settings.parallel, seed=self.settings.seed
         )
-        self.architecture = architecture or architecture_from_nemo(
-            self.cfg, vocab_size=tokenizer.vocab_size if tokenizer else None
+        self.architecture = architecture or architecture_from_config(
+            dict(cfg), cfg.get("vocab_size") or (tokenizer.vocab_size if tokenizer else None)
         )
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
         self.model: nn.Module = self.build_gpt(initialize=initialize)
@@ -158,7 +161,7 @@ class MegatronGPTModel(ModelPT):
     # Learning ---------------------------------------------------------------------------------
 
     def get_loss_and_metrics(
-        self, batch: Mapping[str, Tensor], forward_only: bool
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: int | None = None
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
@@ -177,7 +180,7 @@ class MegatronGPTModel(ModelPT):
             loss, metrics = loss_fn(outputs, microbatch, denominators)
             return loss, {**metrics, "loss": loss.detach()}
 
-        microbatches = split_microbatches(batch, self.settings.micro_batch_size)
+        microbatches = split_microbatches(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
             results = infer_microbatches(gpt, microbatches, lambda h, m: head(h, m)[1])
         else:
@@ -185,7 +188,9 @@ class MegatronGPTModel(ModelPT):
         metrics = self._reduce(results)
         return metrics["loss"], metrics
 
-    def training_update(self, batch: Mapping[str, Tensor], step_label: str) -> dict[str, float]:
+    def training_update(
+        self, batch: Mapping[str, Tensor], step_label: str, mbs: int | None = None
+    ) -> dict[str, float]:
         """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
 
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
@@ -193,7 +198,7 @@ class MegatronGPTModel(ModelPT):
         """
         optimizer = self._optimizer()
         optimizer.zero_grad()
-        loss, metrics = self.get_loss_and_metrics(batch, forward_only=False)
+        loss, metrics = self.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
         outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
         if outcome.skipped:
             self._report_non_finite(batch, step_label, loss, outcome)
@@ -285,6 +290,82 @@ class MegatronGPTModel(ModelPT):
             self.optimizer.load_state_dict(state["optimizer"])
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: NemoCheckpoint,
+        *,
+        settings: RoleSettings | None = None,
+        trainer: Any = None,
+        strict: bool = True,
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:
+        """Build this role from an open `.nemo` and fill its weights.
+
+        A role with a scalar head takes the ``rm_head`` the file brings, or a fresh one.
+        """
+        if tokenizer is None and checkpoint.tokenizer_files:
+            tokenizer = checkpoint.tokenizer
+        model = cls(
+            checkpoint.config,
+            trainer,
+            settings=settings,
+            architecture=checkpoint.architecture,
+            tokenizer=tokenizer,
+            initialize=False,
+        )
+        load_weights(
+            model.gpt,
+            checkpoint.weights,
+            model.architecture,
+            tp_rank=model.parallel.tp_rank,
+            tp_size=model.settings.parallel.tensor,
+        )
+        model.load_head(checkpoint.weights, strict)
+        return model
+
+    def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Copy the reward head, where both the model and the checkpoint have one."""
+        head = getattr(self.gpt, "rm_head", None)
+        if head is None:
+            return
+        for name in REWARD_HEAD:
+            target = head.get_parameter(name.removeprefix("rm_head."))
+            if name not in weights:
+                continue
+            if weights[name].shape == target.shape:
+                target.data.copy_(weights[name])
+            elif strict:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(weights[name].shape)}, this role's is "
+                    f"{tuple(target.shape)}; pass strict=False to start with a fresh head"
+                )
+
+    def write_nemo(self, path: str) -> None:
+        """Write a `.nemo`; collective over the processes that hold the model, rank 0 writes."""
+        writes = self.parallel.rank == 0
+        weights = gather_weights(
+            self.gpt,
+            self.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            keep=writes,
+        )
+        head = getattr(self.gpt, "rm_head", None)
+        if head is not None:
+            weights.update({f"rm_head.{k}": v.detach().cpu() for k, v in head.named_parameters()})
+        if writes:
+            save_nemo(
+                path,
+                weights,
+                self.architecture,
+                self.tokenizer.files() if self.tokenizer is not None else {},
+            )
+
+    def save_to(self, save_path: str) -> None:
+        """Write a `.nemo` through NeMo's connector; call it on every rank."""
+        GPTSaveRestoreConnector().save_to(self, str(save_path))
 
     @classmethod
     def restore_from(cls, restore_path: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,56 @@
+"""NeMo's door to our checkpoints: `restore_from` and `save_to` of a `ModelPT`."""
+
+from typing import Any, Protocol, Self
+
+from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+
+from aligner.checkpoint.nemo import NemoCheckpoint, open_nemo
+
+
+class NemoModel(Protocol):
+    """What the connector asks of a model class."""
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: NemoCheckpoint, *, trainer: Any = None, strict: bool = True
+    ) -> Self:
+        """Build the model and fill its weights."""
+        ...
+
+    def write_nemo(self, path: str) -> None:
+        """Write the model; called on every rank."""
+        ...
+
+
+class GPTSaveRestoreConnector(SaveRestoreConnector):
+    """Reads and writes `.nemo` files in any layout, without unpacking them and without pickles."""
+
+    def restore_from(
+        self,
+        calling_cls: type[NemoModel],
+        restore_path: str,
+        override_config_path: Any = None,
+        map_location: Any = None,
+        strict: bool = True,
+        return_config: bool = False,
+        trainer: Any = None,
+        validate_access_integrity: bool = True,
+    ) -> Any:
+        """NeMo's arguments. The device is the accelerator's, whatever ``map_location`` says.
+
+        ``return_config=True`` gives ``model_config.yaml`` as a dictionary and builds nothing.
+        """
+        del map_location, validate_access_integrity
+        if override_config_path is not None:
+            raise NotImplementedError(
+                "override_config_path: pass settings to load_from_nemo instead; the architecture "
+                "is the checkpoint's"
+            )
+        with open_nemo(restore_path) as checkpoint:
+            if return_config:
+                return checkpoint.config
+            return calling_cls.from_checkpoint(checkpoint, trainer=trainer, strict=strict)
+
+    def save_to(self, model: NemoModel, save_path: str) -> None:
+        """Write the model to ``save_path``, atomically."""
+        model.write_nemo(save_path)

@@ -1,0 +1,143 @@
+"""One process's share of a role: batch-level methods over a `MegatronGPTModel`.
+
+The fronts call these with a data-parallel rank's share of a global batch. Results are the same on
+every process of a model-parallel group.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import ParallelState
+from aligner.errors import ConfigError
+from aligner.models.gpt.megatron import MegatronGPTModel
+from aligner.types import LossFunction
+
+Role = TypeVar("Role", bound=MegatronGPTModel)
+
+
+def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a batch, on this process's device."""
+    return {
+        key: accelerator.to_device(value)
+        for key, value in data.items()
+        if isinstance(value, Tensor)
+    }
+
+
+class MegatronWorker(Generic[Role]):
+    """What policy and value workers share: training, phases, and run state."""
+
+    def __init__(self, model: Role, parallel: ParallelState) -> None:
+        self.model = model
+        self.parallel = parallel
+
+    def train(
+        self,
+        data: Mapping[str, Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One pass over this rank's rows: one optimizer step for every ``gbs`` global rows.
+
+        Args:
+            data: the columns that ``loss_fn`` and the role read; rows of global mini-batch i are
+                this rank's i-th run of ``gbs / data-parallel size`` rows.
+            loss_fn: the loss.
+            eval_mode: forward only, no update.
+            gbs: rows of a global mini-batch; default the role's.
+            mbs: rows per forward-backward; default the role's.
+
+        Returns:
+            ``global_loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last
+            step, ``skipped`` (a step was left out because it was not finite) and
+            ``all_mb_metrics``: by name, one value per step, reduced over the global mini-batch.
+        """
+        gbs = gbs or self.model.settings.global_batch_size
+        self._check_divides(gbs)
+        batch = tensors_on_device(data)
+        rows, total = gbs // self.parallel.dp_size, batch["input_ids"].shape[0]
+        self.model.loss_fn = loss_fn
+        history: dict[str, list[float]] = defaultdict(list)
+        for number, start in enumerate(range(0, total, rows)):
+            part = {key: value[start : start + rows] for key, value in batch.items()}
+            if eval_mode:
+                _, metrics = self.model.get_loss_and_metrics(part, forward_only=True, mbs=mbs)
+            else:
+                metrics = self.model.training_update(part, f"mini_batch_{number}", mbs=mbs)
+            for key, value in metrics.items():
+                history[key].append(value)
+        return {
+            "global_loss": _mean(history["loss"]),
+            "grad_norm": _mean(history.get("grad_norm", [0.0])),
+            "lr": history.get("lr", [0.0])[-1],
+            "skipped": any(history.get("skipped", [])),
+            "all_mb_metrics": dict(history),
+        }
+
+    def _check_divides(self, gbs: int) -> None:
+        if gbs % self.parallel.dp_size:
+            raise ConfigError(
+                f"global_batch_size={gbs} does not divide over {self.parallel.dp_size} "
+                "data-parallel ranks; use a multiple of it"
+            )
+
+    # Phases -----------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Optimizer state to the device, training mode."""
+        self.model.prepare_for_training()
+
+    def finish_training(self) -> None:
+        """Leave training."""
+        self.model.finish_training()
+
+    def prepare_for_inference(self) -> None:
+        """Evaluation mode; optimizer state leaves the device where configured."""
+        self.model.prepare_for_inference()
+
+    def finish_inference(self) -> None:
+        """Leave inference."""
+        self.model.finish_inference()
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Exact weights and optimizer of this process."""
+        return self.model.run_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.model.load_run_state(state)
+
+    def save_nemo(self, path: str) -> None:
+        """Write the weights, configuration and tokenizer as a `.nemo`."""
+        self.model.save_to(path)
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole role, over all its processes."""
+        count = torch.tensor(float(self.model.num_parameters()), device=accelerator.device())
+        torch.distributed.all_reduce(count, group=self.parallel.model_parallel_group)
+        return int(count.item())
+
+    def start_gpu_profiling(self) -> None:
+        """Begin a CUDA profiler capture range."""
+        accelerator.gpu_profiler("start")
+
+    def stop_gpu_profiling(self) -> None:
+        """End it."""
+        accelerator.gpu_profiler("stop")
+
+    def shutdown(self) -> bool:
+        """Nothing to stop: the process belongs to whoever started it."""
+        return True
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
