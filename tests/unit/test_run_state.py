@@ -66,7 +66,7 @@ def test_numpy_scalars_become_plain_and_foreign_objects_are_refused_with_their_p
     assert store.load(path).state["counters"] == {"n": 3, "x": 0.5}
     with pytest.raises(CheckpointError, match=r"sampler\.rng\[1\] is a random\.Random"):
         store.save(2, {"sampler": {"rng": [1, random.Random()]}})
-    with pytest.raises(CheckpointError, match="'../evil'"):
+    with pytest.raises(CheckpointError, match=r"\.\./evil"):
         store.save(2, {"../evil": {}})
     assert [state.step for state in store.states()] == [1]
 
