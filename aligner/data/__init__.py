@@ -1,0 +1,1 @@
+"""Tokenizers, prompts and batches: everything between a file and a model's input."""

@@ -1,0 +1,1 @@
+"""Reward functions: the protocol, the runner and the verifiers that come with the library."""

@@ -1,0 +1,89 @@
+"""Find a user's function by the name a configuration gives it."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from aligner.errors import ConfigError
+
+
+def load_function(name: str, *, key: str) -> Callable[..., Any]:
+    """The callable that ``name`` stands for.
+
+    Args:
+        name: ``package.module:function``, ``package.module.function`` or
+            ``path/to/file.py:function``.
+        key: the configuration key that held it, for the error message.
+
+    Raises:
+        ConfigError: nothing callable of that name can be imported.
+    """
+    place, attribute = _split(name, key)
+    module = _import_place(place, name, key)
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        offered = ", ".join(_functions_of(module)) or "none"
+        raise ConfigError(
+            f"{key}={name!r}: {place} has no function {attribute!r} (its functions: {offered})"
+        )
+    return found
+
+
+def _split(name: str, key: str) -> tuple[str, str]:
+    place, separator, attribute = name.rpartition(":")
+    if not separator:
+        place, _, attribute = name.rpartition(".")
+    if not place or not attribute or (place.endswith(".py") and not separator):
+        raise ConfigError(
+            f"{key}={name!r} must look like package.module:function or path/to/file.py:function"
+        )
+    return place, attribute
+
+
+def _import_place(place: str, name: str, key: str) -> ModuleType:
+    if place.endswith(".py"):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise ConfigError(f"{key}={name!r}: there is no file {path}")
+    try:
+        return _import_file(path) if place.endswith(".py") else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{key}={name!r}: no module named {error.name!r}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{key}={name!r}: importing {place} failed with {type(error).__name__}: {error}"
+        ) from error
+
+
+@cache
+def _import_file(path: Path) -> ModuleType:
+    """Import one file as a module of its own; its directory does not join ``sys.path``."""
+    module_name = f"aligner_user_{path.stem}_{abs(hash(path)):x}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+    )

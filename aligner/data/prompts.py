@@ -1,0 +1,177 @@
+"""The prompts of a run: read, rendered, tokenized and measured once, at the start."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from aligner.data.chat import render_chat
+from aligner.data.readers import Row, Source, read_rows
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError, DataError, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+# Names that the reward function's own arguments and the trainer's columns already have.
+RESERVED_COLUMNS = frozenset(
+    {"prompts", "responses", "ground_truths", "is_end", "response_lengths"}
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. ``id`` is its place in the source, counted before any was dropped."""
+
+    id: int
+    text: str  # as tokenized, the chat template included
+    ids: list[int]
+    ground_truth: Any
+    columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a row becomes a prompt."""
+
+    prompt_column: str = "prompt"  # text, or a list of chat messages
+    ground_truth_column: str | None = "ground_truth"  # None: the data has none
+    chat: bool = False  # plain text becomes a user message; messages always use the template
+    system_prompt: str | None = None  # put before chat messages that have none
+    add_bos: bool = False  # begin with the BOS token, unless the text already does
+    max_prompt_length: int | None = None  # in tokens; longer prompts are dropped and counted
+
+
+class PromptDataset:
+    """All prompts, in the order of their source. ``len`` and indexing; immutable."""
+
+    def __init__(self, prompts: list[Prompt], *, dropped_too_long: int = 0) -> None:
+        """Hold ``prompts``; ``dropped_too_long`` tells how many others were dropped."""
+        self._prompts = prompts
+        self.dropped_too_long = dropped_too_long
+
+    @classmethod
+    def load(
+        cls,
+        source: Source,
+        tokenizer: Tokenizer,
+        prompt_format: PromptFormat | None = None,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> "PromptDataset":
+        """Read, check and tokenize.
+
+        Args:
+            source: files or a generator function, see :func:`aligner.data.readers.read_rows`.
+            tokenizer: the model's.
+            prompt_format: how a row becomes a prompt.
+            arguments: keyword arguments of a generator function.
+            limit: read at most this many rows (an endless generator needs it).
+
+        Raises:
+            DataError: no rows, a missing column, a bad row (with file, line and the columns
+                found), or nothing left after dropping what is too long.
+        """
+        prompt_format = prompt_format or PromptFormat()
+        _check_format(prompt_format, tokenizer)
+        rows = islice(read_rows(source, arguments), limit)
+        prompts = [
+            make_prompt(row, index, tokenizer, prompt_format) for index, row in enumerate(rows)
+        ]
+        if not prompts:
+            raise DataError(f"data: {source} holds no rows")
+        return cls._drop_too_long(prompts, prompt_format.max_prompt_length, source)
+
+    @classmethod
+    def _drop_too_long(
+        cls, prompts: list[Prompt], limit: int | None, source: Source
+    ) -> "PromptDataset":
+        kept = [prompt for prompt in prompts if limit is None or len(prompt.ids) <= limit]
+        dropped = len(prompts) - len(kept)
+        if dropped:
+            longest = max(len(prompt.ids) for prompt in prompts)
+            summary = (
+                f"{dropped} of {len(prompts)} prompts of {source} are longer than "
+                f"max_prompt_length={limit} tokens (the longest has {longest})"
+            )
+            if not kept:
+                raise DataError(f"data: {summary}; none is left: raise max_prompt_length")
+            logger.warning("%s and were dropped", summary)
+        return cls(kept, dropped_too_long=dropped)
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest prompt, in tokens."""
+        return max(len(prompt.ids) for prompt in self._prompts)
+
+    @property
+    def column_names(self) -> frozenset[str]:
+        """Every further column that some row has; rows without it give None."""
+        return frozenset(name for prompt in self._prompts for name in prompt.columns)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+
+def make_prompt(row: Row, index: int, tokenizer: Tokenizer, prompt_format: PromptFormat) -> Prompt:
+    """Turn one row into a prompt; a refusal says where the row stands and what it holds."""
+    columns = dict(row.columns)
+    try:
+        raw = _take(columns, prompt_format.prompt_column)
+        ground_truth = None
+        if prompt_format.ground_truth_column is not None:
+            ground_truth = _take(columns, prompt_format.ground_truth_column)
+        clash = sorted(RESERVED_COLUMNS & columns.keys())
+        if clash:
+            raise DataError(
+                f"columns {clash} have names that the reward function's own arguments have; "
+                "rename them"
+            )
+        text = _render(raw, tokenizer, prompt_format)
+        ids = _encode(text, tokenizer, prompt_format)
+    except DataError as error:
+        raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
+    return Prompt(index, text, ids, ground_truth, columns)
+
+
+def _check_format(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
+    limit = prompt_format.max_prompt_length
+    if limit is not None and limit < 1:
+        raise ConfigError(f"data: max_prompt_length={limit} must be at least 1 token")
+    if prompt_format.prompt_column == prompt_format.ground_truth_column:
+        raise ConfigError(
+            f"data: prompt and ground truth are both column {prompt_format.prompt_column!r}"
+        )
+    if prompt_format.add_bos and tokenizer.bos_id is None:
+        raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
+
+
+def _take(columns: dict[str, Any], name: str) -> Any:
+    if columns.get(name) is None:
+        raise DataError(f"column {name!r} is {'null' if name in columns else 'missing'}")
+    return columns.pop(name)
+
+
+def _render(raw: Any, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
+    if isinstance(raw, str) and not prompt_format.chat:
+        return raw
+    if not isinstance(raw, str | list):
+        raise DataError(
+            f"column {prompt_format.prompt_column!r} must be text or a list of chat messages, "
+            f"got {type(raw).__name__}"
+        )
+    return render_chat(tokenizer, raw, system_prompt=prompt_format.system_prompt)
+
+
+def _encode(text: str, tokenizer: Tokenizer, prompt_format: PromptFormat) -> list[int]:
+    ids = tokenizer.encode(text)
+    bos = tokenizer.bos_id
+    if prompt_format.add_bos and bos is not None and ids[:1] != [bos]:
+        ids = [bos, *ids]
+    if not ids:
+        raise DataError(f"column {prompt_format.prompt_column!r} is empty: it has no token")
+    return ids

@@ -1,0 +1,127 @@
+"""Rows of column → value from JSONL files, Parquet files and Python generators."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aligner.data.importing import load_function
+from aligner.errors import ConfigError, DataError
+
+Source = str | Path | Sequence[str | Path]
+
+
+class Row(NamedTuple):
+    """One row and where it stands, as ``data/train.jsonl, line 12``."""
+
+    place: str
+    columns: dict[str, Any]
+
+
+def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Iterator[Row]:
+    """Yield the rows of ``source``, in order.
+
+    Args:
+        source: a ``.jsonl`` or ``.parquet`` file, a directory of such files (read in order of
+            their names), a generator function (``package.module:function`` or
+            ``path/to/file.py:function``), or a list of these, read one after the other.
+        arguments: keyword arguments for generator functions; refused for files.
+
+    Raises:
+        DataError: a file is missing, or a row cannot be read; the message says which.
+        ConfigError: a generator function cannot be imported.
+    """
+    if not isinstance(source, str | Path):
+        for part in source:
+            yield from read_rows(part, arguments)
+        return
+    path = Path(source).expanduser()
+    if not path.exists() and _names_a_function(str(source)):
+        yield from _from_function(str(source), arguments or {})
+        return
+    if arguments:
+        raise ConfigError(
+            f"data: arguments {sorted(arguments)} are for generator functions, but {source} "
+            "is a file"
+        )
+    for file in _files_of(path):
+        yield from (_from_jsonl if file.suffix == ".jsonl" else _from_parquet)(file)
+
+
+def _names_a_function(source: str) -> bool:
+    return ":" in source and not source.endswith((".jsonl", ".parquet"))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
+        if not files:
+            raise DataError(f"data: directory {path} holds no .jsonl and no .parquet file")
+        return files
+    if not path.is_file():
+        raise DataError(f"data: file {path} does not exist")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(
+            f"data: {path} is neither .jsonl nor .parquet; a generator function is written "
+            "package.module:function or path/to/file.py:function"
+        )
+    return [path]
+
+
+def _from_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except ValueError as error:  # also UnicodeDecodeError
+                raise DataError(f"{place}: not JSON: {error}") from error
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"{place}: a row must be a JSON object with columns, got {type(value).__name__}"
+                )
+            yield Row(place, value)
+
+
+def _from_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for columns in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}, after row {number}: not readable Parquet: {error}") from error
+
+
+def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
+    function = load_function(name, key="data")
+    try:
+        rows = function(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"data: {name} does not accept the arguments {dict(arguments)}: {error}"
+        ) from error
+    if not isinstance(rows, Iterable):
+        raise DataError(f"data: {name} must return or yield rows, got {type(rows).__name__}")
+    number = 0
+    try:
+        for number, columns in enumerate(rows, start=1):
+            if not isinstance(columns, Mapping):
+                raise DataError(
+                    f"{name}, row {number}: a row must be a dict of columns, got "
+                    f"{type(columns).__name__}"
+                )
+            yield Row(f"{name}, row {number}", dict(columns))
+    except (DataError, ConfigError):
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{name}, after row {number}: raised {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,144 @@
+"""One face for all tokenizers, and how to find the right one behind a path.
+
+Hugging Face tokenizers are :class:`aligner.data.tokenizer_hf.HuggingFaceTokenizer`, SentencePiece
+models :class:`aligner.data.tokenizer_sentencepiece.SentencePieceTokenizer`. Neither imports
+transformers unless a chat template, a GGUF file or a directory without ``tokenizer.json`` asks
+for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from aligner.errors import CheckpointNotFoundError, TokenizerError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back. Picklable, so that it can travel to workers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id plus one: the rows an embedding needs before padding."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a response."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if there is one."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The token to fill with; the end-of-sequence token where there is no other."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; none are added. Special tokens spelt out in it are found."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, special tokens spelt out; incomplete UTF-8 shows as U+FFFD.
+
+        For a response use :func:`aligner.data.decoding.decode_response`, which knows the prompt.
+        """
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text that asks for the assistant's next message."""
+        ...
+
+    def files(self) -> dict[str, bytes]:
+        """File name → content of everything ``tokenizer_from_files`` needs to rebuild this."""
+        ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer from a directory or a file.
+
+    Args:
+        path: a Hugging Face directory; a ``tokenizer.json`` (its neighbours are read too); a
+            SentencePiece ``.model``; a directory with ``vocab.json`` and ``merges.txt`` (GPT-2);
+            or a ``.gguf`` file.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` does not exist.
+        TokenizerError: there is no tokenizer in it, or it is damaged.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"tokenizer {path} does not exist; give a Hugging Face directory, a tokenizer.json "
+            "or a SentencePiece .model"
+        )
+    if path.suffix == ".gguf":
+        return _convert_with_transformers(path.parent, gguf_file=path.name)
+    if path.suffix == ".model":
+        return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
+    directory = path if path.is_dir() else path.parent
+    files = _read_known_files(directory)
+    if path.is_file():
+        if path.name not in ("tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES):
+            files["tokenizer.json"] = path.read_bytes()
+    elif "tokenizer.json" not in files and "tokenizer_config.json" in files:
+        return _convert_with_transformers(directory)
+    return tokenizer_from_files(files, origin=str(path))
+
+
+def tokenizer_from_files(
+    files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
+) -> Tokenizer:
+    """Build a tokenizer from file contents, as packed in an archive.
+
+    Args:
+        files: ``tokenizer.json`` (with ``tokenizer_config.json``, ``special_tokens_map.json``,
+            ``chat_template.jinja`` if there are any), or ``vocab.json`` and ``merges.txt``, or one
+            SentencePiece ``*.model``.
+        origin: where they come from, for error messages.
+    """
+    # Imported here: each needs a package that the other does without.
+    from aligner.data.tokenizer_hf import HuggingFaceTokenizer
+    from aligner.data.tokenizer_sentencepiece import SentencePieceTokenizer
+
+    if "tokenizer.json" in files or {"vocab.json", "merges.txt"} <= files.keys():
+        return HuggingFaceTokenizer.from_files(files, origin=origin)
+    models = [name for name in files if name.endswith(".model")]
+    if len(models) == 1:
+        return SentencePieceTokenizer(files[models[0]], origin=origin)
+    raise TokenizerError(
+        f"{origin} holds no tokenizer; looked for tokenizer.json, one *.model, or vocab.json with "
+        f"merges.txt and found {sorted(files) or 'nothing'}"
+    )
+
+
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def _read_known_files(directory: Path) -> dict[str, bytes]:
+    names = ["tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES]
+    candidates = [directory / name for name in names] + sorted(directory.glob("*.model"))
+    return {file.name: file.read_bytes() for file in candidates if file.is_file()}
+
+
+def _convert_with_transformers(directory: Path, gguf_file: str | None = None) -> Tokenizer:
+    """Let transformers turn a slow or GGUF tokenizer into a ``tokenizer.json``."""
+    from tempfile import TemporaryDirectory
+
+    from transformers import AutoTokenizer
+
+    origin = str(directory / gguf_file) if gguf_file else str(directory)
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        converted = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, **options
+        )
+        with TemporaryDirectory() as folder:
+            converted.save_pretrained(folder)
+            files = _read_known_files(Path(folder))
+    except Exception as error:
+        raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
+    return tokenizer_from_files(files, origin=origin)

@@ -1,0 +1,190 @@
+"""Hugging Face tokenizers, straight on the ``tokenizers`` package."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, ByteLevelBPETokenizer
+from tokenizers import Tokenizer as RustTokenizer
+
+from aligner.errors import DataError, TokenizerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` and what ``tokenizer_config.json`` says of its special tokens."""
+
+    def __init__(
+        self, backend: RustTokenizer, config: Mapping[str, Any], *, origin: str = "tokenizer.json"
+    ) -> None:
+        """Wrap ``backend``.
+
+        Args:
+            backend: the tokenizer itself.
+            config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text,
+                ``chat_template`` as Jinja text; other keys are carried along to ``files()``.
+            origin: where it comes from, for error messages.
+        """
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._config = dict(config)
+        self._origin = origin
+        self._renderer: PreTrainedTokenizerFast | None = None
+        self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        eos_id = self._special_id("eos_token")
+        if eos_id is None:
+            raise TokenizerError(
+                f"{origin} names no end-of-sequence token; add eos_token to the "
+                "tokenizer_config.json beside it"
+            )
+        self._eos_id = eos_id
+        self._bos_id = self._special_id("bos_token")
+        pad_id = self._special_id("pad_token")
+        self._pad_id = eos_id if pad_id is None else pad_id
+
+    @classmethod
+    def from_files(
+        cls, files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
+    ) -> "HuggingFaceTokenizer":
+        """Build from ``tokenizer.json`` and its neighbours, or from a GPT-2 vocabulary pair."""
+        config = _read_config(files, origin)
+        try:
+            if "tokenizer.json" in files:
+                backend = RustTokenizer.from_buffer(files["tokenizer.json"])
+            else:
+                backend = _gpt2_backend(files["vocab.json"], files["merges.txt"])
+                config.setdefault("eos_token", "<|endoftext|>")
+        except Exception as error:  # the package raises a bare Exception
+            raise TokenizerError(f"{origin} is not a readable tokenizer: {error}") from error
+        _add_missing_tokens(backend, config)
+        return cls(backend, config, origin=origin)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id plus one."""
+        return self._vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """End-of-sequence token."""
+        return self._eos_id
+
+    @property
+    def bos_id(self) -> int | None:
+        """Beginning-of-sequence token, if declared."""
+        return self._bos_id
+
+    @property
+    def pad_id(self) -> int:
+        """Padding token; the end-of-sequence token where none is declared."""
+        return self._pad_id
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; the post-processor adds nothing."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``, special tokens spelt out."""
+        ids = [int(token) for token in ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            raise TokenizerError(
+                f"token ids {min(ids)}..{max(ids)} leave the vocabulary of {self._vocab_size}"
+            )
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Render ``messages`` and the opening of the assistant's answer."""
+        if not self._config.get("chat_template"):
+            raise TokenizerError(
+                f"{self._origin} has no chat template, so chat messages cannot become a prompt; "
+                "use a tokenizer with a chat_template or plain-text prompts"
+            )
+        if self._renderer is None:
+            self._renderer = self._make_renderer()
+        try:
+            text = self._renderer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # Jinja's errors, and what templates raise themselves
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return str(text)
+
+    def files(self) -> dict[str, bytes]:
+        """``tokenizer.json`` and a ``tokenizer_config.json`` that includes the chat template."""
+        return {
+            "tokenizer.json": self._backend.to_str().encode(),
+            "tokenizer_config.json": json.dumps(self._config, indent=2).encode(),
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_renderer": None}
+
+    def _special_id(self, name: str) -> int | None:
+        text = self._config.get(name)
+        if text is None:
+            return None
+        token_id: int | None = self._backend.token_to_id(text)
+        if token_id is None:
+            raise TokenizerError(f"{self._origin}: {name}={text!r} is not in the vocabulary")
+        return token_id
+
+    def _make_renderer(self) -> "PreTrainedTokenizerFast":
+        from transformers import PreTrainedTokenizerFast
+
+        special = {name: self._config[name] for name in _SPECIAL_NAMES if self._config.get(name)}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self._backend, chat_template=self._config["chat_template"], **special
+        )
+
+
+def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
+    """``tokenizer_config.json`` with plain-text special tokens and one chat template."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if name in files:
+            try:
+                merged.update(json.loads(files[name]))
+            except ValueError as error:
+                raise TokenizerError(f"{origin}: {name} is not JSON: {error}") from error
+    for name in _SPECIAL_NAMES:
+        if isinstance(merged.get(name), dict):  # a serialized AddedToken
+            merged[name] = merged[name]["content"]
+    if "chat_template.jinja" in files:
+        merged["chat_template"] = files["chat_template.jinja"].decode()
+    template = merged.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        named = {entry["name"]: entry["template"] for entry in template}
+        merged["chat_template"] = named.get("default", next(iter(named.values()), None))
+    return merged
+
+
+def _gpt2_backend(vocab: bytes, merges: bytes) -> RustTokenizer:
+    """Byte-level BPE from GPT-2's two files."""
+    pairs = [
+        tuple(line.split(" "))
+        for line in merges.decode().splitlines()
+        if line and not line.startswith("#version")
+    ]
+    wrapper = ByteLevelBPETokenizer(vocab=json.loads(vocab), merges=pairs)
+    wrapper.add_special_tokens(["<|endoftext|>"])
+    return RustTokenizer.from_str(wrapper.to_str())
+
+
+def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:
+    """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` forgot."""
+    declared = config.get("added_tokens_decoder") or {}
+    for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
+        if backend.token_to_id(token["content"]) is None:
+            backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")))])
+            if backend.token_to_id(token["content"]) != int(token_id):
+                raise TokenizerError(
+                    f"added token {token['content']!r} should have id {token_id}, which "
+                    "tokenizer.json leaves no room for"
+                )

@@ -1,0 +1,74 @@
+"""Call a reward function on some samples and find the sample it fails on."""
+
+import asyncio
+import functools
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aligner.data.importing import load_function
+from aligner.rewards.protocol import Samples, Signature, parse_scores
+
+Scored = tuple[list[float], dict[str, list[float]]]
+
+# A function that failed on a batch is tried on this many single samples to name the guilty one.
+_MOST_TRIED = 256
+
+
+class LoadedFunction:
+    """A reward function with its options, ready to be called."""
+
+    def __init__(self, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+        """Bind ``options``; refuses a signature that does not fit."""
+        self.signature = Signature.of(function, name, options)
+        self._function = functools.partial(function, **options)
+        self._options = frozenset(options)
+
+    @classmethod
+    def load(cls, name: str, options: Mapping[str, Any]) -> "LoadedFunction":
+        """Import the function that ``reward.function`` names."""
+        return cls(load_function(name, key="reward.function"), name, options)
+
+    def score(self, samples: Samples, *, limit_s: float | None = None) -> Scored:
+        """Call the function, wait if it is async, and check what it returned.
+
+        ``limit_s`` cancels an async function; a sync one cannot be stopped from within.
+        """
+        result = self._function(
+            samples.prompts,
+            samples.responses,
+            samples.ground_truths,
+            **self.signature.select(samples.columns, self._options),
+        )
+        if inspect.isawaitable(result):
+            result = asyncio.run(_wait(result, limit_s))
+        return parse_scores(result, samples, self.signature.name)
+
+    def find_failing(self, samples: Samples) -> int | None:
+        """Index of the first sample that fails by itself; None if none of those tried does."""
+        for index in range(min(len(samples), _MOST_TRIED)):
+            try:
+                self.score(samples.slice(index, index + 1))
+            except Exception:
+                return index
+        return None
+
+
+def describe_exception(error: BaseException) -> str:
+    """``ZeroDivisionError: division by zero (rewards.py, line 12)``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:
+    """Say that ``name`` raised, and on which sample."""
+    where = "the batch as a whole; no single sample was found to cause it"
+    if culprit is not None:
+        where = samples.describe(culprit)
+    return f"reward function {name!r} raised {raised} on {where}"
+
+
+async def _wait(awaitable: Awaitable[Any], limit_s: float | None) -> Any:
+    return await asyncio.wait_for(awaitable, limit_s)

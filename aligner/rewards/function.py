@@ -1,0 +1,163 @@
+"""Run a reward function over a batch, with a time limit and errors that name the sample.
+
+Where it runs:
+
+* A function named in the configuration (:meth:`RewardFunction.load`) runs in a **process of its
+  own**, started once. When it does not answer in time that process is killed, with everything it
+  started; nothing it does, a hanging C call or a crash included, stops the training process.
+* A Python object given directly (:meth:`RewardFunction.wrap`) runs in a **thread**: it may hold
+  a model or a connection that cannot travel. A thread cannot be killed: after a timeout it is
+  left behind, never waited for, and ends with the program.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError, RewardError
+from aligner.rewards.execution import Scored
+from aligner.rewards.processes import ProcessRunner
+from aligner.rewards.protocol import Samples, Signature
+from aligner.rewards.threads import ThreadRunner
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """Scores of ``B`` samples."""
+
+    rewards: Tensor  # float32 [B], finite
+    metrics: dict[str, list[float]]  # key → B finite values, from functions that return dicts
+
+
+class _Runner(Protocol):
+    signature: Signature
+
+    def score(self, parts: list[Samples], timeout_s: float) -> list[Scored]: ...
+
+    def close(self) -> None: ...
+
+
+class RewardFunction:
+    """A reward function, ready to score batches. Close it, or use it as a context manager."""
+
+    def __init__(self, runner: _Runner, *, timeout_s: float, max_concurrency: int) -> None:
+        """Use :meth:`load` or :meth:`wrap`."""
+        if timeout_s <= 0:
+            raise ConfigError(f"reward.timeout_s={timeout_s} must be a positive number of seconds")
+        if max_concurrency < 1:
+            raise ConfigError(f"reward.max_concurrency={max_concurrency} must be at least 1")
+        self._runner = runner
+        self._timeout_s = timeout_s
+        self._max_concurrency = max_concurrency
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        max_concurrency: int = 1,
+    ) -> "RewardFunction":
+        """Load the function ``name`` into a process of its own.
+
+        Args:
+            name: ``package.module:function``, ``package.module.function`` or
+                ``path/to/file.py:function``; sync or async.
+            options: further keyword arguments, the same in every call.
+            timeout_s: longest time for one batch.
+            max_concurrency: score this many parts of a batch at the same time, each in a process
+                of its own. With more than one the function sees parts, not the batch.
+
+        Raises:
+            ConfigError: it cannot be imported, or its signature does not fit.
+        """
+        runner = ProcessRunner(name, options or {})
+        return cls(runner, timeout_s=timeout_s, max_concurrency=max_concurrency)
+
+    @classmethod
+    def wrap(
+        cls,
+        function: Callable[..., Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float = 60.0,
+        max_concurrency: int = 1,
+    ) -> "RewardFunction":
+        """Use a Python callable of this process; the arguments are those of :meth:`load`."""
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        runner = ThreadRunner(function, name, options or {})
+        return cls(runner, timeout_s=timeout_s, max_concurrency=max_concurrency)
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages."""
+        return self._runner.signature.name
+
+    def check_columns(self, available: Collection[str]) -> None:
+        """Refuse data without a column the function needs (DataError).
+
+        ``available`` must include what the trainer adds, ``is_end`` and ``response_lengths``.
+        """
+        self._runner.signature.check_columns(available)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        ground_truths: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> RewardOutput:
+        """Score ``B`` samples; the arguments are those of the protocol.
+
+        Raises:
+            RewardError: the function raised, or returned the wrong number of values or something
+                that is not a finite number; the message names function and sample.
+            RewardTimeoutError: it did not answer within the time limit.
+            DataError: it needs a column that is not there.
+        """
+        samples = Samples(
+            list(prompts),
+            list(responses),
+            list(ground_truths),
+            {name: list(values) for name, values in (columns or {}).items()},
+        )
+        self.check_columns(samples.columns)
+        if not len(samples):
+            return RewardOutput(torch.zeros(0), {})
+        return _join(self._runner.score(self._parts(samples), self._timeout_s), self.name)
+
+    def close(self) -> None:
+        """End the processes. A later call starts them again."""
+        self._runner.close()
+
+    def __enter__(self) -> "RewardFunction":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _parts(self, samples: Samples) -> list[Samples]:
+        """Contiguous parts whose sizes differ by one at most."""
+        count = min(self._max_concurrency, len(samples))
+        bounds = [len(samples) * part // count for part in range(count + 1)]
+        return [samples.slice(*pair) for pair in pairwise(bounds)]
+
+
+def _join(parts: list[Scored], name: str) -> RewardOutput:
+    rewards: list[float] = []
+    metrics: dict[str, list[float]] = {key: [] for key in parts[0][1]}
+    for part_rewards, part_metrics in parts:
+        if part_metrics.keys() != metrics.keys():
+            raise RewardError(
+                f"reward function {name!r} returned the keys {sorted(part_metrics)} for some "
+                f"samples and {sorted(metrics)} for others"
+            )
+        rewards.extend(part_rewards)
+        for key, values in part_metrics.items():
+            metrics[key].extend(values)
+    return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics)

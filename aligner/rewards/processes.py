@@ -1,0 +1,163 @@
+"""Reward functions in processes of their own, which can be killed when they hang."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aligner.errors import RewardError, RewardTimeoutError
+from aligner.rewards.execution import Scored, failure_message
+from aligner.rewards.protocol import Samples, Signature
+
+# Importing the function's module is not part of its time limit, but must end some time.
+_START_LIMIT_S = 300.0
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from aligner.rewards.worker import main; main(int(sys.argv[2]))"
+)
+
+
+class ProcessRunner:
+    """As many children as a batch has parts, started when first needed and then kept."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        """Start the first child, so that a function that cannot be imported is refused now."""
+        self._name = name
+        self._options = dict(options)
+        self._children = [RewardProcess(name, options)]
+        self.signature: Signature = self._children[0].signature
+
+    def score(self, parts: list[Samples], timeout_s: float) -> list[Scored]:
+        """Score all parts at the same time; they share one time limit."""
+        self._children = [child for child in self._children if child.alive]
+        while len(self._children) < len(parts):
+            self._children.append(RewardProcess(self._name, self._options))
+        pairs = list(zip(self._children, parts, strict=False))
+        deadline = time.monotonic() + timeout_s
+        try:
+            for child, part in pairs:
+                child.send(part, timeout_s)
+            return [child.receive(part, deadline, timeout_s) for child, part in pairs]
+        except BaseException:  # an interrupt too: no answer may be left for the next batch
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill all children."""
+        for child in self._children:
+            child.close()
+
+
+class RewardProcess:
+    """One child process that has imported one reward function.
+
+    Not ``multiprocessing.Process``: spawn would import the training script again, and fork does
+    not survive the threads of torch. The child leads a session, so whatever it starts is killed
+    with it, and it ends by itself when this process is gone.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        """Start the child and wait until it has imported the function ``name``."""
+        self._name = name
+        self._connection, channel = Pipe()
+        with channel:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(channel.fileno())],
+                pass_fds=[channel.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._stop = weakref.finalize(self, _kill, self._child, self._connection, os.getpid())
+        self._connection.send((name, dict(options)))
+        kind, payload = self._receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)
+        if kind == "refused":
+            self.close()
+            raise payload
+        self.signature: Signature = payload
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take another batch."""
+        return self._stop.alive and self._child.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._child.pid
+
+    def send(self, samples: Samples, timeout_s: float) -> None:
+        """Hand over a batch; ``receive`` must follow."""
+        try:
+            self._connection.send((samples, timeout_s))
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self, samples: Samples, deadline: float, timeout_s: float) -> Scored:
+        """Wait for the scores of the batch that was sent.
+
+        Args:
+            samples: that batch, to name a sample in it.
+            deadline: ``time.monotonic()`` at which the wait ends.
+            timeout_s: the time limit that ``deadline`` came from, for the message.
+        """
+        kind, payload = self._receive(deadline, timeout_s)
+        if kind == "scores":
+            scored: Scored = payload
+            return scored
+        if kind == "refused":
+            raise payload
+        culprit = self._receive_culprit(deadline)
+        raise RewardError(failure_message(self._name, payload, samples, culprit))
+
+    def close(self) -> None:
+        """Kill the child and everything it started. May be called twice."""
+        self._stop()
+
+    def _receive_culprit(self, deadline: float) -> int | None:
+        """The child's second message, unless the search takes longer than the time limit."""
+        try:
+            index: int | None = self._receive(deadline, 0.0)[1]
+        except RewardError:
+            return None
+        return index
+
+    def _receive(self, deadline: float, timeout_s: float) -> tuple[str, Any]:
+        try:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                self.close()
+                raise RewardTimeoutError(
+                    f"reward function {self._name!r} did not answer within {timeout_s:g} seconds "
+                    "and was killed; raise reward.timeout_s or make it faster"
+                )
+            message: tuple[str, Any] = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._died() from error
+        return message
+
+    def _died(self) -> RewardError:
+        with suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout=5)
+        code = self._child.returncode
+        self.close()
+        return RewardError(
+            f"the process of reward function {self._name!r} died (exit code {code}); what it said "
+            "stands in the output above"
+        )
+
+
+def _kill(child: "subprocess.Popen[bytes]", connection: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of ours is ending: the child is not its own
+        return
+    connection.close()
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

@@ -1,0 +1,207 @@
+"""What a reward function is, what it gets, and what it must give back.
+
+This module and :mod:`aligner.rewards.worker` import neither torch nor numpy: they are loaded by
+every reward process.
+"""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Protocol
+
+from aligner.errors import ConfigError, DataError, RewardError
+
+Scores = Sequence[float] | Sequence[Mapping[str, float]]
+
+
+class RewardFunctionProtocol(Protocol):
+    """``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``.
+
+    May also be ``async def``. All arguments are lists of the same length, one entry per sample:
+
+    * ``prompts``: prompt text as the model saw it, chat template included;
+    * ``responses``: response text without the end-of-sequence token;
+    * ``ground_truths``: the data's ground truth, None where the data has none;
+    * ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
+      (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
+      (int, in tokens). Only those that the signature names are passed, all of them if it has
+      ``**columns``. Options from the configuration come by keyword too and win over columns.
+
+    It returns one finite number per sample, or one dict per sample that holds ``"reward"`` and
+    further numbers under the same keys for every sample; those become metrics.
+    """
+
+    def __call__(
+        self,
+        prompts: list[str],
+        responses: list[str],
+        ground_truths: list[Any],
+        **columns: list[Any],
+    ) -> Scores | Awaitable[Scores]:
+        """Score every sample."""
+        ...
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Which columns a reward function accepts. Picklable."""
+
+    name: str
+    named: tuple[str, ...]  # columns it names
+    required: tuple[str, ...]  # those of them without a default
+    takes_all: bool  # it has **columns
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], name: str, options: Collection[str] = ()
+    ) -> "Signature":
+        """Inspect ``function``, to be called with the keyword arguments ``options``.
+
+        Raises:
+            ConfigError: it cannot take three lists, or does not know an option.
+        """
+        parameters = list(inspect.signature(function).parameters.values())
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if len(positional) < 3 and not takes_any:
+            raise ConfigError(
+                f"reward function {name!r} must take (prompts, responses, ground_truths, "
+                f"**columns), but its signature is {inspect.signature(function)}"
+            )
+        keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[3:]
+        known = {p.name for p in keyword}
+        unknown = sorted(set(options) - known)
+        if unknown and not takes_all:
+            raise ConfigError(
+                f"reward function {name!r} has no options {unknown}; it has {sorted(known)}"
+            )
+        free = [p for p in keyword if p.name not in options]
+        return cls(
+            name=name,
+            named=tuple(p.name for p in free),
+            required=tuple(p.name for p in free if p.default is p.empty),
+            takes_all=takes_all,
+        )
+
+    def check_columns(self, available: Collection[str]) -> None:
+        """Refuse data that lacks a column which the function cannot do without."""
+        missing = [name for name in self.required if name not in available]
+        if missing:
+            raise DataError(
+                f"reward function {self.name!r} needs the columns {missing}, which the data does "
+                f"not have; columns found: {sorted(available)}"
+            )
+
+    def select(self, columns: Mapping[str, list[Any]], options: Collection[str]) -> dict[str, Any]:
+        """The columns to pass."""
+        self.check_columns(columns)
+        return {
+            name: values
+            for name, values in columns.items()
+            if name not in options and (self.takes_all or name in self.named)
+        }
+
+
+@dataclass(frozen=True)
+class Samples:
+    """``B`` samples as a reward function sees them."""
+
+    prompts: list[str]
+    responses: list[str]
+    ground_truths: list[Any]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    offset: int = 0  # number of the first one, where these are a part of a batch
+
+    def __post_init__(self) -> None:
+        for name, values in [
+            ("responses", self.responses),
+            ("ground_truths", self.ground_truths),
+            *self.columns.items(),
+        ]:
+            if len(values) != len(self.prompts):
+                raise RewardError(
+                    f"{name} has {len(values)} entries for {len(self.prompts)} prompts"
+                )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def slice(self, start: int, stop: int) -> "Samples":
+        """Samples ``start`` to ``stop - 1``."""
+        part = slice(start, stop)
+        return Samples(
+            self.prompts[part],
+            self.responses[part],
+            self.ground_truths[part],
+            {name: values[part] for name, values in self.columns.items()},
+            self.offset + start,
+        )
+
+    def describe(self, index: int) -> str:
+        """Name sample ``index`` by its number, the prompt's tail and the response's head."""
+        prompt, response = self.prompts[index], self.responses[index]
+        tail = prompt if len(prompt) <= 80 else "…" + prompt[-80:]
+        head = response if len(response) <= 80 else response[:80] + "…"
+        return f"sample {self.offset + index} (prompt {tail!r}, response {head!r})"
+
+
+def parse_scores(
+    scores: Any, samples: Samples, name: str
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Check what the function ``name`` returned.
+
+    Returns:
+        (rewards, metrics), each list with one entry per sample.
+
+    Raises:
+        RewardError: wrong count, not a number, NaN or infinite, keys that differ; the message
+            names the function and the sample.
+    """
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores  # arrays and tensors
+    if not isinstance(scores, list | tuple):
+        raise RewardError(
+            f"reward function {name!r} must return a list of numbers or of dicts, got "
+            f"{type(scores).__name__}"
+        )
+    if len(scores) != len(samples):
+        raise RewardError(
+            f"reward function {name!r} returned {len(scores)} rewards for {len(samples)} samples"
+        )
+    with_keys = bool(scores) and isinstance(scores[0], Mapping)
+    keys = set(scores[0]) if with_keys else {"reward"}
+    table: dict[str, list[float]] = {str(key): [] for key in ["reward", *sorted(keys, key=str)]}
+    for index, score in enumerate(scores):
+        where = f"reward function {name!r}, {samples.describe(index)}"
+        for key, value in _as_items(score, keys, with_keys, where):
+            table[key].append(_as_number(value, f"{where}: {key}"))
+    rewards = table.pop("reward")
+    return rewards, table
+
+
+def _as_items(score: Any, keys: set[str], with_keys: bool, where: str) -> list[tuple[str, Any]]:
+    if isinstance(score, Mapping) != with_keys:
+        raise RewardError(f"{where}: numbers and dicts are mixed")
+    if not isinstance(score, Mapping):
+        return [("reward", score)]
+    if "reward" not in score:
+        raise RewardError(f"{where}: the dict has no key 'reward', only {sorted(score)}")
+    if set(score) != keys:
+        raise RewardError(
+            f"{where}: the dict has the keys {sorted(score)}, the first sample's has {sorted(keys)}"
+        )
+    return list(score.items())
+
+
+def _as_number(value: Any, what: str) -> float:
+    if not isinstance(value, Real) and callable(getattr(value, "item", None)):
+        value = value.item()  # a scalar array or tensor
+    if not isinstance(value, Real):
+        raise RewardError(f"{what} is {value!r}, which is not a number")
+    if not math.isfinite(value):
+        raise RewardError(f"{what} is {float(value)}; it must be finite")
+    return float(value)

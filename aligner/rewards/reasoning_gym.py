@@ -1,0 +1,50 @@
+"""The verifiers of the package reasoning-gym, for prompts of ``aligner.data.reasoning_gym``."""
+
+import re
+from typing import Any
+
+
+def reasoning_gym(
+    prompts: list[str],
+    responses: list[str],
+    ground_truths: list[Any],
+    task: list[str],
+    entry: list[dict[str, Any]],
+    *,
+    answer_tag: str | None = None,
+) -> list[dict[str, float]]:
+    """Reward what the task's own verifier gives, from 0 to 1.
+
+    Args:
+        prompts: not looked at.
+        responses: text without the end-of-sequence token.
+        ground_truths: not looked at; the entry holds more than one right answer may be.
+        task: name of each sample's task.
+        entry: what reasoning-gym made the prompt from.
+        answer_tag: take the answer from the last ``<answer_tag>...</answer_tag>``, and give
+            nothing where there is none; None takes the whole response without outer blanks.
+
+    Returns:
+        ``reward``; ``accuracy``, 1 where the reward is full; ``well_formed``, an answer was found.
+    """
+    from reasoning_gym import get_score_answer_fn
+
+    scores = []
+    for response, name, source in zip(responses, task, entry, strict=True):
+        answer = _extract(response, answer_tag)
+        score = 0.0 if answer is None else float(get_score_answer_fn(name)(answer, source))
+        scores.append(
+            {
+                "reward": score,
+                "accuracy": float(score >= 1.0),
+                "well_formed": float(answer is not None),
+            }
+        )
+    return scores
+
+
+def _extract(response: str, tag: str | None) -> str | None:
+    if tag is None:
+        return response.strip() or None
+    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", response, re.DOTALL)
+    return found[-1].strip() if found else None

@@ -1,0 +1,53 @@
+"""A response that follows a pattern, and the right answer inside it."""
+
+import re
+from typing import Any
+
+
+def regex_format(
+    prompts: list[str],
+    responses: list[str],
+    ground_truths: list[Any],
+    *,
+    pattern: str,
+    format_reward: float = 0.0,
+) -> list[dict[str, float]]:
+    r"""Reward responses that match ``pattern`` from the first to the last character.
+
+    A pattern with a group named ``answer`` also asks for the right answer: the group's text
+    without surrounding blanks must equal the ground truth's. Example::
+
+        pattern: '<think>.*?</think>\s*<answer>(?P<answer>[^<]*)</answer>\s*'
+
+    Args:
+        prompts: not looked at.
+        responses: text without the end-of-sequence token.
+        ground_truths: compared as text; not looked at without an ``answer`` group.
+        pattern: Python regular expression; ``.`` matches newlines too.
+        format_reward: what a well-formed response with a wrong answer gets.
+
+    Returns:
+        ``reward`` (1 for right, ``format_reward`` for well-formed and wrong, else 0),
+        ``accuracy`` (0 or 1) and ``well_formed`` (0 or 1).
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    scores = []
+    for response, ground_truth in zip(responses, ground_truths, strict=True):
+        match = compiled.fullmatch(response)
+        right = match is not None and _right_answer(match, ground_truth)
+        reward = 1.0 if right else format_reward if match else 0.0
+        scores.append(
+            {
+                "reward": reward,
+                "accuracy": float(right),
+                "well_formed": float(match is not None),
+            }
+        )
+    return scores
+
+
+def _right_answer(match: re.Match[str], ground_truth: Any) -> bool:
+    if "answer" not in match.re.groupindex:
+        return True
+    answer = match.group("answer")
+    return answer is not None and answer.strip() == str(ground_truth).strip()
