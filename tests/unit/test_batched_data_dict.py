@@ -1,0 +1,138 @@
+"""Cutting up, joining and ordering batches, on hand-written rows."""
+
+import pytest
+import torch
+
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import DataError
+
+
+def batch(rows=4):
+    return BatchedDataDict(
+        {
+            "ids": torch.arange(rows * 3).reshape(rows, 3),
+            "text": [f"row {i}" for i in range(rows)],
+            "length": torch.arange(rows),
+        }
+    )
+
+
+def test_shards_take_their_part_of_every_global_batch():
+    shards = batch(8).shard_by_batch_size(2, batch_size=4)
+    assert [s["length"].tolist() for s in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert shards[1]["text"] == ["row 2", "row 3", "row 6", "row 7"]
+
+
+def test_shards_without_batch_size_are_contiguous():
+    shards = batch(4).shard_by_batch_size(2)
+    assert [s["length"].tolist() for s in shards] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "shards", "expected"),
+    [(5, 2, [3, 2]), (2, 4, [1, 1, 0, 0]), (0, 2, [0, 0]), (7, 3, [3, 2, 2])],
+)
+def test_uneven_shards(rows, shards, expected):
+    parts = batch(rows).shard_by_batch_size(shards, allow_uneven_shards=True)
+    assert [part.size for part in parts] == expected
+    joined = BatchedDataDict.from_batches(parts)
+    assert joined["length"].tolist() == list(range(rows))
+
+
+def test_uneven_shards_are_refused_unless_allowed():
+    with pytest.raises(DataError, match="5 rows cannot be shared evenly by 2"):
+        batch(5).shard_by_batch_size(2)
+    with pytest.raises(DataError, match="8 rows are not a multiple of the batch size 3"):
+        batch(8).shard_by_batch_size(1, batch_size=3)
+
+
+def test_modes_of_later_versions_say_so():
+    with pytest.raises(NotImplementedError, match="not in this version"):
+        batch().shard_by_batch_size(2, sequence_packing_args={"max_tokens_per_microbatch": 8})
+
+
+def test_from_batches_pads_to_the_right_with_the_columns_value():
+    joined = BatchedDataDict.from_batches(
+        [
+            {"ids": torch.tensor([[1, 2]]), "lp": torch.tensor([[0.5, 0.5]]), "name": ["a"]},
+            {"ids": torch.tensor([[3, 4, 5]]), "lp": torch.tensor([[1.0, 1, 1]]), "name": ["b"]},
+        ],
+        pad_value_dict={"ids": 9},
+    )
+    assert joined["ids"].tolist() == [[1, 2, 9], [3, 4, 5]]
+    assert joined["lp"].tolist() == [[0.5, 0.5, 0], [1, 1, 1]]
+    assert joined["name"] == ["a", "b"]
+
+
+def test_from_batches_pads_dimension_one_of_deeper_tensors():
+    joined = BatchedDataDict.from_batches([{"x": torch.ones(1, 1, 2)}, {"x": torch.ones(1, 2, 2)}])
+    assert joined["x"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
+
+
+def test_a_batch_without_rows_does_not_decide_the_width():
+    joined = BatchedDataDict.from_batches([{"x": torch.zeros(0, 9)}, {"x": torch.ones(1, 2)}])
+    assert joined["x"].shape == (1, 2)
+
+
+def test_from_batches_refuses_different_columns():
+    with pytest.raises(DataError, match="batch 1 has columns"):
+        BatchedDataDict.from_batches([{"a": [1]}, {"b": [1]}])
+
+
+def test_reorder_data_undoes_a_selection():
+    data = batch(4)
+    order = [2, 0, 3, 1]  # row order[i] of the original stands at i
+    shuffled = data.select_indices(order)
+    shuffled.reorder_data(order)
+    assert shuffled["length"].tolist() == [0, 1, 2, 3]
+    assert shuffled["text"] == data["text"]
+    with pytest.raises(DataError, match="every index"):
+        shuffled.reorder_data([0, 0, 1, 2])
+
+
+def test_chunk_slice_get_batch():
+    data = batch(6)
+    assert data.chunk(1, 3)["length"].tolist() == [2, 3]
+    assert data.slice(1, 3)["text"] == ["row 1", "row 2"]
+    assert data.get_batch(1, 4)["length"].tolist() == [4, 5]
+    with pytest.raises(DataError, match="outside"):
+        data.get_batch(2, 4)
+    with pytest.raises(DataError, match="evenly"):
+        data.chunk(0, 4)
+
+
+def test_slices_are_views():
+    data = batch(4)
+    data.slice(0, 2)["length"][0] = 7
+    assert data["length"][0] == 7
+
+
+def test_repeat_interleave_keeps_copies_adjacent():
+    data = batch(2).repeat_interleave(2)
+    assert data["length"].tolist() == [0, 0, 1, 1]
+    assert data["text"] == ["row 0", "row 0", "row 1", "row 1"]
+
+
+def test_truncate_tensors_leaves_smaller_ones_alone():
+    data = batch(2)
+    data.truncate_tensors(dim=1, truncated_len=2)
+    assert data["ids"].shape == (2, 2)
+    assert data["length"].shape == (2,)
+
+
+def test_microbatches_cover_all_rows_once():
+    parts = list(batch(5).make_microbatch_iterator(2))
+    assert [p["length"].tolist() for p in parts] == [[0, 1], [2, 3], [4]]
+
+
+def test_size_refuses_ragged_columns():
+    data = BatchedDataDict({"a": [1, 2], "b": [1]})
+    with pytest.raises(DataError, match="different lengths"):
+        _ = data.size
+
+
+def test_to_moves_tensors_in_place():
+    data = batch(1)
+    assert data.to("meta") is data
+    assert data["ids"].device.type == "meta"
+    assert data["text"] == ["row 0"]

@@ -1,0 +1,216 @@
+"""Every bad key or value is refused with its full dotted name and a remedy."""
+
+import copy
+import dataclasses
+
+import pytest
+
+from aligner.architecture import GPTArchitecture
+from aligner.config import ParallelConfig, check_layout, parse_config
+from aligner.config.checks import check_batch_layout
+from aligner.config.cli import check_overrides
+from aligner.errors import AlignerError, ConfigError, LayoutError
+
+MINIMAL = {
+    "model": {"restore_from_path": "m.nemo"},
+    "reward": {"function": "a.b:reward"},
+    "data": {"train": {"source": "train.jsonl"}},
+}
+
+
+def tree(**overrides):
+    """MINIMAL with dotted keys set (``__`` stands for a dot)."""
+    values = copy.deepcopy(MINIMAL)
+    for key, value in overrides.items():
+        *path, last = key.split("__")
+        level = values
+        for name in path:
+            level = level.setdefault(name, {})
+        level[last] = value
+    return values
+
+
+def test_minimal_configuration_gets_documented_defaults():
+    config = parse_config(MINIMAL)
+    assert config.model.ppo.ratio_eps_range == (0.2, 0.2)
+    assert config.trainer.ppo.discount_factor == 1.0
+    assert config.trainer.max_seconds is None
+    assert config.critic.optim.lr == 1e-5
+
+
+def test_configuration_is_frozen():
+    config = parse_config(MINIMAL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"model__ppo__ratio_epss": 0.1}, ["model.ppo.ratio_epss", "model.ppo.ratio_eps?"]),
+        ({"sead": 1}, ["sead: unknown key", "did you mean seed?"]),
+        ({"model__optim__sched__warmup": 3}, ["model.optim.sched.warmup", "warmup_steps"]),
+        ({"trainer__precision": "fp8"}, ["trainer.precision", "32, bf16", "fp8"]),
+        ({"trainer__ppo__kl_estimator": "k4"}, ["trainer.ppo.kl_estimator", "k1, k2, k3, abs"]),
+        ({"trainer__ppo__gae_lambda": 1.5}, ["trainer.ppo.gae_lambda", "between 0 and 1", "1.5"]),
+        ({"trainer__ppo__gae_lambda": float("nan")}, ["trainer.ppo.gae_lambda", "between 0 and 1"]),
+        ({"model__optim__lr": 0}, ["model.optim.lr", "greater than 0"]),
+        ({"model__optim__lr": "fast"}, ["model.optim.lr", "a number", "fast"]),
+        ({"model__micro_batch_size": 2.5}, ["model.micro_batch_size", "an integer"]),
+        ({"model__micro_batch_size": True}, ["model.micro_batch_size", "an integer"]),
+        ({"model__micro_batch_size": None}, ["model.micro_batch_size"]),
+        ({"model__optim__betas": [0.9]}, ["model.optim.betas", "list of 2"]),
+        ({"model__ppo__ratio_eps": [0.1, 0.2, 0.3]}, ["model.ppo.ratio_eps", "list of 2"]),
+        ({"model__ppo": 3}, ["model.ppo", "expected a group of keys"]),
+        ({"model__ppo__dual_clip": 1.0}, ["model.ppo.dual_clip", "greater than 1"]),
+        ({"trainer__max_time": "4h"}, ["trainer.max_time", "DD:HH:MM:SS"]),
+        ({"cluster__engine": "ray"}, ["cluster.engine=ray", "not in this version", "local"]),
+        ({"policy__backend": "dtensor"}, ["policy.backend=dtensor", "megatron"]),
+        ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
+        ({"model__sequence_packing__enabled": True}, ["model.sequence_packing.enabled", "false"]),
+        ({"model__dynamic_batching__enabled": True}, ["model.dynamic_batching.enabled", "false"]),
+        ({"model__context_parallel_size": 2}, ["model.context_parallel_size=2"]),
+        (
+            {"model__ppo__length_params": {"min_length": 9, "max_length": 8}},
+            ["min_length=9", "max_length=8"],
+        ),
+        (
+            {"model__ppo__num_rollout_samples": 96},
+            ["num_rollout_samples=96", "model.global_batch_size=64", "64 or 128"],
+        ),
+        (
+            {"critic__global_batch_size": 48, "model__global_batch_size": 64},
+            ["critic.global_batch_size=48", "48 or 96"],
+        ),
+        (
+            {"model__ppo__num_rollouts_per_prompt": 7},
+            ["num_rollout_samples=64", "num_rollouts_per_prompt=7", "63 or 70"],
+        ),
+        (
+            {"model__micro_batch_size": 24},
+            ["model.global_batch_size=64", "model.micro_batch_size=24", "48 or 72"],
+        ),
+        ({"data__train__source": ""}, ["data.train.source", "empty"]),
+        ({"model__restore_from_path": ""}, ["model.restore_from_path", ".nemo"]),
+    ],
+)
+def test_refusals_name_key_value_and_remedy(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(tree(**overrides))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["model", "reward", "data"])
+def test_required_groups(missing):
+    values = {key: value for key, value in MINIMAL.items() if key != missing}
+    with pytest.raises(ConfigError, match=f"{missing}: required"):
+        parse_config(values)
+
+
+def test_errors_are_also_value_errors():
+    with pytest.raises(ValueError):
+        parse_config(tree(model__nonsense=1))
+    assert issubclass(ConfigError, AlignerError)
+
+
+def test_values_are_converted_where_that_loses_nothing():
+    config = parse_config(
+        tree(
+            trainer__precision=32,
+            model__optim__lr=1,
+            model__ppo__ratio_eps=[0.2, 0.28],
+            model__micro_batch_size=8.0,
+            trainer__max_time="01:02:03:04",
+        )
+    )
+    assert config.trainer.precision == "32"
+    assert config.model.optim.lr == 1.0
+    assert config.model.ppo.ratio_eps_range == (0.2, 0.28)
+    assert config.model.micro_batch_size == 8
+    assert config.trainer.max_seconds == 86400 + 2 * 3600 + 3 * 60 + 4
+
+
+def test_batches_must_divide_over_data_parallel_ranks():
+    config = parse_config(MINIMAL)  # global 64, micro 8
+    check_batch_layout(config, 4)
+    with pytest.raises(ConfigError, match=r"8 x 3 data-parallel ranks = 24.*48 or 72"):
+        check_batch_layout(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "suggestion"),
+    [
+        ("trainer.ppo.max_stepz=1", "trainer.ppo.max_steps"),
+        ("+model.ppo.entropy=1", "model.ppo.entropy_bonus"),
+        ("modle.micro_batch_size=1", "model"),
+        ("data.validation.sauce=1", "data.validation.source"),
+    ],
+)
+def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
+    with pytest.raises(ConfigError, match=f"did you mean {suggestion}"):
+        check_overrides([argument])
+
+
+def test_free_form_keys_groups_and_options_pass():
+    check_overrides(
+        [
+            "data.train.arguments.size=3",
+            "+reward.kwargs.anything=x",
+            "optim@model.optim=sgd",
+            "hydra.run.dir=x",
+            "--config-name=recipes/ppo_tiny_cpu",
+            "--help",
+        ]
+    )
+
+
+def architecture(**changes):
+    base = GPTArchitecture(
+        num_layers=6,
+        hidden_size=576,
+        ffn_hidden_size=1536,
+        num_attention_heads=9,
+        num_query_groups=3,
+        kv_channels=64,
+        vocab_size=100,
+        max_position_embeddings=64,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "words"),
+    [
+        (ParallelConfig(tensor=2), 2, ["9 attention heads", "3 query groups", "1, 3"]),
+        (ParallelConfig(pipeline=4), 4, ["6 layers", "3", "2, 3, 6"]),
+        (ParallelConfig(tensor=3), 4, ["4 processes", "3", "3 or 6"]),
+        (ParallelConfig(tensor=3), 2, ["2 processes", "start 3"]),
+        (ParallelConfig(sequence_parallel=True), 1, ["model.sequence_parallel=true"]),
+        (ParallelConfig(expert=2), 2, ["no experts"]),
+    ],
+)
+def test_impossible_layouts_are_refused_with_numbers(parallel, world, words):
+    with pytest.raises(LayoutError) as caught:
+        check_layout(architecture(), parallel, world)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [
+        (ParallelConfig(), 5),
+        (ParallelConfig(tensor=3, sequence_parallel=True), 6),
+        (ParallelConfig(tensor=3, pipeline=2), 6),
+    ],
+)
+def test_possible_layouts_pass(parallel, world):
+    check_layout(architecture(), parallel, world)
+
+
+def test_experts_must_divide():
+    moe = architecture(num_moe_experts=6)
+    check_layout(moe, ParallelConfig(expert=3), 3)
+    with pytest.raises(LayoutError, match="6 experts"):
+        check_layout(moe, ParallelConfig(expert=4), 4)

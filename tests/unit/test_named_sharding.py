@@ -1,0 +1,68 @@
+"""Ranks by named coordinates."""
+
+import numpy as np
+import pytest
+
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.worker_groups import layout_of
+from aligner.errors import LayoutError
+
+
+def sharding():
+    # pp, dp, tp = 2, 2, 2
+    return NamedSharding(np.arange(8).reshape(2, 2, 2), ["pp", "dp", "tp"])
+
+
+def test_shape_and_sizes():
+    s = sharding()
+    assert s.shape == {"pp": 2, "dp": 2, "tp": 2}
+    assert s.get_axis_size("dp") == 2
+    assert (s.ndim, s.size, s.names) == (3, 8, ["pp", "dp", "tp"])
+
+
+def test_coordinates_and_ranks_are_inverse():
+    s = sharding()
+    for rank in range(8):
+        assert s.get_ranks(**s.get_worker_coords(rank)) == rank
+    assert s.get_worker_coords(5) == {"pp": 1, "dp": 0, "tp": 1}
+
+
+def test_partial_coordinates_leave_a_smaller_sharding():
+    assert sharding().get_ranks(dp=1) == NamedSharding([[2, 3], [6, 7]], ["pp", "tp"])
+    assert sharding().get_ranks_by_coord(dp=1) == [2, 3, 6, 7]
+    assert sharding().get_ranks_by_coord(pp=0, tp=1) == [1, 3]
+
+
+def test_layout_is_a_copy():
+    s = sharding()
+    s.layout[0, 0, 0] = 99
+    assert s.get_ranks(pp=0, dp=0, tp=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "words"),
+    [
+        ([[0, 1]], ["a"], "2 axes but 1 names"),
+        ([[0, 1]], ["a", "a"], "must differ"),
+        ([0, 0], ["a"], "once"),
+        ([0.5, 1.0], ["a"], "integer"),
+    ],
+)
+def test_bad_layouts(layout, names, words):
+    with pytest.raises(LayoutError, match=words):
+        NamedSharding(layout, names)
+
+
+def test_unknown_axis_coordinate_and_rank():
+    with pytest.raises(LayoutError, match="unknown axis 'cp'"):
+        sharding().get_axis_size("cp")
+    with pytest.raises(LayoutError, match=r"dp=2 is outside 0\.\.1"):
+        sharding().get_ranks(dp=2)
+    with pytest.raises(LayoutError, match="rank 8"):
+        sharding().get_worker_coords(8)
+
+
+def test_megatron_order_is_tensor_fastest_pipeline_slowest():
+    layout = layout_of(pipeline=2, data=2, context=1, tensor=2)
+    assert layout.get_ranks_by_coord(pipeline_parallel=0, data_parallel=1) == [2, 3]
+    assert layout.get_ranks_by_coord(pipeline_parallel=1, data_parallel=0) == [4, 5]
