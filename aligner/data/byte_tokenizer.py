@@ -1,0 +1,52 @@
+"""A tokenizer without training data: one token per byte, built in code, the same every time."""
+
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
+
+from aligner.data.tokenizer_hf import HuggingFaceTokenizer
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def byte_level_tokenizer() -> HuggingFaceTokenizer:
+    """Token id = byte value; then ``<|endoftext|>`` 256, ``<|im_start|>`` 257, ``<|im_end|>`` 258.
+
+    ``<|im_end|>`` ends a response and is the padding token too (masks come from lengths). The chat
+    template is ChatML.
+    """
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = RustTokenizer(BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    return HuggingFaceTokenizer(backend, config, origin="the byte-level tokenizer")
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each of the 256 bytes: itself, or U+0100 onwards."""
+    characters: list[str] = []
+    replaced = 0
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + replaced))
+            replaced += 1
+    return characters
