@@ -13,7 +13,7 @@ from aligner.config.experiment import (
     WandbConfig,
 )
 from aligner.config.layout import ParallelConfig, check_layout
-from aligner.config.load import load_config, parse_config
+from aligner.config.load import as_omegaconf, load_config, parse_config
 from aligner.config.model import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -62,6 +62,7 @@ __all__ = [
     "TrainerConfig",
     "TrainerPPOConfig",
     "WandbConfig",
+    "as_omegaconf",
     "check_layout",
     "load_config",
     "parse_config",

@@ -33,3 +33,8 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
     config = build(RunConfig, values)
     check_config(config)
     return config
+
+
+def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
+    """A plain mapping in the form that NeMo's base class insists on."""
+    return values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from nemo.core.classes import ModelPT
+from nemo.utils import logging
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
@@ -20,7 +21,7 @@ from aligner.checkpoint.connector import GPTSaveRestoreConnector
 from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.checkpoint.nemo import NemoCheckpoint, save_nemo
 from aligner.checkpoint.nemo_config import architecture_from_config
-from aligner.config import check_layout
+from aligner.config import as_omegaconf, check_layout
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.collectives import broadcast_floats, combine_metrics, reduce_metrics
@@ -63,7 +64,8 @@ class MegatronGPTModel(ModelPT):
         tokenizer: Tokenizer | None = None,
         initialize: bool = True,
     ) -> None:
-        super().__init__(cfg, trainer)
+        with logging.temp_verbosity(logging.ERROR):  # it misses data sections we have no use for
+            super().__init__(as_omegaconf(cfg), trainer)
         self.settings = settings or RoleSettings()
         self.tokenizer = tokenizer
         self.parallel: ParallelState = initialize_parallel(
@@ -73,7 +75,8 @@ class MegatronGPTModel(ModelPT):
             dict(cfg), cfg.get("vocab_size") or (tokenizer.vocab_size if tokenizer else None)
         )
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
-        self.model: nn.Module = self.build_gpt(initialize=initialize)
+        with accelerator.deterministic_seed(self.settings.seed):
+            self.model: nn.Module = self.build_gpt(initialize=initialize)
         self.optimizer: RoleOptimizer | None = None
 
     # What a role adds -------------------------------------------------------------------------
@@ -196,7 +199,7 @@ class MegatronGPTModel(ModelPT):
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
         run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
         """
-        optimizer = self._optimizer()
+        optimizer = self._trainable()
         optimizer.zero_grad()
         loss, metrics = self.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
         outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
@@ -239,7 +242,7 @@ class MegatronGPTModel(ModelPT):
                 f"{where}. Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
             )
 
-    def _optimizer(self) -> RoleOptimizer:
+    def _trainable(self) -> RoleOptimizer:
         if self.optimizer is None:
             raise ConfigError(
                 "optim: this role was built without an optimizer; give it an optim section"
@@ -250,7 +253,7 @@ class MegatronGPTModel(ModelPT):
 
     def prepare_for_training(self) -> None:
         """Bring the optimizer state back and enter training mode."""
-        self._optimizer().restore()
+        self._trainable().restore()
         self.model.train()
 
     def finish_training(self) -> None:

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from aligner.distributed import accelerator
 from aligner.models.gpt.hidden_states import bypassed_output_layer
 
 Microbatch = Mapping[str, Tensor]
@@ -89,13 +90,14 @@ def _run(
         return hidden, partial(loss_closure, microbatch)
 
     rows, length = microbatches[0]["input_ids"].shape
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(microbatches),
-        model=[model],
-        num_microbatches=len(microbatches),
-        seq_length=length,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with accelerator.cuda_literals():
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[model],
+            num_microbatches=len(microbatches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
