@@ -1,5 +1,6 @@
 """Small agreements between all processes of the run."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -23,8 +24,30 @@ def from_rank_zero(value: T) -> T:
 
 def any_rank(flag: bool) -> bool:
     """Whether ``flag`` is true on at least one rank."""
+    return any(gather_objects(flag))
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """What ``action`` returns on rank 0, on every rank; what it raises there is raised everywhere.
+
+    For work with side effects, or that must not be done twice. The result must be picklable.
+    """
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if is_rank_zero():
+        try:
+            outcome = (action(), None)
+        except Exception as error:
+            outcome = (None, error)
+    result, failure = from_rank_zero(outcome)
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+def gather_objects(mine: T) -> list[T]:
+    """``mine`` of every rank, in order of ranks; small picklable objects."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    flags: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, flag)
-    return any(flags)
+        return [mine]
+    found: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

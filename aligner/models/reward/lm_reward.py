@@ -1,0 +1,119 @@
+"""`Reward`: the controller's front of whatever scores responses.
+
+Here that is a Python function. Rank 0 alone calls it and tells the others, so that a function
+with side effects, or one that is not deterministic, is asked once. A trained reward model takes
+this front's place with the same method.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.config import RewardConfig
+from aligner.data.decoding import decode_response
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.agreement import is_rank_zero, on_rank_zero
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.rewards.function import RewardFunction, RewardOutput
+
+
+@dataclass(frozen=True)
+class ScoredResponses:
+    """Texts and scores of ``B`` responses."""
+
+    responses: list[str]  # without the end-of-sequence token
+    rewards: Tensor  # float32 [B]
+    parts: dict[str, list[float]]  # further numbers the function returned, B values each
+
+
+class RewardInterface(Protocol):
+    """Anything that scores the responses of a rollout."""
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Score every row."""
+        ...
+
+
+class Reward:
+    """Scores responses with a ``RewardFunction``."""
+
+    def __init__(self, function: RewardFunction | None, tokenizer: Tokenizer) -> None:
+        """``function`` is needed on rank 0 only."""
+        self._function = function
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, config: RewardConfig, tokenizer: Tokenizer) -> "Reward":
+        """Import the function that ``reward.function`` names; a bad name fails on every rank."""
+        loaded: list[RewardFunction] = []
+
+        def load() -> None:
+            loaded.append(
+                RewardFunction.load(
+                    config.function,
+                    kwargs=config.kwargs,
+                    time_limit_s=config.time_limit_s,
+                    max_concurrency=config.max_concurrency,
+                )
+            )
+
+        on_rank_zero(load)
+        return cls(loaded[0] if loaded else None, tokenizer)
+
+    def check_columns(self, available: frozenset[str]) -> None:
+        """Refuse data without a column that the function needs."""
+        known = available | {"is_end", "response_lengths"}
+        on_rank_zero(lambda: self._rank_zero_function().check_columns(known))
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Decode and score every row.
+
+        Reads ``input_ids`` int64 [B, S], ``prompt_lengths`` and ``input_lengths`` int64 [B],
+        ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (one dict
+        of the data's further columns per row).
+        """
+        responses = self._decode(data) if is_rank_zero() else []
+
+        def score() -> tuple[list[str], RewardOutput]:
+            columns = _columns(data)
+            output = self._rank_zero_function()(
+                data["prompts"], responses, data["ground_truths"], columns
+            )
+            return responses, output
+
+        texts, output = on_rank_zero(score)
+        return ScoredResponses(texts, output.rewards, output.metrics)
+
+    def shutdown(self) -> bool:
+        """End the function's processes."""
+        if self._function is not None:
+            self._function.close()
+        return True
+
+    def _rank_zero_function(self) -> RewardFunction:
+        assert self._function is not None, "rank 0 must hold the reward function"
+        return self._function
+
+    def _decode(self, data: BatchedDataDict) -> list[str]:
+        texts = []
+        for ids, start, end in zip(
+            data["input_ids"].tolist(),
+            data["prompt_lengths"].tolist(),
+            data["input_lengths"].tolist(),
+            strict=True,
+        ):
+            texts.append(decode_response(self.tokenizer, ids[:start], ids[start:end]))
+        return texts
+
+
+def _columns(data: BatchedDataDict) -> dict[str, list[Any]]:
+    """The data's columns and the trainer's, by name."""
+    names = dict.fromkeys(name for row in data["columns"] for name in row)
+    columns = {name: [row.get(name) for row in data["columns"]] for name in names}
+    lengths = data["input_lengths"] - data["prompt_lengths"]
+    return {
+        **columns,
+        "is_end": data["is_end"].tolist(),
+        "response_lengths": lengths.tolist(),
+    }
