@@ -1,0 +1,217 @@
+"""Hugging Face model directories (safetensors) in and out, GGUF files in."""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import Weights, check_names
+from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf, family_of
+from aligner.checkpoint.hf_tensors import HuggingFaceWeights, to_hugging_face
+from aligner.data.tokenizer import tokenizer_from_files
+from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+_MAX_SHARD_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """What a directory or GGUF file holds: canonical weights and the tokenizer's files."""
+
+    architecture: GPTArchitecture
+    weights: HuggingFaceWeights
+    tokenizer_files: dict[str, bytes]
+
+
+def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
+    """Open a Hugging Face directory (``config.json``, safetensors) or a ``.gguf`` file."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"{str(path)!r} does not exist; give a Hugging Face directory or a .gguf file"
+        )
+    if path.is_dir():
+        config = _read_json(path / "config.json")
+        return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path))
+    if path.suffix != ".gguf":
+        raise CheckpointError(
+            f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file"
+        )
+    from aligner.checkpoint.gguf import read_gguf  # brings in transformers
+
+    return model_from_parts(*read_gguf(path))
+
+
+def model_from_parts(
+    config: Mapping[str, Any], state: Weights, tokenizer_files: dict[str, bytes]
+) -> HuggingFaceModel:
+    """Put ``config.json``, a state dict and tokenizer files together."""
+    architecture = architecture_from_hf(config)
+    table = family_of(architecture.family).table
+    return HuggingFaceModel(
+        architecture, HuggingFaceWeights(state, table, architecture), tokenizer_files
+    )
+
+
+class SafetensorsFolder(Mapping[str, Tensor]):
+    """All tensors of a directory's safetensors files, memory-mapped and read when indexed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = folder / _INDEX
+        if index.exists():
+            self._files = {k: Path(v).name for k, v in _read_json(index)["weight_map"].items()}
+        elif (folder / "model.safetensors").exists():
+            with _damage_named(folder / "model.safetensors"):
+                self._files = dict.fromkeys(self._open("model.safetensors").keys())
+        else:
+            raise CheckpointError(
+                f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
+                "save the model with save_pretrained(..., safe_serialization=True)"
+            )
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as its folder is read
+    def _open(self, name: str) -> Any:
+        return safe_open(self._folder / name, framework="pt")
+
+    def __getitem__(self, key: str) -> Tensor:
+        name = self._files[key] or "model.safetensors"
+        with _damage_named(self._folder / name):
+            tensor: Tensor = self._open(name).get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{str(path)!r} is missing or damaged: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{str(path.parent)!r} holds no {path.name}; is it a Hugging Face model directory?"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{str(path)!r} does not hold a JSON object")
+    return content
+
+
+def _tokenizer_files(folder: Path) -> dict[str, bytes]:
+    return {
+        name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
+    }
+
+
+def save_hf(
+    folder: str | os.PathLike[str],
+    weights: Weights,
+    architecture: GPTArchitecture,
+    tokenizer_files: Mapping[str, bytes],
+) -> None:
+    """Write a Hugging Face directory that ``from_pretrained`` loads; it appears complete or not.
+
+    The directory must not exist yet, or be empty.
+    """
+    folder = Path(folder)
+    check_names(weights, architecture, "the model to be saved")
+    family, config = config_to_hf(architecture)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(
+            f"{str(folder)!r} exists and is not empty; remove it or give another --output"
+        )
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        for name, content in tokenizer_files.items():
+            (partial / name).write_bytes(content)
+        config |= _special_ids(tokenizer_files)
+        dtype = _write_shards(partial, to_hugging_face(weights, family.table, architecture))
+        config["torch_dtype"] = dtype
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        os.replace(partial, folder)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise StorageError(
+            f"cannot write {str(folder)!r}: {error}; free space or choose a writable directory"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | None]:
+    if not tokenizer_files:
+        return {}
+    tokenizer = tokenizer_from_files(tokenizer_files)
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> str:
+    """Write safetensors, in several files where one would be too large; returns the dtype."""
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+    dtype = ""
+
+    def flush() -> None:
+        save_file(held, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
+        if held and size + tensor.nbytes > _MAX_SHARD_BYTES:
+            flush()
+            size = 0
+        # safetensors refuses tensors that share storage, as parts of one canonical tensor may.
+        held[name] = tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    _name_shards(folder, shards, total)
+    return dtype
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,168 @@
+"""Names and layouts of Hugging Face tensors against canonical ones, as one table per naming.
+
+A row says: this canonical module is made of those Hugging Face modules, laid out so. Reading joins
+the parts, writing takes them apart again; both walk the same table.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import OUTPUT_LAYER, Weights, check_shape, expected_shapes
+from aligner.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one canonical tensor is made of Hugging Face's, and back.
+
+    ``join(parts, architecture) -> tensor``; ``part(tensor, architecture) -> parts``.
+    """
+
+    join: Callable[[list[Tensor], GPTArchitecture], Tensor]
+    part: Callable[[Tensor, GPTArchitecture], list[Tensor]]
+
+
+def _conv(tensor: Tensor) -> Tensor:
+    """GPT-2's Conv1D keeps ``[in, out]``; a bias is the same either way."""
+    return tensor.T.contiguous() if tensor.dim() == 2 else tensor
+
+
+def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
+    """``[heads*D, …], [groups*D, …], [groups*D, …]`` to rows interleaved per query group."""
+    groups = architecture.num_query_groups
+    grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def part_qkv(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
+    """Inverse of `join_qkv`."""
+    groups, head = architecture.num_query_groups, architecture.kv_channels
+    queries = architecture.num_attention_heads // groups * head
+    grouped = tensor.reshape(groups, queries + 2 * head, *tensor.shape[1:])
+    return [part.flatten(0, 1) for part in grouped.split([queries, head, head], dim=1)]
+
+
+def _join_packed_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
+    rows = [architecture.num_attention_heads, *[architecture.num_query_groups] * 2]
+    sizes = [count * architecture.kv_channels for count in rows]
+    packed = _conv(parts[0])
+    if packed.shape[0] != sum(sizes):
+        raise CheckpointError(f"c_attn has {packed.shape[0]} outputs, not {sum(sizes)}")
+    return join_qkv(list(packed.split(sizes)), architecture)
+
+
+_COPY = Layout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
+_CONV = Layout(lambda parts, _: _conv(parts[0]), lambda tensor, _: [_conv(tensor)])
+_QKV = Layout(join_qkv, part_qkv)
+_CONV_QKV = Layout(
+    _join_packed_qkv, lambda tensor, arch: [_conv(torch.cat(part_qkv(tensor, arch)))]
+)
+_GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda tensor, _: list(tensor.chunk(2)))
+
+Table = Mapping[str, tuple[Layout, tuple[str, ...]]]
+
+_L, _H = "decoder.layers.{n}", "model.layers.{n}"
+LLAMA_TABLE: Table = {
+    "embedding.word_embeddings": (_COPY, ("model.embed_tokens",)),
+    f"{_L}.input_layernorm": (_COPY, (f"{_H}.input_layernorm",)),
+    f"{_L}.self_attention.linear_qkv": (
+        _QKV,
+        (f"{_H}.self_attn.q_proj", f"{_H}.self_attn.k_proj", f"{_H}.self_attn.v_proj"),
+    ),
+    f"{_L}.self_attention.q_layernorm": (_COPY, (f"{_H}.self_attn.q_norm",)),
+    f"{_L}.self_attention.k_layernorm": (_COPY, (f"{_H}.self_attn.k_norm",)),
+    f"{_L}.self_attention.linear_proj": (_COPY, (f"{_H}.self_attn.o_proj",)),
+    f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_H}.post_attention_layernorm",)),
+    f"{_L}.mlp.linear_fc1": (_GATE_UP, (f"{_H}.mlp.gate_proj", f"{_H}.mlp.up_proj")),
+    f"{_L}.mlp.linear_fc2": (_COPY, (f"{_H}.mlp.down_proj",)),
+    "decoder.final_layernorm": (_COPY, ("model.norm",)),
+    "output_layer": (_COPY, ("lm_head",)),
+}
+_G = "transformer.h.{n}"
+GPT2_TABLE: Table = {
+    "embedding.word_embeddings": (_COPY, ("transformer.wte",)),
+    "embedding.position_embeddings": (_COPY, ("transformer.wpe",)),
+    f"{_L}.input_layernorm": (_COPY, (f"{_G}.ln_1",)),
+    f"{_L}.self_attention.linear_qkv": (_CONV_QKV, (f"{_G}.attn.c_attn",)),
+    f"{_L}.self_attention.linear_proj": (_CONV, (f"{_G}.attn.c_proj",)),
+    f"{_L}.pre_mlp_layernorm": (_COPY, (f"{_G}.ln_2",)),
+    f"{_L}.mlp.linear_fc1": (_CONV, (f"{_G}.mlp.c_fc",)),
+    f"{_L}.mlp.linear_fc2": (_CONV, (f"{_G}.mlp.c_proj",)),
+    "decoder.final_layernorm": (_COPY, ("transformer.ln_f",)),
+    "output_layer": (_COPY, ("lm_head",)),
+}
+_NUMBERED = re.compile(r"^decoder\.layers\.(\d+)\.")
+# Buffers that old transformers versions saved: causal masks and rope frequencies.
+_BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
+
+
+def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
+    """Layout and Hugging Face names of one canonical tensor."""
+    match = _NUMBERED.match(name)
+    number = match[1] if match else ""
+    module, _, kind = _NUMBERED.sub("decoder.layers.{n}.", name).rpartition(".")
+    if module not in table:
+        raise CheckpointError(f"{name} has no place in this Hugging Face family")
+    layout, sources = table[module]
+    return layout, [f"{source.replace('{n}', number)}.{kind}" for source in sources]
+
+
+class HuggingFaceWeights(Mapping[str, Tensor]):
+    """Canonical view of a Hugging Face state dict; tensors are read when indexed."""
+
+    def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
+        self._architecture = architecture
+        self._state = state
+        self._shapes = expected_shapes(architecture)
+        self._rows = {name: _row(name, table) for name in self._shapes}
+        self._actual = self._resolve(table)
+
+    def _resolve(self, table: Table) -> dict[str, str]:
+        """Expected name → name in the state dict, which may lack the ``model.`` level."""
+        expected = [name for _, names in self._rows.values() for name in names]
+        actual: dict[str, str] = {}
+        for name in expected:
+            shorter = name.partition(".")[2]
+            actual[name] = name if name in self._state or shorter not in self._state else shorter
+        surplus = set(self._state) - set(actual.values())
+        _, tied_copy = _row(OUTPUT_LAYER, table)
+        surplus = {n for n in surplus if not _BUFFERS.search(n) and n not in tied_copy}
+        absent = [name for name in expected if actual[name] not in self._state]
+        if absent or surplus:
+            raise CheckpointError(
+                "the tensors do not fit config.json: "
+                f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
+            )
+        return actual
+
+    def __getitem__(self, name: str) -> Tensor:
+        layout, sources = self._rows[name]
+        parts = [self._state[self._actual[source]] for source in sources]
+        try:
+            tensor = layout.join(parts, self._architecture)
+        except RuntimeError as error:
+            shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
+            raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
+        check_shape(name, tensor.shape, self._shapes[name])
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def to_hugging_face(
+    weights: Weights, table: Table, architecture: GPTArchitecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and tensors of canonical weights, one canonical tensor at a time."""
+    for name in expected_shapes(architecture):
+        layout, names = _row(name, table)
+        for target, part in zip(names, layout.part(weights[name], architecture), strict=True):
+            yield target, part.contiguous()
