@@ -1,0 +1,1 @@
+"""Algorithms: trainers, and the pure functions on tensors they are made of."""

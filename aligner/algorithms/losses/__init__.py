@@ -1,0 +1,1 @@
+"""Losses over one micro-batch, each with its global denominator."""

@@ -1,0 +1,85 @@
+"""Token rewards and generalised advantage estimation (Schulman et al., 2016).
+
+All tensors are [B, S] in the one frame: position ``t`` speaks of token ``t`` and ``values[:, t]``
+is the value of the state before it. ``mask`` is 1 where the policy generated the token.
+"""
+
+import torch
+from torch import Tensor
+
+
+def token_rewards(rewards: Tensor, kl: Tensor | None, token_mask: Tensor, beta: float) -> Tensor:
+    """``r_t = R · [t is the last generated token] - β · kl_t``, and 0 where the mask is 0.
+
+    ``rewards``: float [B], one per sample. ``kl``: float [B, S], or None where no KL is charged.
+    ``token_mask``: [B, S]. A row without a generated token gets no reward. Returns float [B, S].
+    (The place of the reward is that of verl, OpenRLHF, NeMo-RL and NeMo-Aligner; TRL's PPO puts it
+    one column later.)
+    """
+    assert rewards.ndim == 1, rewards.shape
+    assert token_mask.ndim == 2, token_mask.shape
+    assert token_mask.shape[0] == rewards.shape[0], (token_mask.shape, rewards.shape)
+    generated = token_mask.bool()
+    if kl is None:
+        result = rewards.new_zeros(token_mask.shape)
+    else:
+        assert kl.shape == token_mask.shape, (kl.shape, token_mask.shape)
+        result = torch.where(generated, -beta * kl, 0).to(rewards.dtype)
+    if token_mask.shape[1] == 0:
+        return result
+    position = torch.arange(token_mask.shape[1], device=token_mask.device)
+    last = torch.where(generated, position, -1).amax(dim=1, keepdim=True)
+    at_last = torch.where(last >= 0, rewards.unsqueeze(1), 0)
+    return result.scatter_add_(1, last.clamp(min=0), at_last)
+
+
+def generalized_advantage_estimate(
+    values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, 0 where the mask is 0.
+
+    ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``, where
+    ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
+    (verl's convention for multi-turn rollouts; OpenRLHF and NeMo-RL take a hole for a step with
+    reward 0 and value 0). After the last generated token both are 0.
+
+    ``values``, ``rewards``: float [B, S]; where the mask is 0 they may hold anything.
+    ``mask``: [B, S]. Computed in float32 at least. Returns two float [B, S], neither whitened.
+    """
+    assert values.ndim == 2, values.shape
+    assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    generated = mask.bool()
+    batch, length = mask.shape
+    # Rows without their holes: the n-th generated token goes to column n, the rest to a last
+    # column that is then the zero value after the end.
+    column = generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, length)
+    dense = torch.zeros(2, batch, length + 1, dtype=dtype, device=values.device)
+    dense[0].scatter_(1, column, values.to(dtype))
+    dense[1].scatter_(1, column, rewards.to(dtype))
+    dense[:, :, length] = 0
+    value, reward = dense
+    delta = torch.add(reward[:, :-1], value[:, 1:], alpha=gamma).sub_(value[:, :-1])
+    dense_advantages = torch.nn.functional.pad(discounted_sums(delta, gamma * lam), (0, 1))
+    advantages = dense_advantages.gather(1, column)
+    returns = torch.where(generated, advantages + values, 0)
+    return advantages, returns
+
+
+def discounted_sums(x: Tensor, discount: float) -> Tensor:
+    """``y[:, t] = sum_{s >= t} discount^(s-t) · x[:, s]`` for float [B, S].
+
+    By doubling: after pass ``k`` every ``y_t`` covers ``2^k`` terms, so ``log2(S)`` passes over
+    contiguous memory replace a loop over ``S``, and sums are pairwise (better rounded than the
+    loop's). Terms whose weight is below the rounding error are left out.
+    """
+    length = x.shape[1]
+    negligible = torch.finfo(x.dtype).eps * 1e-3
+    y, spare = x.clone(), torch.empty_like(x)
+    step = 1
+    while step < length and abs(discount) ** step > negligible:
+        torch.add(y[:, :-step], y[:, step:], alpha=discount**step, out=spare[:, :-step])
+        spare[:, -step:] = y[:, -step:]
+        y, spare = spare, y
+        step *= 2
+    return y

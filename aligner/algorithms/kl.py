@@ -1,0 +1,153 @@
+"""KL divergence between the policy and its reference, token by token, and its coefficient.
+
+With ``k1 = log p(token) - log p_ref(token)`` of a token drawn from the policy (Schulman,
+"Approximating KL divergence", 2020):
+
+========  ==================  ==================================================
+``k1``    ``k1``              unbiased, may be negative
+``k2``    ``k1² / 2``         biased, low variance
+``k3``    ``exp(-k1)-1+k1``   unbiased, never negative
+``abs``   ``|k1|``            a distance, not an estimate
+========  ==================  ==================================================
+
+No value is clamped unless asked: verl, OpenRLHF and NeMo-RL each clamp other quantities by
+default, TRL and NeMo-Aligner none.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from aligner.errors import ConfigError
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda k1: k1,
+    "k2": lambda k1: k1.square() / 2,
+    # expm1: exp(-k1) - 1 loses all digits where the two policies nearly agree.
+    "k3": lambda k1: torch.expm1(-k1) + k1,
+    "abs": torch.abs,
+}
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    estimator: KLEstimator = "k1",
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+) -> Tensor:
+    """Estimate KL(policy || reference) at each token; differentiable in ``logprobs``.
+
+    ``logprobs``, ``ref_logprobs``: float [B, S], any equal shapes. ``input_clamp`` bounds ``|k1|``
+    before the estimator, ``output_clamp`` the estimate after it; both also cut the gradient.
+    Masked positions are the caller's to drop.
+    """
+    assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
+    check_estimator(estimator)
+    k1 = logprobs - ref_logprobs
+    if input_clamp is not None:
+        k1 = k1.clamp(-input_clamp, input_clamp)
+    estimate = _ESTIMATORS[estimator](k1)
+    if output_clamp is not None:
+        estimate = estimate.clamp(-output_clamp, output_clamp)
+    return estimate
+
+
+def check_estimator(estimator: str, key: str = "kl estimator") -> None:
+    """Refuse an unknown estimator; ``key`` is the configuration key the message names."""
+    if estimator not in _ESTIMATORS:
+        raise ConfigError(f"{key}={estimator!r} is unknown; use one of {', '.join(_ESTIMATORS)}")
+
+
+class KLController(Protocol):
+    """Holds the KL coefficient β of the reward and may adapt it."""
+
+    @property
+    def value(self) -> float:
+        """β to use for the next rollout."""
+        ...
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Tell the mean KL per sample of a rollout and how many samples it had."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``."""
+        ...
+
+
+class FixedKLController:
+    """β stays what the configuration says."""
+
+    def __init__(self, coefficient: float) -> None:
+        self._coefficient = coefficient
+
+    @property
+    def value(self) -> float:
+        """β."""
+        return self._coefficient
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the configuration alone decides, also after a resume."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Accept only the state of a fixed controller."""
+        if state:
+            raise ConfigError(
+                f"the run state holds an adaptive KL coefficient ({dict(state)}) but the "
+                "configuration asks for a fixed one; ask for the adaptive one, or start a new run"
+            )
+
+
+class AdaptiveKLController:
+    """β follows a target KL (Ziegler et al., 2019, "Fine-Tuning Language Models...", §2.2).
+
+    ``β ← β · (1 + clip(KL / target - 1, ±0.2) · n_samples / horizon)``, where KL is the mean over
+    samples of the KL summed over the tokens of a sample.
+    """
+
+    def __init__(self, coefficient: float, target: float, horizon: int) -> None:
+        if target <= 0 or horizon <= 0:
+            raise ConfigError(
+                f"adaptive KL control needs target > 0 and horizon > 0, got target={target}, "
+                f"horizon={horizon}; give both, or use the fixed controller"
+            )
+        self._coefficient = coefficient
+        self.target = target
+        self.horizon = horizon
+
+    @property
+    def value(self) -> float:
+        """β as adapted so far."""
+        return self._coefficient
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Move β towards what brings ``current_kl`` to the target."""
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self._coefficient *= 1 + error * n_samples / self.horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient; target and horizon are the configuration's."""
+        return {"coefficient": self._coefficient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the coefficient reached before."""
+        if "coefficient" not in state:
+            raise ConfigError(
+                "the run state holds no KL coefficient: it was saved by a run with a fixed one; "
+                "ask for the fixed controller, or start a new run"
+            )
+        self._coefficient = float(state["coefficient"])

@@ -1,0 +1,168 @@
+"""The PPO policy loss (Schulman et al., 2017) with the options of its descendants."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.kl import KLEstimator, check_estimator, kl_estimate
+from aligner.algorithms.masked import masked_mean
+from aligner.errors import ConfigError
+from aligner.types import Denominators, TokenOutputs
+
+
+@dataclass(frozen=True)
+class PPOPolicyLoss:
+    """Clipped surrogate, minus entropy bonus, plus KL to the reference.
+
+    Per generated token, with ``ρ = exp(logprob - prev_logprob)`` and advantage ``A``::
+
+        surrogate = max(-A·ρ, -A·clip(ρ, 1 - ratio_eps_low, 1 + ratio_eps_high))
+        surrogate = min(surrogate, -dual_clip·A)   where A < 0     (Ye et al., 2020)
+        w         = min(exp(prev_logprob - generation_logprob), importance_cap), no gradient
+        loss      = Σ mask·(w·surrogate - entropy_bonus·entropy + kl_coefficient·kl)
+                    / global valid tokens
+
+    ``kl`` is the estimator of ``algorithms.kl`` against ``ref_logprobs``, its gradient pathwise
+    (as verl and TRL; NeMo-RL adds a score-function term). The log-ratio is not clamped (as NeMo-RL
+    and TRL; verl and OpenRLHF clamp it to ±20). ``w`` corrects for a sampling engine whose
+    numbers differ from the trainer's (truncated importance sampling, Yao et al., 2025).
+
+    Metrics are shares of global token means: ``loss``, ``ppo_ratio`` (ρ), ``ppo_ratio_clamped``,
+    ``clip_fraction`` (tokens whose clipped term is the larger: they get no gradient),
+    ``approx_kl`` (k3 of the rollout policy from this one), and by option ``dual_clip_fraction``,
+    ``entropy``, ``kl_loss`` (before its coefficient), ``importance_weight``; ``ppo_ratio_max`` is
+    a maximum, 0 without a token.
+    """
+
+    ratio_eps_low: float = 0.2
+    ratio_eps_high: float = 0.2
+    dual_clip: float | None = None  # > 1; None: off
+    entropy_bonus: float = 0.0
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_input_clamp: float | None = None
+    kl_output_clamp: float | None = None
+    importance_cap: float | None = None  # None: no correction
+    needs_entropy: bool = True  # as metric; cheap without gradient
+
+    def __post_init__(self) -> None:
+        check_estimator(self.kl_estimator, "kl_estimator")
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ConfigError(f"dual_clip={self.dual_clip} must exceed 1; use null to turn it off")
+        if self.importance_cap is not None and self.importance_cap <= 0:
+            raise ConfigError(
+                f"importance_cap={self.importance_cap} must be positive; use null to turn it off"
+            )
+        if not 0 <= self.ratio_eps_low < 1 or self.ratio_eps_high < 0:
+            raise ConfigError(
+                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1) and "
+                f"ratio_eps_high={self.ratio_eps_high} at least 0"
+            )
+        if self.entropy_bonus != 0 and not self.needs_entropy:
+            raise ConfigError(
+                f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
+            )
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch.
+
+        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``advantages``, ``token_mask``
+        [B, S], ``sample_mask`` [B]; ``prev_logprobs`` [B, S], which may be absent in a pure
+        on-policy mini-batch (the current log-probs, detached, are those of the rollout);
+        ``ref_logprobs`` and ``generation_logprobs`` [B, S] where an option needs them.
+        """
+        logprobs = outputs.values_or_logprobs
+        advantages, token_mask = batch["advantages"], batch["token_mask"]
+        assert logprobs.ndim == 2, logprobs.shape
+        assert logprobs.shape == advantages.shape == token_mask.shape, (
+            logprobs.shape,
+            advantages.shape,
+            token_mask.shape,
+        )
+        assert batch["sample_mask"].shape == logprobs.shape[:1], batch["sample_mask"].shape
+        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
+        assert prev_logprobs.shape == logprobs.shape, prev_logprobs.shape
+        mean = _TokenMean(mask, denominators.valid_tokens)
+
+        # Masked before exp, not after: a masked position may hold a difference that overflows,
+        # and 0 · inf would be NaN in the gradient.
+        log_ratio = torch.where(mask, logprobs - prev_logprobs, 0)
+        ratio = log_ratio.exp()
+        surrogate, metrics = self._surrogate(ratio, torch.where(mask, advantages, 0), mean)
+        if self.importance_cap is not None:
+            weight = self._importance_weight(prev_logprobs, batch["generation_logprobs"], mask)
+            surrogate = weight * surrogate
+            metrics["importance_weight"] = mean(weight)
+        loss = mean(surrogate)
+        if self.kl_coefficient != 0:
+            kl_loss = mean(self._kl(logprobs, batch["ref_logprobs"], mask))
+            loss = loss + self.kl_coefficient * kl_loss
+            metrics["kl_loss"] = kl_loss
+        if self.needs_entropy:
+            assert outputs.entropy is not None, "this loss asked for the entropy"
+            entropy = mean(outputs.entropy)
+            if self.entropy_bonus != 0:
+                loss = loss - self.entropy_bonus * entropy
+            metrics["entropy"] = entropy
+        metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
+        metrics["ppo_ratio"] = mean(ratio)
+        metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
+        metrics["loss"] = loss
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _surrogate(
+        self, ratio: Tensor, advantages: Tensor, mean: "_TokenMean"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The pessimistic bound of the objective, negated, float [B, S], and its metrics."""
+        clamped = ratio.clamp(1 - self.ratio_eps_low, 1 + self.ratio_eps_high)
+        free, clipped = -advantages * ratio, -advantages * clamped
+        surrogate = torch.maximum(free, clipped)
+        metrics = {
+            "ppo_ratio_clamped": mean(clamped),
+            "clip_fraction": mean((clipped > free).to(ratio.dtype)),
+        }
+        if self.dual_clip is not None:
+            ceiling = -self.dual_clip * advantages
+            cut = (advantages < 0) & (surrogate > ceiling)
+            surrogate = torch.where(cut, ceiling, surrogate)
+            metrics["dual_clip_fraction"] = mean(cut.to(ratio.dtype))
+        return surrogate, metrics
+
+    def _importance_weight(self, prev: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
+        """Truncated weight of the trainer's probability over the sampler's, without gradient."""
+        gap = torch.where(mask, prev - generation, 0).detach()
+        return gap.exp().clamp(max=self.importance_cap)
+
+    def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """KL estimate to the reference at each token, 0 where masked."""
+        # Equal inputs at masked positions keep the estimator finite there, gradient included.
+        return kl_estimate(
+            torch.where(mask, logprobs, 0),
+            torch.where(mask, ref_logprobs, 0),
+            self.kl_estimator,
+            input_clamp=self.kl_input_clamp,
+            output_clamp=self.kl_output_clamp,
+        )
+
+
+@dataclass(frozen=True)
+class _TokenMean:
+    """This micro-batch's share of the mean over all valid tokens of the global batch."""
+
+    mask: Tensor  # bool [B, S]
+    valid_tokens: Tensor
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return masked_mean(values, self.mask, self.valid_tokens)
+
+
+def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest non-negative value where ``mask`` is True; 0 where there is none."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    return torch.where(mask, values, 0).amax()

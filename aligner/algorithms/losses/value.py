@@ -1,0 +1,94 @@
+"""The clipped value loss of PPO and what the critic's explained variance is made of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.masked import masked_mean
+from aligner.errors import ConfigError
+from aligner.types import Denominators, TokenOutputs
+
+
+@dataclass(frozen=True)
+class PPOValueLoss:
+    """Squared error to the returns, the prediction kept near the rollout's.
+
+    Per generated token, with prediction ``V``, the rollout's value ``V_prev`` and return ``R``::
+
+        loss = ½ · Σ mask · max((V - R)², (V_prev + clip(V - V_prev, ±value_clip) - R)²)
+               / global valid tokens
+
+    Values are in the one frame: ``values[:, t]`` is the value of the state *before* token ``t``,
+    the head's output shifted right by one. ``value_clip=None`` is the plain squared error.
+
+    Metrics are shares of global token means: ``loss``, ``clip_fraction`` (tokens whose clipped
+    term is the larger), ``values_mean``, ``returns_mean``, and ``returns_square``, ``error_mean``,
+    ``error_square`` (of ``R - V``), from which `explained_variance` follows once summed.
+    """
+
+    value_clip: float | None = 0.2
+    needs_entropy: bool = False  # a critic has none
+
+    def __post_init__(self) -> None:
+        if self.value_clip is not None and self.value_clip <= 0:
+            raise ConfigError(
+                f"value_clip={self.value_clip} must be positive; use null to turn clipping off"
+            )
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch.
+
+        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``returns``, ``token_mask``
+        [B, S], ``sample_mask`` [B], and with clipping ``values`` [B, S] of the rollout.
+        """
+        predicted, returns, token_mask = (
+            outputs.values_or_logprobs,
+            batch["returns"],
+            batch["token_mask"],
+        )
+        assert predicted.ndim == 2, predicted.shape
+        assert predicted.shape == returns.shape == token_mask.shape, (
+            predicted.shape,
+            returns.shape,
+            token_mask.shape,
+        )
+        assert batch["sample_mask"].shape == predicted.shape[:1], batch["sample_mask"].shape
+        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        # Masked before squaring: large finite garbage must not overflow into the gradient.
+        predicted, returns = torch.where(mask, predicted, 0), torch.where(mask, returns, 0)
+
+        def mean(values: Tensor) -> Tensor:
+            return masked_mean(values, mask, denominators.valid_tokens)
+
+        squared_error = (predicted - returns).square()
+        worst = squared_error
+        if self.value_clip is not None:
+            before = torch.where(mask, batch["values"], 0)
+            near = before + (predicted - before).clamp(-self.value_clip, self.value_clip)
+            worst = torch.maximum(squared_error, (near - returns).square())
+        loss = mean(worst) / 2
+        metrics = {
+            "loss": loss,
+            "clip_fraction": mean((worst > squared_error).to(loss.dtype)),
+            "values_mean": mean(predicted),
+            "returns_mean": mean(returns),
+            "returns_square": mean(returns.square()),
+            "error_mean": mean(returns - predicted),
+            "error_square": mean(squared_error),
+        }
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def explained_variance(metrics: Mapping[str, Tensor]) -> Tensor:
+    """``1 - Var[R - V] / Var[R]`` over all valid tokens, from the *summed* shares.
+
+    1 is a perfect critic, 0 one no better than a constant. 0 too where the returns do not vary.
+    """
+    returns_variance = metrics["returns_square"] - metrics["returns_mean"].square()
+    error_variance = metrics["error_square"] - metrics["error_mean"].square()
+    varies = returns_variance > 1e-12
+    return torch.where(varies, 1 - error_variance / returns_variance.where(varies, 1), 0)
