@@ -1,0 +1,138 @@
+"""Numbers that tell a healthy run from a sick one. Pure functions; every denominator is stated.
+
+Shapes: ``B`` samples, ``S`` padded length. Masks are 1 where an entry counts and come from
+lengths. Scalars are 0-dimensional tensors; where a quantity is undefined the answer is NaN.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_NAN = float("nan")
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """``1 - Var(returns - values) / Var(returns)`` over the tokens where ``mask`` is 1.
+
+    ``values``, ``returns``: float [B, S]; ``mask``: [B, S]. Both variances have the same
+    denominator (counted tokens), which cancels. NaN where the returns are constant.
+    """
+    kept = mask.bool()
+    target = returns[kept].double()
+    error = target - values[kept].double()
+    total = _squares(target)
+    return torch.where(total > 0, 1 - _squares(error) / total, _NAN).float()
+
+
+def reward_length_correlation(
+    rewards: Tensor, lengths: Tensor, sample_mask: Tensor | None = None
+) -> Tensor:
+    """Pearson correlation of reward and response length over the samples that count.
+
+    ``rewards``: float [B]; ``lengths``: int [B], generated tokens; ``sample_mask``: [B], None: all
+    count. NaN where either is constant.
+    """
+    kept = _all_or(sample_mask, rewards)
+    x, y = rewards[kept].double(), lengths[kept].double()
+    x, y = x - x.mean(), y - y.mean()
+    scale = torch.sqrt(x.square().sum() * y.square().sum())
+    return torch.where(scale > 0, (x * y).sum() / scale, _NAN).float()
+
+
+def repeated_ngram_fraction(
+    input_ids: Tensor, prompt_lengths: Tensor, input_lengths: Tensor, n: int = 3
+) -> Tensor:
+    """Share of a response's n-grams that occurred earlier in the same response.
+
+    ``input_ids``: int64 [B, S], prompt then response; ``prompt_lengths``, ``input_lengths``
+    (prompt + response): int64 [B]. Per response ``1 - distinct / all`` n-grams, then the mean over
+    the responses with at least ``n`` tokens; NaN where there is none.
+    """
+    rows, length = input_ids.shape
+    if length < n:
+        return torch.tensor(_NAN)
+    # Number the distinct n-grams of the batch, growing them by one token at a time: exact, and
+    # a number stays below B * S, so the product with the vocabulary fits int64.
+    vocabulary = int(input_ids.max()) + 1
+    gram = input_ids.long()
+    for offset in range(1, n):
+        gram = _renumber(gram[:, :-1] * vocabulary + input_ids[:, offset:])
+    starts = torch.arange(gram.shape[1], device=gram.device)
+    inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
+    row = torch.arange(rows, device=gram.device)[:, None].expand_as(gram)
+    distinct = torch.unique(torch.stack([row[inside], gram[inside]]), dim=1)
+    every = inside.sum(1)
+    unique = torch.bincount(distinct[0], minlength=rows)
+    counted = every > 0
+    return (1 - unique[counted] / every[counted]).mean()
+
+
+def fraction_properly_ended(is_end: Tensor, sample_mask: Tensor | None = None) -> Tensor:
+    """Share of the samples that count whose response ended by itself; ``is_end``: bool [B]."""
+    return is_end[_all_or(sample_mask, is_end)].float().mean()
+
+
+def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """``mean``, ``std`` (unbiased; 0 for one entry), ``min``, ``max`` over the entries that count.
+
+    ``values``: any shape; ``mask``: the same shape, None: all count. NaN where none does.
+    """
+    kept = values[_all_or(mask, values)].double()
+    if kept.numel() == 0:
+        return {name: torch.tensor(_NAN) for name in ("mean", "std", "min", "max")}
+    std = kept.std() if kept.numel() > 1 else torch.zeros(())
+    found = {"mean": kept.mean(), "std": std, "min": kept.min(), "max": kept.max()}
+    return {name: value.float() for name, value in found.items()}
+
+
+def logprob_gap(
+    generation_logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mean and largest absolute difference of the sampler's and the trainer's log-probs.
+
+    All float [B, S]; both over the tokens where ``mask`` is 1. Zeros where there is none.
+    """
+    kept = mask.bool()
+    gap = (generation_logprobs[kept].float() - prev_logprobs[kept].float()).abs()
+    if gap.numel() == 0:
+        return torch.zeros(()), torch.zeros(())
+    return gap.mean(), gap.max()
+
+
+def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
+    """Metrics of ``train_rollouts/`` and ``val_rollouts/`` that need no model, without the prefix.
+
+    ``batch``: ``input_ids``, ``input_lengths``, ``prompt_lengths``, ``is_end``, ``rewards`` of a
+    rollout (`aligner.types`). Every row is a generated sample and counts, also those that
+    ``sample_mask`` keeps out of training: what is watched is what the policy does.
+    """
+    rewards, prompts = batch["rewards"], batch["prompt_lengths"]
+    lengths = batch["input_lengths"] - prompts
+    reward, length = statistics(rewards), statistics(lengths)
+    numbers = {
+        "rewards": reward.pop("mean"),
+        **{f"rewards_{name}": value for name, value in reward.items()},
+        "generation_length": length.pop("mean"),
+        **{f"generation_length_{name}": value for name, value in length.items()},
+        "prompt_length": prompts.float().mean(),
+        "fraction_of_samples_properly_ended": fraction_properly_ended(batch["is_end"]),
+        "reward_length_correlation": reward_length_correlation(rewards, lengths),
+        "repeated_ngram_fraction": repeated_ngram_fraction(
+            batch["input_ids"], prompts, batch["input_lengths"]
+        ),
+    }
+    counts = {"num_samples": len(rewards), "generated_tokens": int(lengths.sum())}
+    return {name: value.item() for name, value in numbers.items()} | counts
+
+
+def _squares(x: Tensor) -> Tensor:
+    return (x - x.mean()).square().sum()
+
+
+def _all_or(mask: Tensor | None, like: Tensor) -> Tensor:
+    return torch.ones_like(like, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def _renumber(codes: Tensor) -> Tensor:
+    return torch.unique(codes, return_inverse=True)[1]

@@ -1,0 +1,195 @@
+"""Every metric the library writes: its name, what it says, and what it is averaged over.
+
+A metric that is not here and has none of the free prefixes cannot be written, so this page is
+complete. ``python -m aligner.observe.metric_names`` prints it as Markdown.
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from aligner.errors import ConfigError
+
+
+class MetricInfo(NamedTuple):
+    """What a metric says. ``over``: its denominator, or how it is combined."""
+
+    meaning: str
+    over: str = "one number"
+
+
+_SAMPLES = "mean over the step's samples"
+_TOKENS = "mean over generated tokens that count (token_mask · sample_mask)"
+_MINI_BATCHES = "mean over the step's optimizer updates"
+_TRAINED = "mean over trained tokens of a global batch, then over the step's updates"
+
+_ROLLOUT = {
+    "rewards": MetricInfo("Reward of a response as the reward function gave it.", _SAMPLES),
+    "rewards_std": MetricInfo("Unbiased standard deviation of the rewards.", "samples - 1"),
+    "rewards_min": MetricInfo("Smallest reward.", "minimum over samples"),
+    "rewards_max": MetricInfo("Largest reward.", "maximum over samples"),
+    "accuracy": MetricInfo(
+        "Share of responses the verifier calls right; where it does not say, reward of at least 1.",
+        _SAMPLES,
+    ),
+    "generation_length": MetricInfo("Tokens generated, end-of-sequence included.", _SAMPLES),
+    "generation_length_std": MetricInfo("Unbiased standard deviation of it.", "samples - 1"),
+    "generation_length_min": MetricInfo("Shortest response in tokens.", "minimum over samples"),
+    "generation_length_max": MetricInfo("Longest response in tokens.", "maximum over samples"),
+    "prompt_length": MetricInfo("Tokens of the prompt.", _SAMPLES),
+    "fraction_of_samples_properly_ended": MetricInfo(
+        "Share of responses ended by EOS or a stop string, not by the length limit.", _SAMPLES
+    ),
+    "reward_length_correlation": MetricInfo(
+        "Pearson correlation of reward and response length. Near 1: length is being rewarded. "
+        "Undefined (NaN) where either is constant.",
+        "samples",
+    ),
+    "repeated_ngram_fraction": MetricInfo(
+        "Share of a response's 3-grams that occurred in it before. Rising: degenerate text.",
+        "mean over samples with at least 3 generated tokens",
+    ),
+    "init_policy_kl": MetricInfo(
+        "KL divergence to the initial policy, estimated on the sampled tokens.", _TOKENS
+    ),
+    "init_policy_kl_per_sample": MetricInfo(
+        "The same, summed over a response; what the adaptive controller holds.", _SAMPLES
+    ),
+    "num_samples": MetricInfo("Responses in this rollout.", "count"),
+    "generated_tokens": MetricInfo("Tokens generated in this rollout.", "count"),
+}
+
+_TRAIN_ROLLOUT = {
+    "kl_penalty": MetricInfo(
+        "What the KL takes off the reward: coefficient times KL, summed over a response.", _SAMPLES
+    ),
+    "kl_coefficient": MetricInfo("Weight of the KL penalty in the reward."),
+    "rewards_with_kl": MetricInfo("Reward after shaping, less the KL penalty.", _SAMPLES),
+    "shaped_rewards": MetricInfo(
+        "Reward after scale, shift, clip and the penalty for not ending.", _SAMPLES
+    ),
+    "advantages_mean": MetricInfo("Advantage before whitening.", _TOKENS),
+    "advantages_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
+    "advantages_min": MetricInfo("Smallest advantage before whitening.", "minimum over tokens"),
+    "advantages_max": MetricInfo("Largest advantage before whitening.", "maximum over tokens"),
+    "returns_mean": MetricInfo("Target of the critic: advantage plus value.", _TOKENS),
+    "returns_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
+    "masked_samples": MetricInfo("Samples that do not count because they did not end.", "count"),
+}
+
+_OPTIMIZER = {
+    "loss": MetricInfo("The loss that was minimised.", _TRAINED),
+    "grad_norm": MetricInfo("Norm of the whole gradient before clipping.", _MINI_BATCHES),
+    "lr": MetricInfo("Learning rate of the last update."),
+    "optimizer_steps": MetricInfo("Optimizer updates since the run began.", "count"),
+    "skipped_updates": MetricInfo(
+        "Updates of this step left out because loss or gradient was not finite.", "count"
+    ),
+}
+
+_ACTOR = {
+    "policy_loss": MetricInfo("The clipped policy-gradient part of the loss.", _TRAINED),
+    "kl_loss": MetricInfo("KL to the reference policy inside the loss, unweighted.", _TRAINED),
+    "approx_kl": MetricInfo("KL (k3) from the policy that sampled to the one trained.", _TRAINED),
+    "entropy": MetricInfo("Entropy of the next-token distribution, in nats.", _TRAINED),
+    "ppo_ratio": MetricInfo("Probability ratio new/old policy. 1: on-policy.", _TRAINED),
+    "ppo_ratio_max": MetricInfo("Largest ratio.", "maximum over trained tokens"),
+    "ppo_ratio_min": MetricInfo("Smallest ratio.", "minimum over trained tokens"),
+    "ppo_ratio_clamped": MetricInfo("Ratio after clipping.", _TRAINED),
+    "clip_fraction": MetricInfo(
+        "Share of tokens whose gradient the clip removed. Above 0.3: learning rate too high.",
+        _TRAINED,
+    ),
+    "dual_clip_fraction": MetricInfo("Share of tokens held by the dual clip.", _TRAINED),
+    "importance_weight": MetricInfo(
+        "Truncated importance weight trainer/sampler (1 where they agree).", _TRAINED
+    ),
+    "importance_weight_max": MetricInfo("Largest such weight.", "maximum over trained tokens"),
+    "importance_truncated_fraction": MetricInfo("Share of weights that were truncated.", _TRAINED),
+}
+
+_CRITIC = {
+    "explained_var": MetricInfo(
+        "1 - Var(returns - values) / Var(returns), values before training. 1: perfect, 0: no "
+        "better than a constant, negative: worse. Undefined (NaN) where returns are constant.",
+        "counted tokens",
+    ),
+    "values_mean": MetricInfo("Predicted value before training.", _TOKENS),
+    "values_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
+    "values_min": MetricInfo("Smallest predicted value.", "minimum over tokens"),
+    "values_max": MetricInfo("Largest predicted value.", "maximum over tokens"),
+    "clip_fraction": MetricInfo("Share of values held by the value clip.", _TRAINED),
+}
+
+_SAMPLER = {
+    "logprob_gap_mean": MetricInfo(
+        "Absolute difference of the sampler's and the trainer's log-prob of the same token. Above "
+        "0.01: the two engines disagree.",
+        _TOKENS,
+    ),
+    "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over counted tokens"),
+}
+
+_PROGRESS = {
+    "epoch": MetricInfo("Passes over the training prompts that have begun, from 0.", "count"),
+    "consumed_samples": MetricInfo("Responses trained on since the run began.", "count"),
+}
+
+
+def _under(group: str, *tables: dict[str, MetricInfo]) -> dict[str, MetricInfo]:
+    return {f"{group}/{name}": info for table in tables for name, info in table.items()}
+
+
+METRICS: dict[str, MetricInfo] = {
+    **_under("train_rollouts", _ROLLOUT, _TRAIN_ROLLOUT),
+    **_under("val_rollouts", _ROLLOUT),
+    **_under("train_optim", _OPTIMIZER, _ACTOR),
+    **_under("critic", _OPTIMIZER, _CRITIC),
+    **_under("sampler", _SAMPLER),
+    **_under("progress", _PROGRESS),
+}
+
+# Names below these are the user's or the machine's to choose.
+PREFIXES: dict[str, MetricInfo] = {
+    "timers/": MetricInfo(
+        "Seconds of a phase of the step, or a rate that depends on time. Never compared.", "sum"
+    ),
+    "train_rollouts/reward_parts/": MetricInfo(
+        "A number the reward function returned beside the reward.", _SAMPLES
+    ),
+    "val_rollouts/reward_parts/": MetricInfo(
+        "A number the reward function returned beside the reward, on validation prompts.", _SAMPLES
+    ),
+    "custom/": MetricInfo("Written by code outside the library."),
+}
+
+
+def describe(name: str) -> MetricInfo | None:
+    """What the metric says; None: unknown."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse metrics that nobody has explained."""
+    for name in names:
+        if describe(name) is None:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"metric {name!r} has no explanation{meant} Add it to METRICS in "
+                f"aligner/observe/metric_names.py or use a prefix of {', '.join(PREFIXES)}"
+            )
+
+
+def markdown() -> str:
+    """All metrics as a Markdown table, for the documentation."""
+    lines = ["| metric | meaning | over |", "|---|---|---|"]
+    entries = {**METRICS, **{f"{prefix}*": info for prefix, info in PREFIXES.items()}}
+    lines += [f"| `{name}` | {info.meaning} | {info.over} |" for name, info in entries.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

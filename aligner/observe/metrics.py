@@ -1,0 +1,91 @@
+"""The run's numbers: one JSON line per step, mirrored to experiment loggers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from aligner.observe.jsonl import JsonLines, read_lines
+from aligner.observe.metric_names import check_names
+
+
+class Logger(Protocol):
+    """What is used of a Lightning logger."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record scalars of a step."""
+
+    def finalize(self, status: str) -> None:
+        """Write out what is buffered."""
+
+
+class MetricsWriter:
+    """Writes ``metrics.jsonl`` in ``folder``.
+
+    A line holds ``step`` and the step's metrics under their flat names (`metric_names`), sorted, so
+    that two runs that computed the same numbers wrote the same bytes once ``timers/*`` is left out.
+    Write a step's line before saving its run state: a restored step then always has its line.
+
+    Args:
+        folder: directory of the run.
+        rank: only rank 0 writes; on others every method returns at once.
+        loggers: makes the mirrors, at the first line, because importing them takes seconds.
+    """
+
+    def __init__(
+        self, folder: Path, *, rank: int = 0, loggers: Callable[[], Sequence[Logger]] = tuple
+    ) -> None:
+        self._lines = JsonLines(folder / "metrics.jsonl") if rank == 0 else None
+        self._make_loggers = loggers
+        self._loggers: Sequence[Logger] | None = None
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the line of ``step``, which must be later than the last one.
+
+        Values: numbers or tensors with one element.
+        """
+        if self._lines is None:
+            return
+        check_names(metrics)
+        last = self._lines.last_step
+        if last is not None and step <= last:
+            raise ValueError(
+                f"{self._lines.path} already holds step {last}, and step {step} was given; one "
+                "step has one line"
+            )
+        numbers = {name: _number(name, metrics[name]) for name in sorted(metrics)}
+        self._lines.append([{"step": step, **numbers}])
+        if self._loggers is None:
+            self._loggers = self._make_loggers()
+        for logger in self._loggers:
+            logger.log_metrics({name: float(value) for name, value in numbers.items()}, step)
+
+    def truncate_after(self, step: int) -> int | None:
+        """Go back to ``step`` (-1: to the beginning); return the last step that has a line."""
+        return None if self._lines is None else self._lines.truncate_after(step)
+
+    def close(self) -> None:
+        """Finish the mirrors and release the file."""
+        for logger in self._loggers or ():
+            logger.finalize("success")
+        if self._lines is not None:
+            self._lines.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a ``metrics.jsonl``, oldest first; NaN and infinities as floats."""
+    return [
+        {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
+        for line in read_lines(path)
+    ]
+
+
+def _number(name: str, value: Any) -> float | int:
+    if isinstance(value, Tensor):
+        value = value.item()
+    if hasattr(value, "dtype"):  # a NumPy scalar
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"metric {name!r} is {value!r}; metrics are numbers")
+    return int(value) if isinstance(value, bool) else value

@@ -1,0 +1,88 @@
+"""What the model said: ``samples.jsonl`` and a table on the console."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from aligner.observe.jsonl import JsonLines, read_lines
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt and the response to it. Lengths are in tokens."""
+
+    step: int
+    split: Literal["train", "val"]
+    prompt: str
+    response: str
+    reward: float
+    prompt_length: int
+    response_length: int
+    is_end: bool  # ended by itself, not by the length limit
+    ground_truth: str | None = None
+    sample_id: int | None = None
+
+
+class SampleWriter:
+    """Writes ``samples.jsonl`` in ``folder``, one line per sample; only on rank 0."""
+
+    def __init__(self, folder: Path, *, rank: int = 0) -> None:
+        self._lines = JsonLines(folder / "samples.jsonl") if rank == 0 else None
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        """Append samples, which must not be of an earlier step than the last ones."""
+        if self._lines is not None:
+            self._lines.append(asdict(sample) for sample in samples)
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the samples of later steps (-1: all)."""
+        if self._lines is not None:
+            self._lines.truncate_after(step)
+
+    def close(self) -> None:
+        """Release the file."""
+        if self._lines is not None:
+            self._lines.close()
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """All complete lines of a ``samples.jsonl``, oldest first."""
+    return [Sample(**{**record, "reward": float(record["reward"])}) for record in read_lines(path)]
+
+
+def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:
+    """A table for the console: the last ``tail`` characters of the prompt, the whole response."""
+    title = f"samples of step {samples[0].step}" if samples else "samples"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", show_lines=True)
+    for column, style in (("prompt", "dim"), ("response", ""), ("truth", "dim"), ("reward", "")):
+        table.add_column(column, style=style, overflow="fold")
+    table.add_column("tokens", justify="right")
+    for sample in samples:
+        prompt = sample.prompt if len(sample.prompt) <= tail else "…" + sample.prompt[-tail:]
+        tokens = f"{sample.response_length}{'' if sample.is_end else ' (cut)'}"
+        table.add_row(
+            Text(prompt),  # Text: brackets in the model's words are not markup
+            Text(_visible(sample.response)),
+            Text(sample.ground_truth or ""),
+            Text(f"{sample.reward:.4g}", style="green" if sample.reward > 0 else "red"),
+            tokens,
+        )
+    return table
+
+
+def print_samples(samples: Sequence[Sample], console: Console) -> None:
+    """Print the table, if there is anything to show."""
+    if samples:
+        console.print(sample_table(samples))
+
+
+def _visible(text: str) -> str:
+    """Line ends shown, since where a response ends is half of the story; control codes removed."""
+    shown = text.replace("\n", "⏎\n")
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in shown)

@@ -1,0 +1,128 @@
+"""Diagnostics against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.observe.diagnostics import (
+    explained_variance,
+    fraction_properly_ended,
+    logprob_gap,
+    repeated_ngram_fraction,
+    reward_length_correlation,
+    rollout_metrics,
+    statistics,
+)
+from aligner.observe.metric_names import METRICS
+
+
+def test_explained_variance_by_hand():
+    # Counted: returns 1 2 3 4 (variance 1.25), errors 0.5 -0.5 0.5 -0.5 (variance 0.25): 1 - 0.2.
+    returns = torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 99.0]])
+    values = torch.tensor([[7.0, 0.5, 2.5], [2.5, 4.5, -99.0]])
+    mask = torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    assert explained_variance(values, returns, mask).item() == pytest.approx(0.8)
+    assert explained_variance(returns, returns, mask).item() == 1.0
+    assert explained_variance(torch.zeros(2, 3), returns, mask).item() == 0.0
+    assert math.isnan(explained_variance(values, torch.ones(2, 3), mask).item())
+
+
+def test_reward_length_correlation_by_hand():
+    # x = -1 0 1, y = -1 1 0 about their means 2 and 5: 1 / sqrt(2 * 2).
+    rewards, lengths = torch.tensor([1.0, 2.0, 3.0, 50.0]), torch.tensor([4, 6, 5, 1])
+    kept = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    assert reward_length_correlation(rewards, lengths, kept).item() == pytest.approx(0.5)
+    assert math.isnan(reward_length_correlation(rewards, torch.ones(4)).item())
+    assert reward_length_correlation(rewards, 3 * rewards).item() == pytest.approx(1.0)
+
+
+def test_repeated_ngrams_by_hand():
+    ids = torch.tensor(
+        [
+            [9, 9, 9, 9, 1, 2, 3, 1, 2, 3],  # response 123123: 123 231 312 123, one of 4 repeated
+            [9, 1, 2, 3, 4, 5, 0, 0, 0, 0],  # response 12345, the padding does not count: 0 of 3
+            [9, 9, 9, 1, 1, 0, 0, 0, 0, 0],  # response 11: too short, not in the mean
+            [5, 5, 5, 5, 5, 5, 0, 0, 0, 0],  # response 5555: 2 grams, one repeated
+        ]
+    )
+    prompts, lengths = torch.tensor([4, 1, 3, 2]), torch.tensor([10, 6, 5, 6])
+    fraction = repeated_ngram_fraction(ids, prompts, lengths)
+    assert fraction.item() == pytest.approx((0.25 + 0 + 0.5) / 3)
+    assert math.isnan(repeated_ngram_fraction(ids[2:3], prompts[2:3], lengths[2:3]).item())
+    assert math.isnan(repeated_ngram_fraction(ids[:, :2], prompts, lengths).item())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_repeated_ngrams_equal_a_loop_over_sets(data):
+    n, length = data.draw(st.integers(1, 4)), 12
+    rows = data.draw(
+        st.lists(
+            st.lists(st.integers(0, 3), min_size=length, max_size=length), min_size=1, max_size=4
+        )
+    )
+    spans = [
+        sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length)))) for _ in rows
+    ]
+    shares = []
+    for row, (start, end) in zip(rows, spans, strict=True):
+        grams = [tuple(row[i : i + n]) for i in range(start, end - n + 1)]
+        if grams:
+            shares.append(1 - len(set(grams)) / len(grams))
+    bounds = torch.tensor(spans)
+    got = repeated_ngram_fraction(torch.tensor(rows), bounds[:, 0], bounds[:, 1], n).item()
+    assert math.isnan(got) if not shares else got == pytest.approx(sum(shares) / len(shares))
+
+
+def test_repeated_ngrams_with_a_large_vocabulary_do_not_overflow():
+    ids = torch.arange(128_256 - 4096, 128_256).reshape(4, 1024)
+    lengths = torch.full((4,), 1024)
+    assert repeated_ngram_fraction(ids, torch.zeros(4, dtype=torch.int64), lengths, 8).item() == 0
+
+
+def test_share_ended_and_statistics():
+    ended = torch.tensor([True, False, True, True])
+    assert fraction_properly_ended(ended).item() == 0.75
+    assert fraction_properly_ended(ended, torch.tensor([1, 1, 0, 0])).item() == 0.5
+    found = statistics(torch.tensor([1, 2, 3, 100]), torch.tensor([1, 1, 1, 0]))
+    assert {name: value.item() for name, value in found.items()} == {
+        "mean": 2.0,
+        "std": 1.0,
+        "min": 1.0,
+        "max": 3.0,
+    }
+    assert statistics(torch.tensor([4.0]))["std"].item() == 0.0
+    assert math.isnan(statistics(torch.zeros(0))["mean"].item())
+
+
+def test_logprob_gap_counts_masked_tokens_only():
+    ours, theirs = torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[9.0, -1.5, -1.75]])
+    mean, largest = logprob_gap(ours, theirs, torch.tensor([[0.0, 1.0, 1.0]]))
+    assert (mean.item(), largest.item()) == (0.375, 0.5)
+    assert [x.item() for x in logprob_gap(ours, theirs, torch.zeros(1, 3))] == [0.0, 0.0]
+
+
+def test_rollout_metrics_have_registered_names_and_the_expected_numbers():
+    batch = {
+        "input_ids": torch.tensor([[9, 1, 1, 1, 1], [9, 9, 2, 0, 0]]),
+        "prompt_lengths": torch.tensor([1, 2]),
+        "input_lengths": torch.tensor([5, 3]),
+        "is_end": torch.tensor([False, True]),
+        "rewards": torch.tensor([0.0, 1.0]),
+        "sample_mask": torch.tensor([0.0, 1.0]),
+    }
+    found = rollout_metrics(batch)
+    for prefix in ("train_rollouts/", "val_rollouts/"):
+        assert all(prefix + name in METRICS for name in found)
+    assert found["rewards"] == 0.5
+    assert found["rewards_std"] == pytest.approx(math.sqrt(0.5))
+    assert found["generation_length"] == 2.5
+    assert (found["generation_length_min"], found["generation_length_max"]) == (1.0, 4.0)
+    assert found["prompt_length"] == 1.5
+    assert found["fraction_of_samples_properly_ended"] == 0.5
+    assert found["reward_length_correlation"] == pytest.approx(-1.0)
+    assert found["repeated_ngram_fraction"] == 0.5
+    assert (found["num_samples"], found["generated_tokens"]) == (2, 5)

@@ -1,0 +1,216 @@
+"""metrics.jsonl and samples.jsonl: exact numbers, and back to a step after a kill."""
+
+import errno
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.errors import AlignerError, ConfigError, StorageError
+from aligner.observe.loggers import make_loggers
+from aligner.observe.metric_names import METRICS, check_names, describe, markdown
+from aligner.observe.metrics import MetricsWriter, read_metrics
+from aligner.observe.samples import Sample, SampleWriter, read_samples, sample_table
+
+
+def a_sample(step: int, **changes) -> Sample:
+    fields = {
+        "step": step,
+        "split": "train",
+        "prompt": "2+3=",
+        "response": "5\n",
+        "reward": 1.0,
+        "prompt_length": 4,
+        "response_length": 2,
+        "is_end": True,
+        "ground_truth": "5",
+    }
+    return Sample(**{**fields, **changes})
+
+
+def test_lines_are_exact_sorted_and_standard_json(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    third = torch.tensor(1 / 3)
+    writer.write(0, {"val_rollouts/accuracy": 0.1 + 0.2, "timers/total": 1.5})
+    writer.write(
+        1,
+        {
+            "train_optim/loss": third,
+            "critic/explained_var": math.nan,
+            "train_optim/ppo_ratio_max": math.inf,
+            "train_rollouts/num_samples": np.int64(64),
+        },
+    )
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert first == '{"step": 0, "timers/total": 1.5, "val_rollouts/accuracy": 0.30000000000000004}'
+    assert list(json.loads(second)) == [
+        "step",
+        "critic/explained_var",
+        "train_optim/loss",
+        "train_optim/ppo_ratio_max",
+        "train_rollouts/num_samples",
+    ]
+    read = read_metrics(tmp_path / "metrics.jsonl")[1]
+    assert math.isnan(read["critic/explained_var"])
+    assert read["train_optim/ppo_ratio_max"] == math.inf
+    assert torch.tensor(read["train_optim/loss"]) == third
+    assert isinstance(read["train_rollouts/num_samples"], int)
+
+
+def write_steps(folder, steps) -> MetricsWriter:
+    writer = MetricsWriter(folder)
+    for step in steps:
+        writer.write(step, {"train_rollouts/rewards": step / 7})
+    return writer
+
+
+def test_resume_gives_the_same_bytes_as_no_interruption(tmp_path):
+    write_steps(tmp_path / "straight", range(6)).close()
+    write_steps(tmp_path / "killed", range(5)).close()
+    path = tmp_path / "killed" / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"step": 5, "train_rollouts/rew')  # torn
+    writer = MetricsWriter(tmp_path / "killed")
+    assert writer.truncate_after(3) == 3
+    for step in (4, 5):
+        writer.write(step, {"train_rollouts/rewards": step / 7})
+    assert path.read_bytes() == (tmp_path / "straight" / "metrics.jsonl").read_bytes()
+
+
+def test_torn_line_is_not_read_and_is_overwritten_by_the_next(tmp_path):
+    write_steps(tmp_path, [0, 1]).close()
+    path = tmp_path / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"step": 2, "train_rollouts/rewards": 0.5}')  # whole but for its newline
+    assert [line["step"] for line in read_metrics(path)] == [0, 1]
+    write_steps(tmp_path, [2]).close()
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2]
+
+
+def test_truncating_everything_and_steps_that_go_back(tmp_path):
+    writer = write_steps(tmp_path, [0, 1, 2])
+    with pytest.raises(ValueError, match="already holds step 2"):
+        writer.write(2, {})
+    assert writer.truncate_after(-1) is None
+    writer.write(0, {})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_disk_full_names_the_file_and_leaves_whole_lines(tmp_path, monkeypatch):
+    writer = write_steps(tmp_path, [0, 1])
+    real = os.pwrite
+
+    def half_then_full(file, data, offset):
+        if len(data) > 20:
+            return real(file, data[:20], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", half_then_full)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: No space left.*bytes\) free"):
+        writer.write(2, {"train_rollouts/rewards": 0.5})
+    monkeypatch.undo()
+    writer.write(2, {"train_rollouts/rewards": 0.5})
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="explicit_log_dir"):
+        MetricsWriter(tmp_path / "file" / "run")
+
+
+def test_only_rank_0_writes(tmp_path):
+    writer = MetricsWriter(tmp_path / "run", rank=1)
+    writer.write(1, {"no/such": 1.0})
+    writer.truncate_after(0)
+    writer.close()
+    SampleWriter(tmp_path / "run", rank=1).write([a_sample(1)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(ConfigError, match="did you mean 'train_rollouts/rewards'"):
+        writer.write(1, {"train_rollouts/reward": 1.0})
+    with pytest.raises(AlignerError, match="no explanation"):
+        check_names(["loss"])
+    check_names(["timers/generate", "train_rollouts/reward_parts/format", "custom/x"])
+    with pytest.raises(TypeError, match="custom/x"):
+        writer.write(1, {"custom/x": "0.5"})
+
+
+def test_every_metric_is_explained_and_in_the_table():
+    table = markdown()
+    for name, info in METRICS.items():
+        assert info.meaning.endswith(".")
+        assert info.over
+        assert f"| `{name}` | " in table
+    assert len(table.splitlines()) == 2 + len(METRICS) + 4
+    assert describe("timers/anything") is not None
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list = []
+
+    def log_metrics(self, metrics, step=None) -> None:
+        self.calls.append((step, metrics))
+
+    def finalize(self, status) -> None:
+        self.calls.append(status)
+
+
+def test_loggers_are_made_at_the_first_line_and_get_every_number(tmp_path):
+    recorder, made = Recorder(), []
+
+    def make():
+        made.append(True)
+        return [recorder]
+
+    writer = MetricsWriter(tmp_path, loggers=make)
+    assert made == []
+    writer.write(1, {"critic/loss": torch.tensor(0.5)})
+    writer.write(2, {"critic/loss": 1})
+    writer.close()
+    assert made == [True]
+    assert recorder.calls == [(1, {"critic/loss": 0.5}), (2, {"critic/loss": 1.0}), "success"]
+
+
+def test_tensorboard_mirror_hides_steps_after_the_restored_one(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for restored, value in ((None, 0.25), (1, 0.75)):
+        (logger,) = make_loggers(tmp_path, restored_step=restored)
+        for step in range(1 if restored is None else restored + 1, 4):
+            logger.log_metrics({"critic/loss": value}, step)
+        logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("critic/loss")]
+    assert scalars == [(1, 0.25), (2, 0.75), (3, 0.75)]
+
+
+def test_samples_round_trip_also_when_the_model_says_nan(tmp_path):
+    writer = SampleWriter(tmp_path)
+    said = [a_sample(1, response="NaN"), a_sample(1, split="val", reward=math.inf), a_sample(2)]
+    writer.write(said[:2])
+    writer.write(said[2:])
+    assert read_samples(tmp_path / "samples.jsonl") == said
+    writer.truncate_after(1)
+    assert read_samples(tmp_path / "samples.jsonl") == said[:2]
+    with pytest.raises(ValueError, match="must not go back"):
+        writer.write([a_sample(0)])
+
+
+def test_sample_table_shows_markup_and_control_codes_as_text():
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(sample_table([a_sample(3, response="[red]5\x1b[0m\n", is_end=False)]))
+    text = console.export_text()
+    assert "samples of step 3" in text
+    assert "[red]5\ufffd[0m⏎" in text
+    assert "2 (cut)" in text

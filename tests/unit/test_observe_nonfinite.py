@@ -1,0 +1,59 @@
+"""A non-finite number leaves its samples behind."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from aligner.errors import StorageError
+from aligner.observe.nonfinite import nonfinite_names, offending_rows, write_nonfinite
+
+
+def batch() -> dict:
+    advantages = torch.zeros(3, 4)
+    advantages[1, 2] = math.nan
+    return {
+        "input_ids": torch.arange(12).reshape(3, 4),
+        "sample_ids": torch.tensor([10, 11, 12]),
+        "rewards": torch.tensor([0.0, math.inf, 1.0]),
+        "advantages": advantages,
+    }
+
+
+def test_names_of_what_is_not_finite():
+    scalars = {"loss": torch.tensor(math.nan), "grad_norm": math.inf, "lr": 1e-6}
+    assert nonfinite_names(scalars) == ["loss", "grad_norm"]
+
+
+def test_offending_rows_and_all_rows_when_none_is_to_blame():
+    assert offending_rows(batch()).tolist() == [False, True, False]
+    clean = {"input_ids": torch.zeros(2, 4), "advantages": torch.zeros(2, 4)}
+    assert offending_rows(clean).tolist() == [True, True]
+
+
+def test_the_evidence_is_written(tmp_path):
+    texts = ["a", "2+2=5", "c"]
+    path = write_nonfinite(tmp_path, 12, {"loss": math.nan, "lr": 0.5}, batch(), texts, rank=3)
+    assert path == tmp_path / "nonfinite" / "step_000012_update_000_rank_00003.json"
+    report = json.loads(path.read_text())
+    assert (report["step"], report["rank"], report["not_finite"]) == (12, 3, ["loss"])
+    assert report["scalars"] == {"loss": "nan", "lr": "0.5"}
+    assert report["samples"] == [
+        {
+            "row": 1,
+            "sample_ids": "11",
+            "rewards": "inf",
+            "not_finite_at": {"advantages": [2]},
+            "text": "2+2=5",
+        }
+    ]
+    tensors = torch.load(path.with_suffix(".pt"), weights_only=True)
+    assert tensors["input_ids"].tolist() == [[4, 5, 6, 7]]
+    assert math.isnan(tensors["advantages"][0, 2])
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "nonfinite").write_text("")
+    with pytest.raises(StorageError, match="nonfinite"):
+        write_nonfinite(tmp_path, 1, {"loss": math.nan}, batch())

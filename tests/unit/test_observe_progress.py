@@ -1,0 +1,94 @@
+"""Timers and the progress display, on a clock that the test moves."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from aligner.observe.progress import Progress, clock_time
+from aligner.observe.timers import PhaseTimers
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_phases_add_up_and_a_flush_starts_anew():
+    clock, entered = Clock(), []
+    timers = PhaseTimers(clock=clock, on_enter=entered.append)
+    for seconds in (2.0, 3.0):
+        with timers("generate"):
+            clock.now += seconds
+    clock.now += 1.0  # between phases: only in the total
+
+    def fail() -> None:
+        with timers("reward"):
+            clock.now += 0.5
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    expected = {"timers/generate": 5.0, "timers/reward": 0.5, "timers/total": 6.5}
+    assert timers.flush() == expected
+    assert entered == ["generate", "generate", "reward"]
+    clock.now += 0.25
+    assert timers.flush() == {"timers/total": 0.25}
+
+
+def test_queued_work_is_waited_for_inside_the_phase():
+    clock = Clock()
+    queued = [0.0]
+
+    def synchronize() -> None:
+        clock.now += queued[0]
+        queued[0] = 0.0
+
+    timers = PhaseTimers(clock=clock, synchronize=synchronize)
+    with timers("forward"):
+        queued[0] = 4.0
+    assert timers.flush()["timers/forward"] == 4.0
+
+
+def run_progress(terminal: bool) -> str:
+    clock, out = Clock(), io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=140, color_system=None)
+    with Progress(12, done_steps=2, console=console, clock=clock) as progress:
+        clock.now += 50.0
+        progress.step(2, {"val_rollouts/accuracy": 0.25})  # validation; not a training step
+        for step, seconds in ((3, 10.0), (4, 20.0)):
+            progress.phase("generate")
+            clock.now += seconds
+            progress.step(
+                step, {"train_rollouts/rewards": step / 8, "train_rollouts/init_policy_kl": 0.01}
+            )
+    return out.getvalue()
+
+
+def test_plain_lines_without_a_terminal():
+    lines = run_progress(terminal=False).splitlines()
+    assert lines[0] == "step 2/12  val accuracy 0.250"
+    assert lines[2] == (
+        "step 4/12  reward 0.500  val accuracy 0.250  KL 0.0100  15.0 s/step  ETA 0:02:00"
+    )
+    assert len(lines) == 3
+
+
+def test_a_terminal_gets_a_bar_with_phase_and_numbers():
+    text = run_progress(terminal=True)
+    for part in ("generate", "4/12", "reward 0.500", "KL 0.0100", "ETA 0:02:00"):
+        assert part in text
+
+
+def test_other_ranks_are_silent():
+    out = io.StringIO()
+    with Progress(3, console=Console(file=out), enabled=False) as progress:
+        progress.step(1, {})
+    assert out.getvalue() == ""
+
+
+def test_clock_time():
+    assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
