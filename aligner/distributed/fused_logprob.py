@@ -1,0 +1,378 @@
+"""Log-probs and entropy straight from hidden states; [N, V] is never in memory.
+
+Forward: one pass over the vocabulary in tiles keeps, per token, the running maximum ``m``, the sum
+``s = Σ exp(l - m)`` and, for the entropy, ``u = Σ exp(l - m)·(l - m)`` of the logits ``l``
+(online softmax, Milakov & Gimelshein, 2018). Then ``logprob = l_target - m - log s`` and
+``entropy = log s - u / s``.
+
+Backward: the tiles are computed again and turned into the gradient of the logits in place::
+
+    dl_v = g·([v = target] - p_v) - e·p_v·(log p_v + entropy)
+
+with ``g`` and ``e`` the gradients of logprob and entropy. That is four matrix products instead of
+the three of log-softmax-then-gather, but every elementwise pass stays in cache.
+
+The vocabulary is the outer loop, so each row of the weight's gradient is complete after its tile
+and float32 accumulation needs no float32 copy of it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from aligner.distributed.kept_set import keep_thresholds
+from aligner.distributed.vocab_shard import Tiles, VocabShard
+from aligner.errors import ConfigError
+
+# Stands for a logit outside the kept set. Not -inf: 0 · -inf would be NaN in the entropy.
+_EXCLUDED = -1e30
+
+
+class RowStatistics(NamedTuple):
+    """Of each token, over the whole vocabulary; all [N]."""
+
+    logprobs: Tensor
+    log_normalizer: Tensor  # log Σ exp(l) over the kept set
+    entropy: Tensor | None
+
+
+def row_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    shard: VocabShard,
+    *,
+    thresholds: Tensor | None = None,
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+) -> RowStatistics:
+    """Forward pass over ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N]."""
+    tiles = Tiles(hidden, shard.columns, chunk_size)
+    hidden = hidden.to(tiles.dtype)
+    local, owned = shard.localize(target)
+    target_logits = _target_logits(hidden, weight, local, owned, shard)
+    # Any finite start does; this one is nearer than the smallest float.
+    maximum = target_logits.clone()
+    total = torch.zeros_like(maximum)
+    weighted = torch.zeros_like(maximum) if with_entropy else None
+    for columns in tiles.vocabulary():
+        weight_tile = weight[columns].to(tiles.dtype)
+        for rows in tiles.tokens():
+            logits = tiles.logits(hidden[rows], weight_tile)
+            if thresholds is not None:
+                column, here = _target_column(local[rows], owned[rows], columns)
+                _restrict(logits, thresholds[rows], column, here)
+            higher = torch.maximum(maximum[rows], logits.amax(dim=1))
+            _rescale(maximum, total, weighted, rows, higher)
+            _add_tile(tiles, logits, total, weighted, rows, higher)
+    if shard.group is not None:
+        everything = slice(None)
+        _rescale(maximum, total, weighted, everything, shard.maximum(maximum.clone()))
+        sums = torch.stack([total] if weighted is None else [total, weighted])
+        total, weighted = (*shard.sum(sums), None)[:2]
+    if thresholds is not None:
+        _add_targets(target_logits - maximum, total, weighted)
+    log_total = total.log()
+    log_normalizer = maximum + log_total
+    entropy = None if weighted is None else log_total - weighted / total
+    return RowStatistics(target_logits - log_normalizer, log_normalizer, entropy)
+
+
+def _target_logits(
+    hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor, shard: VocabShard
+) -> Tensor:
+    """``l_target`` of each token, [N]: its owner computes it, the other ranks add 0."""
+    if shard.columns == 0:  # this rank holds padding only
+        return shard.sum(hidden.new_zeros(hidden.shape[0]))
+    logits = (hidden * weight[local].to(hidden.dtype)).sum(dim=1)
+    return shard.sum(torch.where(owned, logits, 0))
+
+
+def _rescale(
+    maximum: Tensor, total: Tensor, weighted: Tensor | None, rows: slice, higher: Tensor
+) -> None:
+    """Express the running sums of ``rows`` relative to a higher maximum, in place."""
+    shift = maximum[rows] - higher
+    factor = shift.exp()
+    if weighted is not None:
+        weighted[rows] = factor * (weighted[rows] + shift * total[rows])
+    total[rows] *= factor
+    maximum[rows] = higher
+
+
+def _add_tile(
+    tiles: Tiles,
+    logits: Tensor,
+    total: Tensor,
+    weighted: Tensor | None,
+    rows: slice,
+    maximum: Tensor,
+) -> None:
+    """Add one tile [n, v] to the running sums of ``rows``; overwrites the tile."""
+    shifted = logits.sub_(maximum.unsqueeze(1))
+    if weighted is None:
+        total[rows] += shifted.exp_().sum(dim=1)
+        return
+    exponential = torch.exp(shifted, out=tiles.buffer("exponential", *shifted.shape))
+    total[rows] += exponential.sum(dim=1)
+    weighted[rows] += shifted.mul_(exponential).sum(dim=1)
+
+
+def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Column of each target in a tile, [n, 1] (0 where it is elsewhere), and bool [n, 1]: here."""
+    column = local - columns.start
+    here = owned & (column >= 0) & (column < columns.stop - columns.start)
+    return torch.where(here, column, 0).unsqueeze(1), here.unsqueeze(1)
+
+
+def _restrict(logits: Tensor, thresholds: Tensor, column: Tensor, here: Tensor) -> None:
+    """Exclude what is below the threshold, and the target, which is counted by itself; in place.
+
+    Were the target compared like the rest, two roundings of its logit (tile and dot product)
+    could fall on either side of the threshold and count it twice or never.
+    """
+    logits.masked_fill_(logits < thresholds.unsqueeze(1), _EXCLUDED)
+    logits.scatter_(1, column, torch.where(here, _EXCLUDED, logits.gather(1, column)))
+
+
+def _add_targets(shifted: Tensor, total: Tensor, weighted: Tensor | None) -> None:
+    """Count the targets, their logits relative to the maximum, in place."""
+    exponential = shifted.exp()
+    total += exponential
+    if weighted is not None:
+        weighted += exponential * shifted
+
+
+class LogitGradient(NamedTuple):
+    """Everything the gradient of a tile of logits needs, per token; all [N].
+
+    The gradient is ``row_factor · tile``: constant row factors are applied to [N, H] instead of
+    [N, V].
+    """
+
+    log_normalizer: Tensor
+    row_factor: Tensor
+    entropy_scale: Tensor | None  # e; None: no gradient through the entropy
+    offset: Tensor | None  # g + e · entropy
+    target_value: Tensor  # added at the target's column of the tile
+    local_target: Tensor  # int64, row of the local weight
+    owned: Tensor  # bool: the target is in this shard
+
+
+def logit_gradient(
+    statistics: RowStatistics,
+    target: Tensor,
+    shard: VocabShard,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    *,
+    restricted: bool,
+) -> LogitGradient:
+    """Prepare the backward pass from the gradients of the two outputs, [N] each."""
+    logprobs, _, entropy = statistics
+    local, owned = shard.localize(target)
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(logprobs)
+    # With a kept set the target is left out of the tiles: p_target is added here.
+    probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
+    if grad_entropy is None or entropy is None:
+        row_factor, offset, scale = -grad_logprobs, None, None
+        target_value = probability - 1
+    else:
+        row_factor, scale = torch.ones_like(logprobs), grad_entropy
+        offset = grad_logprobs + grad_entropy * entropy
+        target_value = grad_logprobs - probability * (offset + grad_entropy * logprobs)
+    return LogitGradient(
+        statistics.log_normalizer,
+        row_factor,
+        scale,
+        offset,
+        torch.where(owned, target_value, 0),
+        local,
+        owned,
+    )
+
+
+def input_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabShard,
+    gradient: LogitGradient,
+    *,
+    thresholds: Tensor | None,
+    chunk_size: int | None,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``hidden`` [N, H] (this shard's part of it) and of the local ``weight``."""
+    tiles = Tiles(hidden, shard.columns, chunk_size)
+    inputs = hidden.to(tiles.dtype)
+    scaled = gradient.row_factor.unsqueeze(1) * inputs
+    grad_hidden = torch.zeros_like(inputs) if need_hidden else None
+    grad_weight = torch.empty_like(weight) if need_weight else None
+    if grad_weight is not None:
+        grad_weight[shard.columns :] = 0
+    for columns in tiles.vocabulary():
+        weight_tile = weight[columns].to(tiles.dtype)
+        accumulated: Tensor | None = None
+        for rows in tiles.tokens():
+            tile = _gradient_tile(
+                tiles, inputs[rows], weight_tile, gradient, thresholds, rows, columns
+            )
+            if grad_hidden is not None:
+                grad_hidden[rows].addmm_(tile, weight_tile)
+            if need_weight:
+                accumulated = _accumulate(accumulated, tile.t(), scaled[rows])
+        if grad_weight is not None:
+            grad_weight[columns] = 0 if accumulated is None else accumulated
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden.mul_(gradient.row_factor.unsqueeze(1)).to(hidden.dtype)
+    return grad_hidden, grad_weight
+
+
+def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    return left @ right if total is None else total.addmm_(left, right)
+
+
+def _gradient_tile(
+    tiles: Tiles,
+    hidden: Tensor,
+    weight: Tensor,
+    gradient: LogitGradient,
+    thresholds: Tensor | None,
+    rows: slice,
+    columns: slice,
+) -> Tensor:
+    """Gradient of one tile of logits [n, v], before its row factor."""
+    logits = tiles.logits(hidden, weight)
+    column, here = _target_column(gradient.local_target[rows], gradient.owned[rows], columns)
+    if thresholds is not None:
+        _restrict(logits, thresholds[rows], column, here)
+    tile = logits.sub_(gradient.log_normalizer[rows].unsqueeze(1))
+    if gradient.entropy_scale is None or gradient.offset is None:
+        tile.exp_()
+    else:
+        probability = torch.exp(tile, out=tiles.buffer("exponential", *tile.shape))
+        tile.mul_(-gradient.entropy_scale[rows].unsqueeze(1))
+        tile.sub_(gradient.offset[rows].unsqueeze(1)).mul_(probability)
+    return tile.scatter_add_(
+        1, column, torch.where(here, gradient.target_value[rows].unsqueeze(1), 0)
+    )
+
+
+class _HiddenStatesToLogprobs(torch.autograd.Function):
+    """(hidden, weight) → (logprobs, entropy), differentiable in both inputs by either output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        shard: VocabShard,
+        thresholds: Tensor | None,
+        chunk_size: int | None,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        statistics = row_statistics(
+            hidden,
+            weight,
+            target,
+            shard,
+            thresholds=thresholds,
+            chunk_size=chunk_size,
+            with_entropy=with_entropy,
+        )
+        ctx.save_for_backward(hidden, weight, target, thresholds, *statistics)
+        ctx.shard, ctx.chunk_size = shard, chunk_size
+        ctx.set_materialize_grads(False)  # no entropy gradient: the cheaper backward
+        return statistics.logprobs, statistics.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, thresholds, *statistics = ctx.saved_tensors
+        gradient = logit_gradient(
+            RowStatistics(*statistics),
+            target,
+            ctx.shard,
+            grads[0],
+            grads[1],
+            restricted=thresholds is not None,
+        )
+        grad_hidden, grad_weight = input_gradients(
+            hidden,
+            weight,
+            ctx.shard,
+            gradient,
+            thresholds=thresholds,
+            chunk_size=ctx.chunk_size,
+            need_hidden=ctx.needs_input_grad[0],
+            need_weight=ctx.needs_input_grad[1],
+        )
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def hidden_states_to_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target, and the entropy of the distribution it was drawn from.
+
+    ``hidden``: float [N, H], the states that predict the targets (the caller selects and shifts).
+    ``weight``: float [V_local, H], the output layer; with ``tp_group`` the local rows of it.
+    ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
+    without padding rows; those take no part in the softmax and get gradient 0.
+
+    ``temperature`` divides the logits. ``top_k`` (0: off), then ``top_p`` (1: off), restrict the
+    distribution, renormalised over what is kept; the target always counts as kept, so that a token
+    which left the set since it was sampled has a finite log-prob instead of -inf (NeMo-RL's -inf).
+    ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.
+
+    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
+    Gradients are exact, through the kept set held fixed. Under tensor parallelism every rank
+    returns the same values, the gradient of ``weight`` is that of the local rows, and the gradient
+    of ``hidden`` is the *local part*: the caller sums it over the group (megatron-core's
+    copy-to-region or gather-from-sequence-region does).
+    """
+    assert hidden.ndim == 2, hidden.shape
+    assert weight.ndim == 2, weight.shape
+    assert target.ndim == 1, target.shape
+    assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
+    assert hidden.shape[0] == target.shape[0], (hidden.shape, target.shape)
+    _check_sampling(temperature, top_k, top_p)
+    shard = VocabShard.of(weight, vocab_size, tp_group)
+    if temperature != 1.0:
+        # In float32: scaling bfloat16 states would round them.
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+    thresholds = None
+    if top_k > 0 or top_p < 1.0:
+        with torch.no_grad():
+            thresholds = keep_thresholds(hidden, weight, shard, top_k, top_p)
+    return _HiddenStatesToLogprobs.apply(
+        hidden, weight, target, shard, thresholds, chunk_size, with_entropy
+    )
+
+
+def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    if temperature <= 0:
+        raise ConfigError(
+            f"temperature={temperature} must be positive: log-probs at temperature 0 do not exist; "
+            "sample greedily with use_greedy and train at temperature 1"
+        )
+    if top_k < 0 or not 0 < top_p <= 1:
+        raise ConfigError(
+            f"top_k={top_k} must be at least 0 (0: off) and top_p={top_p} in (0, 1] (1: off)"
+        )

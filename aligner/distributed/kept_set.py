@@ -1,0 +1,53 @@
+"""Top-k and top-p (nucleus) sampling as one threshold per token.
+
+The tokens kept are those whose logit is at least the threshold, so a pass over the vocabulary in
+tiles can apply it without sorting again. Tokens of equal logit are kept or dropped together.
+"""
+
+import torch
+from torch import Tensor
+
+from aligner.distributed.vocab_shard import Tiles, VocabShard
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+def keep_thresholds(
+    hidden: Tensor, weight: Tensor, shard: VocabShard, top_k: int, top_p: float
+) -> Tensor:
+    """Threshold of each row's logits, [N], for ``hidden`` [N, H] already divided by temperature.
+
+    Needs whole rows: under tensor parallelism the logits of a few tokens at a time are gathered.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    ranks = 1 if shard.group is None else torch.distributed.get_world_size(shard.group)
+    row_bytes = weight.shape[0] * ranks * dtype.itemsize
+    rows = max(1, _CHUNK_BYTES // row_bytes)
+    thresholds = [hidden.new_empty(0, dtype=dtype)]
+    for chunk in hidden.split(rows) if hidden.shape[0] else ():
+        logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)
+        for columns in Tiles(chunk, shard.columns, None).vocabulary():
+            logits[:, columns] = chunk.to(dtype) @ weight[columns].to(dtype).t()
+        thresholds.append(threshold(shard.gather_columns(logits), top_k, top_p))
+    return torch.cat(thresholds)
+
+
+def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Threshold of each row of float [n, V]; top-k first, top-p over what it leaves.
+
+    Top-p keeps the fewest most probable tokens whose probability adds up to ``top_p`` or more.
+    The threshold lies midway between the last token kept and the next lower logit, so that logits
+    computed again with other rounding fall on the same side. Overwrites ``logits``.
+    """
+    columns = logits.shape[1]
+    kept = min(top_k, columns) if top_k > 0 else columns
+    ordered = logits.topk(kept, dim=1).values
+    count = torch.full_like(ordered[:, :1], kept, dtype=torch.int64)
+    if top_p < 1.0:
+        probabilities = ordered.softmax(dim=1)
+        before = probabilities.cumsum(dim=1) - probabilities
+        count = (before < top_p).sum(dim=1, keepdim=True).clamp(min=1)
+    smallest = ordered.gather(1, count - 1)
+    next_lower = logits.masked_fill_(logits >= smallest, -torch.inf).amax(dim=1, keepdim=True)
+    # Nothing lower: the gap is infinite and any distance does.
+    return (smallest - (smallest - next_lower).clamp(max=2.0) / 2).squeeze(1)

@@ -1,0 +1,110 @@
+"""This process's rows of the output layer, and tile-wise products with them.
+
+Shape legend: ``N`` selected tokens, ``H`` hidden, ``V`` real vocabulary, ``V_local`` rows of the
+local weight (padding rows included).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Logits exist one tile [rows, columns] at a time. On CPU a tile must fit in the cache, else every
+# pass over it goes to memory (benchmarks/LOG.md, 2026-11-21); an accelerator wants large launches.
+_TILE_BYTES = {"cpu": 4 * 2**20}
+_TILE_BYTES_ACCELERATOR = 256 * 2**20
+_TILE_ROWS = {"cpu": 2048}
+_TILE_ROWS_ACCELERATOR = 8192
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which part of the vocabulary the local weight holds.
+
+    ``start``: global id of its row 0. ``columns``: how many of its first rows are real tokens;
+    what follows is padding and takes no part in the softmax. ``group``: the tensor-parallel group,
+    None where this process holds the whole vocabulary.
+    """
+
+    start: int
+    columns: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> "VocabShard":
+        """The shard of ``weight`` [V_local, H] when each rank of ``group`` holds V_local rows."""
+        rows = weight.shape[0]
+        ranks = 1 if group is None else dist.get_world_size(group)
+        assert 0 < vocab_size <= rows * ranks, (vocab_size, rows, ranks)
+        start = 0 if group is None else rows * dist.get_rank(group)
+        columns = min(max(vocab_size - start, 0), rows)
+        return cls(start=start, columns=columns, group=group if ranks > 1 else None)
+
+    def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Local row of each global id (0 where it is elsewhere), and bool: it is here."""
+        local = target - self.start
+        owned = (local >= 0) & (local < self.columns)
+        return torch.where(owned, local, 0), owned
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Add up over the group, in place."""
+        if self.group is not None:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def maximum(self, value: Tensor) -> Tensor:
+        """Largest over the group, in place."""
+        if self.group is not None:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def gather_columns(self, logits: Tensor) -> Tensor:
+        """[n, V_local] of every rank side by side: [n, V_local * ranks], in vocabulary order."""
+        if self.group is None:
+            return logits
+        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, logits, group=self.group)
+        return torch.cat(parts, dim=1)
+
+
+class Tiles:
+    """Cuts [N, columns] into tiles whose memory is bounded and reused.
+
+    ``dtype`` is the type of the arithmetic, float32 at least: lower-precision inputs are converted
+    block by block, so products accumulate in float32 without a float32 copy of the weight.
+    """
+
+    def __init__(self, hidden: Tensor, columns: int, chunk_size: int | None) -> None:
+        device = hidden.device
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.rows_total, self.columns_total = hidden.shape[0], columns
+        default_rows = _TILE_ROWS.get(device.type, _TILE_ROWS_ACCELERATOR)
+        self.rows = max(1, min(self.rows_total, chunk_size or default_rows))
+        budget = _TILE_BYTES.get(device.type, _TILE_BYTES_ACCELERATOR) // self.dtype.itemsize
+        self.columns = max(1, min(columns, max(64, budget // self.rows)))
+        self._buffers: dict[str, Tensor] = {}
+        self._device = device
+
+    def buffer(self, name: str, rows: int, columns: int) -> Tensor:
+        """Uninitialised [rows, columns], contiguous; the same memory for the same name."""
+        if name not in self._buffers:
+            size = self.rows * self.columns
+            self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self._device)
+        return self._buffers[name][: rows * columns].view(rows, columns)
+
+    def vocabulary(self) -> Iterator[slice]:
+        """Slices of the local vocabulary, padding left out."""
+        for start in range(0, self.columns_total, self.columns):
+            yield slice(start, min(start + self.columns, self.columns_total))
+
+    def tokens(self) -> Iterator[slice]:
+        """Slices of the tokens."""
+        for start in range(0, self.rows_total, self.rows):
+            yield slice(start, min(start + self.rows, self.rows_total))
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``hidden [n, H] @ weight [v, H]^T`` into the reused tile."""
+        tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
+        return torch.mm(hidden, weight.t(), out=tile)
