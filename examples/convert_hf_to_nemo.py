@@ -1,6 +1,6 @@
 """Convert a Hugging Face directory (safetensors) or a GGUF file to a `.nemo`, tokenizer included.
 
-    python examples/convert_hf_to_nemo.py --input DIR_OR_GGUF --output FILE.nemo
+python examples/convert_hf_to_nemo.py --input DIR_OR_GGUF --output FILE.nemo
 """
 
 import argparse

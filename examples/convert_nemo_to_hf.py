@@ -1,6 +1,6 @@
 """Convert a `.nemo` to a Hugging Face directory (safetensors), tokenizer included.
 
-    python examples/convert_nemo_to_hf.py --input FILE.nemo --output DIR
+python examples/convert_nemo_to_hf.py --input FILE.nemo --output DIR
 """
 
 import argparse

@@ -1,0 +1,1 @@
+"""Checkpoints: `.nemo`, Hugging Face, GGUF, and the state of a run."""

@@ -98,9 +98,7 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
         yield from _mlp(f"mlp.experts.local_experts.{expert}", ffn, architecture)
 
 
-def _mlp(
-    prefix: str, ffn_size: int, architecture: GPTArchitecture
-) -> Iterator[tuple[str, Shape]]:
+def _mlp(prefix: str, ffn_size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     hidden, bias = architecture.hidden_size, architecture.bias_linear
     rows = ffn_size * (2 if architecture.gated else 1)
     yield from _linear(f"{prefix}.linear_fc1", rows, hidden, bias=bias)
@@ -113,9 +111,7 @@ def _linear(prefix: str, rows: int, columns: int, *, bias: bool) -> Iterator[tup
         yield f"{prefix}.bias", (rows,)
 
 
-def _norm(
-    prefix: str, size: int, architecture: GPTArchitecture
-) -> Iterator[tuple[str, Shape]]:
+def _norm(prefix: str, size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     yield f"{prefix}.weight", (size,)
     if architecture.normalization != "rmsnorm":
         yield f"{prefix}.bias", (size,)
@@ -124,9 +120,12 @@ def _norm(
 def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str) -> None:
     """Refuse weights that lack a tensor of the model or bring one it does not have.
 
-    An output layer beside tied embeddings and a reward head are always welcome.
+    An output layer beside tied embeddings and a reward head are always welcome; with a reward
+    head the output layer may be gone.
     """
     found, expected = set(names), set(expected_shapes(architecture))
+    if REWARD_HEAD[0] in found:
+        expected.discard(OUTPUT_LAYER)
     problems = [
         f"{what} {_some(keys)}"
         for what, keys in (
@@ -192,7 +191,8 @@ def split(
 def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
     """Inverse of `split` over the parts of all tensor-parallel ranks in order."""
     axis = split_axis(name)
-    if len(parts) == 1 or axis is None:
+    whole_head = name == REWARD_HEAD[0] and parts[0].shape[1] == architecture.hidden_size
+    if len(parts) == 1 or axis is None or whole_head:  # heads are split by NeMo, not by us
         tensor = parts[0]
     elif ".linear_fc1." in name and architecture.gated:
         halves = zip(*(part.chunk(2) for part in parts), strict=True)

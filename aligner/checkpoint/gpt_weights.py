@@ -12,6 +12,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     EMBEDDING,
     OUTPUT_LAYER,
+    REWARD_HEAD,
     Weights,
     canonical_name,
     check_names,
@@ -40,7 +41,7 @@ def canonical_parameters(
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
-        if name is None:
+        if name is None or name in REWARD_HEAD:
             continue
         match = _LAYER.match(name)
         if match is not None:
@@ -77,6 +78,8 @@ def load_weights(
     check_names(weights, architecture, "the checkpoint")
     shapes = expected_shapes(architecture)
     for name, parameter in canonical_parameters(gpt, architecture):
+        if name in REWARD_HEAD:
+            continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
         if source not in weights:
             raise CheckpointError(f"the model has {name}, which the checkpoint lacks")
@@ -99,8 +102,9 @@ def gather_weights(
 ) -> dict[str, Tensor]:
     """Canonical weights of the whole model, on the CPU: the inverse of `load_weights`.
 
-    Collective over both groups (None: not split that way). With ``keep=False`` a rank takes part
-    and returns an empty dict, so that only the one that writes holds the model twice.
+    A reward head that is a submodule comes along. Collective over both groups (None: not split
+    that way). With ``keep=False`` a rank takes part and returns an empty dict, so that only the
+    one that writes holds the model twice.
     """
     own: dict[str, Tensor] = {}
     for name, parameter in canonical_parameters(gpt, architecture):
@@ -111,7 +115,8 @@ def gather_weights(
             own[name] = merge(name, parts, architecture).to("cpu", copy=True)
     if pp_group is not None and pp_group.size() > 1:
         own = _exchange_stages(own, pp_group, keep=keep)
-    order = {name: place for place, name in enumerate(expected_shapes(architecture))}
+    names = (*expected_shapes(architecture), *REWARD_HEAD)
+    order = {name: place for place, name in enumerate(names)}
     return dict(sorted(own.items(), key=lambda item: order[item[0]]))
 
 
@@ -140,4 +145,3 @@ def _exchange_stages(
             if keep:
                 everything[name] = moved.cpu()
     return everything
-

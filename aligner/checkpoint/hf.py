@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import Weights, check_names
+from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
 from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf, family_of
 from aligner.checkpoint.hf_tensors import HuggingFaceWeights, to_hugging_face
 from aligner.data.tokenizer import tokenizer_from_files
@@ -49,9 +49,7 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         config = _read_json(path / "config.json")
         return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path))
     if path.suffix != ".gguf":
-        raise CheckpointError(
-            f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file"
-        )
+        raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
     from aligner.checkpoint.gguf import read_gguf  # brings in transformers
 
     return model_from_parts(*read_gguf(path))
@@ -75,10 +73,12 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self._folder = folder
         index = folder / _INDEX
         if index.exists():
-            self._files = {k: Path(v).name for k, v in _read_json(index)["weight_map"].items()}
+            listed = _read_json(index)["weight_map"]
+            self._files = {key: Path(name).name for key, name in listed.items()}
         elif (folder / "model.safetensors").exists():
             with _damage_named(folder / "model.safetensors"):
-                self._files = dict.fromkeys(self._open("model.safetensors").keys())
+                keys = self._open("model.safetensors").keys()
+            self._files = dict.fromkeys(keys, "model.safetensors")
         else:
             raise CheckpointError(
                 f"{str(folder)!r} holds no model.safetensors; pickled weights are not read, "
@@ -90,7 +90,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         return safe_open(self._folder / name, framework="pt")
 
     def __getitem__(self, key: str) -> Tensor:
-        name = self._files[key] or "model.safetensors"
+        name = self._files[key]
         with _damage_named(self._folder / name):
             tensor: Tensor = self._open(name).get_tensor(key)
         return tensor
@@ -142,6 +142,11 @@ def save_hf(
     """
     folder = Path(folder)
     check_names(weights, architecture, "the model to be saved")
+    if REWARD_HEAD[0] in weights:
+        raise CheckpointError(
+            "the model has a reward head (rm_head), which these Hugging Face families lack; "
+            "convert the policy instead"
+        )
     family, config = config_to_hf(architecture)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
@@ -186,7 +191,9 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> str:
     dtype = ""
 
     def flush() -> None:
-        save_file(held, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        file = folder / f"shard-{len(shards)}"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes it the owner's alone
         shards.append(list(held))
         held.clear()
 

@@ -68,7 +68,7 @@ class Family:
 
 
 def _read_llama(config: Config) -> GPTArchitecture:
-    fields = {field: config.get(key) for field, key in _LLAMA_KEYS.items()}
+    fields: dict[str, Any] = {field: config.get(key) for field, key in _LLAMA_KEYS.items()}
     heads = fields["num_attention_heads"]
     fields["num_query_groups"] = fields["num_query_groups"] or heads
     fields["kv_channels"] = fields["kv_channels"] or fields["hidden_size"] // heads
@@ -149,7 +149,7 @@ def _write_qwen(architecture: GPTArchitecture) -> Config:
 
 
 def _read_gpt2(config: Config) -> GPTArchitecture:
-    fields = {field: config.get(key) for field, key in _GPT2_KEYS.items()}
+    fields: dict[str, Any] = {field: config.get(key) for field, key in _GPT2_KEYS.items()}
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     fields["ffn_hidden_size"] = fields["ffn_hidden_size"] or 4 * hidden
     activation = config["activation_function"]

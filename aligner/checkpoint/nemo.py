@@ -116,8 +116,9 @@ def _boxes(
 ) -> Iterator[tuple[str, Shape, tuple[int, ...], Tensor]]:
     """Boxes of the distributed checkpoint: a layer of a stack each, the vocabulary padded."""
     shapes = expected_shapes(architecture)
-    heads = [name for name in REWARD_HEAD if name in weights]
-    for name in [*shapes, *heads]:
+    for name in [*shapes, *REWARD_HEAD]:
+        if name not in weights:  # only a head, or the output layer it stands for
+            continue
         tensor = weights[name]
         if name in shapes:
             check_shape(name, tensor.shape, shapes[name])
@@ -135,7 +136,9 @@ def _stacked_place(
     match = _LAYER.match(name)
     if match is None:
         return name, (), ()
-    suffix, index, stack = match[2], (int(match[1]),), (architecture.num_layers,)
+    suffix = match[2]
+    index: Shape = (int(match[1]),)
+    stack: Shape = (architecture.num_layers,)
     if architecture.num_moe_experts is None:
         # megatron-core stores the norms before dense blocks under Transformer Engine's names.
         suffix = suffix.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -146,4 +149,3 @@ def _stacked_place(
         stack += (architecture.num_moe_experts,)
         suffix = _EXPERT.sub(".experts.", suffix)
     return f"decoder.layers.{suffix}", index, stack
-

@@ -121,7 +121,9 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     except (TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"model_config.yaml holds a value of a wrong kind: {error}") from error
+        raise CheckpointError(
+            f"model_config.yaml holds a value of a wrong kind: {error}"
+        ) from error
 
 
 def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:

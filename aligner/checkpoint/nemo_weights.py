@@ -176,10 +176,7 @@ def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
             files[int(match["pp"] or 0), int(match["tp"] or match["mp"] or 0)] = name
     stages, ranks = (max(key[axis] for key in files) + 1 for axis in (0, 1))
     absent = [
-        f"tp {tp} pp {pp}"
-        for pp in range(stages)
-        for tp in range(ranks)
-        if (pp, tp) not in files
+        f"tp {tp} pp {pp}" for pp in range(stages) for tp in range(ranks) if (pp, tp) not in files
     ]
     if absent:
         raise CheckpointError(f"{str(archive.path)!r} lacks the files of ranks {', '.join(absent)}")

@@ -1,5 +1,6 @@
-"""A small random model, the same bytes every time: ``python -m aligner.checkpoint.tiny --output F``.
+"""A small random model, the same bytes every time.
 
+``python -m aligner.checkpoint.tiny --output models/tiny.nemo`` writes it.
 Layers, heads, groups, widths and vocabulary divide by 2 and by 4, so every layout can be tried.
 """
 

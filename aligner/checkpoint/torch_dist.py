@@ -201,7 +201,7 @@ def write_torch_dist(
             )
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), tensor.shape))
     metadata = dcp.Metadata(state_dict_metadata=dict(tensors), storage_data=storage)
-    metadata.mcore_data = {key: {} for key in tensors}  # type: ignore[attr-defined]
+    metadata.mcore_data = {key: {} for key in tensors}
     archive.add(f"{folder}/.metadata", pickle.dumps(metadata, protocol=4))
     archive.add(f"{folder}/common.pt", saved_bytes({}))
     archive.add(f"{folder}/metadata.json", json.dumps(_FORMAT).encode())

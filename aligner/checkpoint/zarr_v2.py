@@ -1,4 +1,4 @@
-"""The subset of zarr version 2 that older NeMo files use: uncompressed, C order, one folder a tensor.
+"""The subset of zarr version 2 that older NeMo files use: uncompressed, C order.
 
 Written out here because NumPy does not know the dtype string ``bfloat16`` that NeMo stores.
 Extra state lies beside the tensors as ``shard_l_L.pt`` without ``.zarray`` and is not looked at.
