@@ -1,0 +1,92 @@
+"""Optional packages: which are there, and what each missing one takes away."""
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """A package the library uses where it is installed."""
+
+    name: str
+    without: str  # what is different without it
+    install: str
+    gpu_only: bool = False
+    # A submodule that tells the real package from an unrelated one of the same name.
+    submodule: str | None = None
+    alternative: str | None = None  # another top-level module that proves it is there
+
+
+OPTIONAL_PACKAGES = (
+    OptionalPackage(
+        "apex",
+        "torch's AdamW and gradient norms instead of the fused ones",
+        "NVIDIA Apex from source, or an NGC PyTorch container",
+        gpu_only=True,
+        submodule="optimizers",
+        alternative="amp_C",
+    ),
+    OptionalPackage(
+        "transformer_engine",
+        "no FP8; the local layer spec instead of Transformer Engine's",
+        "pip install transformer_engine[pytorch], or an NGC PyTorch container",
+        gpu_only=True,
+    ),
+    OptionalPackage(
+        "flash_attn",
+        "packed sequences attend through torch's own kernels",
+        "pip install flash-attn",
+        gpu_only=True,
+    ),
+    OptionalPackage(
+        "vllm",
+        "generation.backend=vllm is not available; the policy generates by itself",
+        "pip install vllm in an environment of its own",
+    ),
+    OptionalPackage(
+        "wandb", "exp_manager.create_wandb_logger=true has no effect", "pip install wandb"
+    ),
+    OptionalPackage(
+        "tensorboard",
+        "no TensorBoard curves; metrics.jsonl has the numbers",
+        "pip install tensorboard",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class PackageStatus:
+    """Whether a package was found. ``version``: None where it has no metadata."""
+
+    package: OptionalPackage
+    found: bool
+    version: str | None = None
+
+
+def find_packages(
+    packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES,
+) -> list[PackageStatus]:
+    """Look for the packages without importing them."""
+    found = [(package, _is_installed(package)) for package in packages]
+    return [PackageStatus(p, there, _version(p.name) if there else None) for p, there in found]
+
+
+def _is_installed(package: OptionalPackage) -> bool:
+    if package.alternative is not None and importlib.util.find_spec(package.alternative):
+        return True
+    spec = importlib.util.find_spec(package.name)
+    if spec is None or package.submodule is None:
+        return spec is not None
+    # find_spec("apex.optimizers") would import apex, whichever package that is: look at its files.
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    name = package.submodule
+    return any((f / name).is_dir() or (f / f"{name}.py").is_file() for f in folders)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

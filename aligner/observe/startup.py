@@ -1,0 +1,212 @@
+"""The start-up report: what is going to happen, in words and numbers, before it does."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from aligner.checkpoint.durable import readable_bytes
+from aligner.observe.memory import RoleMemory
+from aligner.observe.packages import PackageStatus
+
+
+@dataclass(frozen=True)
+class TrainedRole:
+    """How one role is trained on a rollout."""
+
+    name: str  # policy, critic
+    global_batch_size: int  # samples per optimizer update, over all ranks
+    micro_batch_size: int  # samples per forward-backward, per data-parallel rank
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sizes of a run. A sample is a prompt with one response."""
+
+    steps: int
+    train_prompts: int | None  # None: a generator without a known end
+    num_rollout_samples: int  # per step, over all ranks
+    num_rollouts_per_prompt: int
+    rollout_micro_batch_size: int  # in flight together, per data-parallel rank
+    data_parallel_size: int
+    ppo_epochs: int
+    roles: Sequence[TrainedRole]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What the run continues from."""
+
+    step: int
+    path: str
+    items: Sequence[str]  # policy, critic, optimizer, counters, …
+
+
+@dataclass(frozen=True)
+class StartupFacts:
+    """Everything the report is made from."""
+
+    device: str  # "CPU, 2 threads", "8 × NVIDIA H100"
+    processes: int
+    has_gpu: bool
+    model: str  # where the policy comes from
+    log_dir: str
+    batch: BatchPlan
+    roles: Sequence[RoleMemory]
+    working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
+    free_bytes: int  # memory per process that is still free
+    packages: Sequence[PackageStatus]
+    restored: Restored | None = None
+    notes: Sequence[str] = field(default_factory=tuple)  # e.g. prompts that were dropped
+
+
+def batch_arithmetic(plan: BatchPlan) -> list[str]:
+    """How many of what makes a step, one sentence each."""
+    prompts = plan.num_rollout_samples // plan.num_rollouts_per_prompt
+    per_rank = plan.num_rollout_samples // plan.data_parallel_size
+    in_flight = min(per_rank, plan.rollout_micro_batch_size)
+    sentences = [
+        f"A step draws {_count(prompts, 'prompt')} and samples "
+        f"{_count(plan.num_rollouts_per_prompt, 'response')} to each: "
+        f"{_count(plan.num_rollout_samples, 'sample')}, {per_rank:,} on each of "
+        f"{_count(plan.data_parallel_size, 'data-parallel rank')}, at most {in_flight:,} of them "
+        "in flight together."
+    ]
+    sentences += [_training_sentence(plan, role) for role in plan.roles]
+    total = (
+        f"{_count(plan.steps, 'step')}: {_count(plan.steps * plan.num_rollout_samples, 'sample')}"
+    )
+    if plan.train_prompts is not None:
+        epoch, rest = divmod(plan.train_prompts, prompts)
+        left = f" and {_count(rest, 'prompt')} left over" if rest else ""
+        total += f"; {_count(plan.train_prompts, 'training prompt')} make an epoch of "
+        total += f"{_count(epoch, 'step')}{left}"
+    return [*sentences, total + "."]
+
+
+def _training_sentence(plan: BatchPlan, role: TrainedRole) -> str:
+    updates = plan.ppo_epochs * plan.num_rollout_samples // role.global_batch_size
+    micro_batches = role.global_batch_size // (role.micro_batch_size * plan.data_parallel_size)
+    return (
+        f"The {role.name} goes over them {_times(plan.ppo_epochs)} in batches of "
+        f"{role.global_batch_size:,}: {_count(updates, 'update')} a step "
+        f"({plan.steps * updates:,} in the run), each the sum of "
+        f"{_count(micro_batches, 'micro-batch', 'micro-batches')} of {role.micro_batch_size:,} "
+        "on every rank."
+    )
+
+
+def memory_estimate(facts: StartupFacts) -> dict[str, int]:
+    """Bytes per process: ``<role> weights``, ``… gradients``, ``… optimizer``, working memory."""
+    parts = {
+        f"{role.name} {part}": getattr(role, part)
+        for role in facts.roles
+        for part in ("weights", "gradients", "optimizer")
+    }
+    return {name: size for name, size in {**parts, **facts.working_bytes}.items() if size}
+
+
+def startup_dict(facts: StartupFacts) -> dict[str, Any]:
+    """The report as plain values, for a JSON file."""
+    memory = memory_estimate(facts)
+    return {
+        "device": facts.device,
+        "processes": facts.processes,
+        "model": facts.model,
+        "log_dir": facts.log_dir,
+        "batch": batch_arithmetic(facts.batch),
+        "parameters": {role.name: role.parameters for role in facts.roles},
+        "memory_bytes": {**memory, "total": sum(memory.values()), "free": facts.free_bytes},
+        "restored": None if facts.restored is None else asdict(facts.restored),
+        "packages": {
+            status.package.name: (status.version or "found") if status.found else None
+            for status in facts.packages
+        },
+        "notes": list(facts.notes),
+    }
+
+
+def startup_report(facts: StartupFacts) -> Group:
+    """The report for the console; ``console.print`` it."""
+    return Group(
+        Text(
+            f"aligner on {_count(facts.processes, 'process', 'processes')}: {facts.device}", "bold"
+        ),
+        Text(f"policy from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
+        *(Text(note, "yellow") for note in facts.notes),
+        Text("\nBatches", "bold"),
+        *(_indented(Text(sentence)) for sentence in batch_arithmetic(facts.batch)),
+        Text("\nModels, per process", "bold"),
+        _role_table(facts.roles),
+        _indented(_memory_line(facts)),
+        Text("\nOptional packages", "bold"),
+        *(_indented(_package_line(status, facts.has_gpu)) for status in facts.packages),
+        Text(),
+    )
+
+
+def _indented(text: Text) -> Padding:
+    return Padding(text, (0, 0, 0, 2))
+
+
+def _restored(restored: Restored | None) -> str:
+    if restored is None:
+        return "a new run: no run state was found"
+    return (
+        f"resumed after step {restored.step} from {restored.path}: "
+        f"{', '.join(restored.items)} restored"
+    )
+
+
+def _role_table(roles: Sequence[RoleMemory]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    table.add_column("role")
+    for column in ("parameters", "weights", "gradients", "optimizer", "together"):
+        table.add_column(column, justify="right")
+    for role in roles:
+        sizes = (role.weights, role.gradients, role.optimizer, role.total)
+        shown = ("–" if size == 0 else readable_bytes(size) for size in sizes)
+        frozen = "" if role.trainable else " (frozen)"
+        table.add_row(f"{role.name}{frozen}", f"{role.parameters:,}", *shown)
+    return table
+
+
+def _memory_line(facts: StartupFacts) -> Text:
+    total = sum(memory_estimate(facts).values())
+    working = "".join(
+        f" + {name} {readable_bytes(size)}" for name, size in facts.working_bytes.items()
+    )
+    models = readable_bytes(sum(role.total for role in facts.roles))
+    text = (
+        f"models {models}{working} = about {readable_bytes(total)} of "
+        f"{readable_bytes(facts.free_bytes)} free"
+    )
+    if total <= facts.free_bytes:
+        return Text(text)
+    advice = (
+        ": this may not fit. Lower micro_batch_size or rollout_micro_batch_size, set "
+        "model.activations_checkpoint_granularity=full or offload_adam_states=true"
+    )
+    return Text(text + advice, "bold red")
+
+
+def _package_line(status: PackageStatus, has_gpu: bool) -> Text:
+    package = status.package
+    if status.found:
+        return Text(f"{package.name} {status.version or 'found'}", "green")
+    if package.gpu_only and not has_gpu:
+        return Text(f"{package.name} not installed (used on GPUs only)", "dim")
+    return Text(f"{package.name} not installed: {package.without}. Get it: {package.install}")
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number} times")

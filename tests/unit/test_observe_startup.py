@@ -1,0 +1,153 @@
+"""The start-up report, with arithmetic done by hand."""
+
+import json
+import sys
+
+from rich.console import Console
+
+from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
+from aligner.observe.packages import OptionalPackage, PackageStatus, find_packages
+from aligner.observe.startup import (
+    BatchPlan,
+    Restored,
+    StartupFacts,
+    TrainedRole,
+    batch_arithmetic,
+    startup_dict,
+    startup_report,
+)
+
+
+def a_plan(**changes) -> BatchPlan:
+    sizes = {
+        "steps": 10,
+        "train_prompts": 100,
+        "num_rollout_samples": 64,
+        "num_rollouts_per_prompt": 4,
+        "rollout_micro_batch_size": 20,
+        "data_parallel_size": 2,
+        "ppo_epochs": 2,
+        "roles": [TrainedRole("policy", 32, 8), TrainedRole("critic", 64, 4)],
+    }
+    return BatchPlan(**{**sizes, **changes})
+
+
+def some_facts(**changes) -> StartupFacts:
+    fields = {
+        "device": "CPU, 2 threads",
+        "processes": 2,
+        "has_gpu": False,
+        "model": "models/tiny.nemo",
+        "log_dir": "results/tiny",
+        "batch": a_plan(),
+        "roles": [
+            RoleMemory("policy", 1_000_001, True, model_parallel_size=2, optimizer_shards=2),
+            RoleMemory("reference", 1_000_001, False, model_parallel_size=2),
+        ],
+        "working_bytes": {"KV cache": 1_000_000},
+        "free_bytes": 2**30,
+        "packages": [],
+    }
+    return StartupFacts(**{**fields, **changes})
+
+
+def text_of(facts: StartupFacts) -> str:
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(startup_report(facts))
+    return capture.get()
+
+
+def test_batch_arithmetic_in_words():
+    assert batch_arithmetic(a_plan()) == [
+        "A step draws 16 prompts and samples 4 responses to each: 64 samples, 32 on each of "
+        "2 data-parallel ranks, at most 20 of them in flight together.",
+        "The policy goes over them twice in batches of 32: 4 updates a step (40 in the run), each "
+        "the sum of 2 micro-batches of 8 on every rank.",
+        "The critic goes over them twice in batches of 64: 2 updates a step (20 in the run), each "
+        "the sum of 8 micro-batches of 4 on every rank.",
+        "10 steps: 640 samples; 100 training prompts make an epoch of 6 steps and 4 prompts left "
+        "over.",
+    ]
+    assert batch_arithmetic(a_plan(train_prompts=None))[-1] == "10 steps: 640 samples."
+
+
+def test_memory_by_hand():
+    policy, reference = some_facts().roles
+    assert policy.local_parameters == 500_001
+    assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
+    assert policy.optimizer == 250_001 * 8
+    assert (reference.gradients, reference.optimizer) == (0, 0)
+    sizes = {"layers": 30, "query_groups": 3, "kv_channels": 64, "value_bytes": 4}
+    assert kv_cache_bytes(**sizes, sequences=64, length=100) == 2 * 30 * 3 * 64 * 64 * 100 * 4
+    shape = {"layers": 10, "hidden_size": 8, "tokens": 5, "value_bytes": 4}
+    assert activation_bytes(**shape, recompute=False) == 17 * 10 * 160
+    assert activation_bytes(**shape, recompute=True) == 27 * 160
+
+
+def test_report_and_dict():
+    restored = Restored(12, "results/tiny/checkpoints/step_000012", ("policy", "optimizer"))
+    facts = some_facts(restored=restored, notes=("3 prompts were too long and dropped",))
+    text = text_of(facts)
+    for part in (
+        "aligner on 2 processes: CPU, 2 threads",
+        "resumed after step 12 from results/tiny/checkpoints/step_000012: policy, optimizer",
+        "3 prompts were too long",
+        "1,000,001",
+        "reference (frozen)",
+        "= about",
+    ):
+        assert part in text
+    assert "may not fit" not in text
+    found = startup_dict(facts)
+    assert json.loads(json.dumps(found)) == {
+        **found,
+        "restored": {**found["restored"], "items": ["policy", "optimizer"]},
+    }
+    assert found["memory_bytes"] == {
+        "policy weights": 2_000_004,
+        "policy gradients": 2_000_004,
+        "policy optimizer": 2_000_008,
+        "reference weights": 2_000_004,
+        "KV cache": 1_000_000,
+        "total": 9_000_020,
+        "free": 2**30,
+    }
+
+
+def test_a_run_that_may_not_fit_says_what_to_do():
+    text = text_of(some_facts(free_bytes=9_000_019))
+    assert "may not fit" in text
+    assert "micro_batch_size" in text
+    assert "a new run" in text
+    assert "may not fit" not in text_of(some_facts(free_bytes=9_000_020))
+
+
+def test_missing_packages_say_what_is_lost():
+    fast = OptionalPackage("fast", "everything is slow", "pip install fast", gpu_only=True)
+    nice = OptionalPackage("nice", "less nice", "pip install nice")
+    statuses = [PackageStatus(fast, False), PackageStatus(nice, False)]
+    on_cpu, on_gpu = (text_of(some_facts(packages=statuses, has_gpu=gpu)) for gpu in (False, True))
+    assert "fast not installed (used on GPUs only)" in on_cpu
+    assert "fast not installed: everything is slow. Get it: pip install fast" in on_gpu
+    assert "nice not installed: less nice" in on_cpu
+    assert "nice 1.2" in text_of(some_facts(packages=[PackageStatus(nice, True, "1.2")]))
+
+
+def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "namesake").mkdir()
+    (tmp_path / "namesake" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = OptionalPackage("namesake", "x", "y", submodule="optimizers", alternative="no_such_C")
+    assert [status.found for status in find_packages((package,))] == [False]
+    (tmp_path / "namesake" / "optimizers").mkdir()
+    assert [status.found for status in find_packages((package,))] == [True]
+    assert "namesake" not in sys.modules
+
+
+def test_the_real_list_is_looked_up_without_importing():
+    before = set(sys.modules)
+    statuses = {status.package.name: status for status in find_packages()}
+    assert set(statuses) >= {"apex", "transformer_engine", "flash_attn", "vllm", "wandb"}
+    assert statuses["tensorboard"].found
+    assert not {"vllm", "wandb", "apex"} & (set(sys.modules) - before)
