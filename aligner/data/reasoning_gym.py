@@ -25,7 +25,7 @@ def reasoning_gym_prompts(
         suffix: written after it, such as instructions for the format of the answer.
         options: further settings of the task.
 
-    Score the responses with ``aligner.rewards.reasoning_gym:reasoning_gym``.
+    Score the responses with ``aligner.rewards.reasoning_gym:reward``.
     """
     import reasoning_gym  # some seconds
 

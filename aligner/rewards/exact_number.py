@@ -8,7 +8,7 @@ from typing import Any
 _NUMBER = re.compile(r"(?!-0$)-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?", re.ASCII)
 
 
-def exact_number(
+def reward(
     prompts: list[str],
     responses: list[str],
     ground_truths: list[Any],

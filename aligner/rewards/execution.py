@@ -17,18 +17,18 @@ _MOST_TRIED = 256
 
 
 class LoadedFunction:
-    """A reward function with its options, ready to be called."""
+    """A reward function with its kwargs, ready to be called."""
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-        """Bind ``options``; refuses a signature that does not fit."""
-        self.signature = Signature.of(function, name, options)
-        self._function = functools.partial(function, **options)
-        self._options = frozenset(options)
+    def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+        """Bind ``kwargs``; refuses a signature that does not fit."""
+        self.signature = Signature.of(function, name, kwargs)
+        self._function = functools.partial(function, **kwargs)
+        self._kwargs = frozenset(kwargs)
 
     @classmethod
-    def load(cls, name: str, options: Mapping[str, Any]) -> "LoadedFunction":
+    def load(cls, name: str, kwargs: Mapping[str, Any]) -> "LoadedFunction":
         """Import the function that ``reward.function`` names."""
-        return cls(load_function(name, key="reward.function"), name, options)
+        return cls(load_function(name, key="reward.function"), name, kwargs)
 
     def score(self, samples: Samples, *, limit_s: float | None = None) -> Scored:
         """Call the function, wait if it is async, and check what it returned.
@@ -39,7 +39,7 @@ class LoadedFunction:
             samples.prompts,
             samples.responses,
             samples.ground_truths,
-            **self.signature.select(samples.columns, self._options),
+            **self.signature.select(samples.columns, self._kwargs),
         )
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result, limit_s))

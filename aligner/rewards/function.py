@@ -36,7 +36,7 @@ class RewardOutput:
 class _Runner(Protocol):
     signature: Signature
 
-    def score(self, parts: list[Samples], timeout_s: float) -> list[Scored]: ...
+    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored]: ...
 
     def close(self) -> None: ...
 
@@ -44,14 +44,16 @@ class _Runner(Protocol):
 class RewardFunction:
     """A reward function, ready to score batches. Close it, or use it as a context manager."""
 
-    def __init__(self, runner: _Runner, *, timeout_s: float, max_concurrency: int) -> None:
+    def __init__(self, runner: _Runner, *, time_limit_s: float, max_concurrency: int) -> None:
         """Use :meth:`load` or :meth:`wrap`."""
-        if timeout_s <= 0:
-            raise ConfigError(f"reward.timeout_s={timeout_s} must be a positive number of seconds")
+        if time_limit_s <= 0:
+            raise ConfigError(
+                f"reward.time_limit_s={time_limit_s} must be a positive number of seconds"
+            )
         if max_concurrency < 1:
             raise ConfigError(f"reward.max_concurrency={max_concurrency} must be at least 1")
         self._runner = runner
-        self._timeout_s = timeout_s
+        self._timeout_s = time_limit_s
         self._max_concurrency = max_concurrency
 
     @classmethod
@@ -59,8 +61,8 @@ class RewardFunction:
         cls,
         name: str,
         *,
-        options: Mapping[str, Any] | None = None,
-        timeout_s: float = 60.0,
+        kwargs: Mapping[str, Any] | None = None,
+        time_limit_s: float = 60.0,
         max_concurrency: int = 1,
     ) -> "RewardFunction":
         """Load the function ``name`` into a process of its own.
@@ -68,30 +70,30 @@ class RewardFunction:
         Args:
             name: ``package.module:function``, ``package.module.function`` or
                 ``path/to/file.py:function``; sync or async.
-            options: further keyword arguments, the same in every call.
-            timeout_s: longest time for one batch.
+            kwargs: further keyword arguments, the same in every call.
+            time_limit_s: longest time for one batch.
             max_concurrency: score this many parts of a batch at the same time, each in a process
                 of its own. With more than one the function sees parts, not the batch.
 
         Raises:
             ConfigError: it cannot be imported, or its signature does not fit.
         """
-        runner = ProcessRunner(name, options or {})
-        return cls(runner, timeout_s=timeout_s, max_concurrency=max_concurrency)
+        runner = ProcessRunner(name, kwargs or {})
+        return cls(runner, time_limit_s=time_limit_s, max_concurrency=max_concurrency)
 
     @classmethod
     def wrap(
         cls,
         function: Callable[..., Any],
         *,
-        options: Mapping[str, Any] | None = None,
-        timeout_s: float = 60.0,
+        kwargs: Mapping[str, Any] | None = None,
+        time_limit_s: float = 60.0,
         max_concurrency: int = 1,
     ) -> "RewardFunction":
         """Use a Python callable of this process; the arguments are those of :meth:`load`."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        runner = ThreadRunner(function, name, options or {})
-        return cls(runner, timeout_s=timeout_s, max_concurrency=max_concurrency)
+        runner = ThreadRunner(function, name, kwargs or {})
+        return cls(runner, time_limit_s=time_limit_s, max_concurrency=max_concurrency)
 
     @property
     def name(self) -> str:

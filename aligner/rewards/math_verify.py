@@ -4,13 +4,13 @@ import threading
 from typing import Any
 
 
-def math_verify(
+def reward(
     prompts: list[str],
     responses: list[str],
     ground_truths: list[Any],
     *,
     boxed: bool = False,
-    sample_timeout_s: int = 5,
+    sample_limit_s: int = 5,
 ) -> list[dict[str, float]]:
     r"""Reward 1 where the response's final answer equals the ground truth (``1/2`` = ``0.5``).
 
@@ -20,7 +20,7 @@ def math_verify(
             dollars, or a plain number.
         ground_truths: numbers, or LaTeX with or without dollars or ``\boxed{}``.
         boxed: only count an answer in ``\boxed{}``.
-        sample_timeout_s: longest time for one comparison, which then counts as wrong. It works in
+        sample_limit_s: longest time for one comparison, which then counts as wrong. It works in
             the reward process only: it needs signals, which threads do not get.
 
     Returns:
@@ -28,7 +28,7 @@ def math_verify(
     """
     from math_verify import parse, verify  # sympy takes a while to import
 
-    limit = sample_timeout_s if threading.current_thread() is threading.main_thread() else None
+    limit = sample_limit_s if threading.current_thread() is threading.main_thread() else None
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
         gold = parse(_as_latex(ground_truth), parsing_timeout=limit)

@@ -29,24 +29,24 @@ _BOOT = (
 class ProcessRunner:
     """As many children as a batch has parts, started when first needed and then kept."""
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         """Start the first child, so that a function that cannot be imported is refused now."""
         self._name = name
-        self._options = dict(options)
-        self._children = [RewardProcess(name, options)]
+        self._kwargs = dict(kwargs)
+        self._children = [RewardProcess(name, kwargs)]
         self.signature: Signature = self._children[0].signature
 
-    def score(self, parts: list[Samples], timeout_s: float) -> list[Scored]:
+    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored]:
         """Score all parts at the same time; they share one time limit."""
         self._children = [child for child in self._children if child.alive]
         while len(self._children) < len(parts):
-            self._children.append(RewardProcess(self._name, self._options))
+            self._children.append(RewardProcess(self._name, self._kwargs))
         pairs = list(zip(self._children, parts, strict=False))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + time_limit_s
         try:
             for child, part in pairs:
-                child.send(part, timeout_s)
-            return [child.receive(part, deadline, timeout_s) for child, part in pairs]
+                child.send(part, time_limit_s)
+            return [child.receive(part, deadline, time_limit_s) for child, part in pairs]
         except BaseException:  # an interrupt too: no answer may be left for the next batch
             self.close()
             raise
@@ -65,7 +65,7 @@ class RewardProcess:
     with it, and it ends by itself when this process is gone.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         """Start the child and wait until it has imported the function ``name``."""
         self._name = name
         self._connection, channel = Pipe()
@@ -77,7 +77,7 @@ class RewardProcess:
                 start_new_session=True,
             )
         self._stop = weakref.finalize(self, _kill, self._child, self._connection, os.getpid())
-        self._connection.send((name, dict(options)))
+        self._connection.send((name, dict(kwargs)))
         kind, payload = self._receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)
         if kind == "refused":
             self.close()
@@ -94,22 +94,22 @@ class RewardProcess:
         """Process id of the child."""
         return self._child.pid
 
-    def send(self, samples: Samples, timeout_s: float) -> None:
+    def send(self, samples: Samples, time_limit_s: float) -> None:
         """Hand over a batch; ``receive`` must follow."""
         try:
-            self._connection.send((samples, timeout_s))
+            self._connection.send((samples, time_limit_s))
         except OSError as error:
             raise self._died() from error
 
-    def receive(self, samples: Samples, deadline: float, timeout_s: float) -> Scored:
+    def receive(self, samples: Samples, deadline: float, time_limit_s: float) -> Scored:
         """Wait for the scores of the batch that was sent.
 
         Args:
             samples: that batch, to name a sample in it.
             deadline: ``time.monotonic()`` at which the wait ends.
-            timeout_s: the time limit that ``deadline`` came from, for the message.
+            time_limit_s: the time limit that ``deadline`` came from, for the message.
         """
-        kind, payload = self._receive(deadline, timeout_s)
+        kind, payload = self._receive(deadline, time_limit_s)
         if kind == "scores":
             scored: Scored = payload
             return scored
@@ -130,13 +130,13 @@ class RewardProcess:
             return None
         return index
 
-    def _receive(self, deadline: float, timeout_s: float) -> tuple[str, Any]:
+    def _receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
         try:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise RewardTimeoutError(
-                    f"reward function {self._name!r} did not answer within {timeout_s:g} seconds "
-                    "and was killed; raise reward.timeout_s or make it faster"
+                    f"reward function {self._name!r} did not answer within {time_limit_s:g} "
+                    "seconds and was killed; raise reward.time_limit_s or make it faster"
                 )
             message: tuple[str, Any] = self._connection.recv()
         except (EOFError, ConnectionError) as error:

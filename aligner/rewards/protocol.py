@@ -27,7 +27,8 @@ class RewardFunctionProtocol(Protocol):
     * ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
       (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
       (int, in tokens). Only those that the signature names are passed, all of them if it has
-      ``**columns``. Options from the configuration come by keyword too and win over columns.
+      ``**columns``. What ``reward.kwargs`` of the configuration holds comes by keyword too, and
+      wins over columns.
 
     It returns one finite number per sample, or one dict per sample that holds ``"reward"`` and
     further numbers under the same keys for every sample; those become metrics.
@@ -55,9 +56,9 @@ class Signature:
 
     @classmethod
     def of(
-        cls, function: Callable[..., Any], name: str, options: Collection[str] = ()
+        cls, function: Callable[..., Any], name: str, kwargs: Collection[str] = ()
     ) -> "Signature":
-        """Inspect ``function``, to be called with the keyword arguments ``options``.
+        """Inspect ``function``, to be called with the keyword arguments ``kwargs``.
 
         Raises:
             ConfigError: it cannot take three lists, or does not know an option.
@@ -75,12 +76,13 @@ class Signature:
             )
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[3:]
         known = {p.name for p in keyword}
-        unknown = sorted(set(options) - known)
+        unknown = sorted(set(kwargs) - known)
         if unknown and not takes_all:
             raise ConfigError(
-                f"reward function {name!r} has no options {unknown}; it has {sorted(known)}"
+                f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
+                f"{sorted(known)}"
             )
-        free = [p for p in keyword if p.name not in options]
+        free = [p for p in keyword if p.name not in kwargs]
         return cls(
             name=name,
             named=tuple(p.name for p in free),
@@ -97,13 +99,13 @@ class Signature:
                 f"not have; columns found: {sorted(available)}"
             )
 
-    def select(self, columns: Mapping[str, list[Any]], options: Collection[str]) -> dict[str, Any]:
+    def select(self, columns: Mapping[str, list[Any]], kwargs: Collection[str]) -> dict[str, Any]:
         """The columns to pass."""
         self.check_columns(columns)
         return {
             name: values
             for name, values in columns.items()
-            if name not in options and (self.takes_all or name in self.named)
+            if name not in kwargs and (self.takes_all or name in self.named)
         }
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 
-def regex_format(
+def reward(
     prompts: list[str],
     responses: list[str],
     ground_truths: list[Any],

@@ -19,27 +19,29 @@ from aligner.rewards.protocol import Samples, Signature
 class ThreadRunner:
     """One daemon thread per part of a batch. A thread that hangs is left behind."""
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-        """Bind ``options``; refuses a signature that does not fit."""
-        self._function = LoadedFunction(function, name, options)
+    def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+        """Bind ``kwargs``; refuses a signature that does not fit."""
+        self._function = LoadedFunction(function, name, kwargs)
         self.signature: Signature = self._function.signature
 
-    def score(self, parts: list[Samples], timeout_s: float) -> list[Scored]:
+    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored]:
         """Score all parts at the same time; they share one time limit."""
-        deadline = time.monotonic() + timeout_s
-        replies = [self._start(part, timeout_s) for part in parts]
-        return [self._result(reply, deadline, timeout_s) for reply in replies]
+        deadline = time.monotonic() + time_limit_s
+        replies = [self._start(part, time_limit_s) for part in parts]
+        return [self._result(reply, deadline, time_limit_s) for reply in replies]
 
     def close(self) -> None:
         """Nothing is kept between batches."""
 
-    def _start(self, part: Samples, timeout_s: float) -> "queue.SimpleQueue[Scored | AlignerError]":
+    def _start(
+        self, part: Samples, time_limit_s: float
+    ) -> "queue.SimpleQueue[Scored | AlignerError]":
         reply: queue.SimpleQueue[Scored | AlignerError] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 # A second more, so that the caller's own message comes first.
-                reply.put(self._function.score(part, limit_s=timeout_s + 1))
+                reply.put(self._function.score(part, limit_s=time_limit_s + 1))
             except AlignerError as error:
                 reply.put(error)
             except Exception as error:
@@ -55,14 +57,14 @@ class ThreadRunner:
         self,
         reply: "queue.SimpleQueue[Scored | AlignerError]",
         deadline: float,
-        timeout_s: float,
+        time_limit_s: float,
     ) -> Scored:
         try:
             result = reply.get(timeout=max(0.001, deadline - time.monotonic()))
         except queue.Empty:
             raise RewardTimeoutError(
-                f"reward function {self.signature.name!r} did not answer within {timeout_s:g} "
-                "seconds and was left behind in its thread; raise reward.timeout_s or make it "
+                f"reward function {self.signature.name!r} did not answer within {time_limit_s:g} "
+                "seconds and was left behind in its thread; raise reward.time_limit_s or make it "
                 "faster"
             ) from None
         if isinstance(result, AlignerError):

@@ -1,6 +1,6 @@
 """The reward process: loads the function once, then scores what its parent sends.
 
-Messages are pickled tuples. Parent → child: first ``(function name, options)``, then
+Messages are pickled tuples. Parent → child: first ``(function name, kwargs)``, then
 ``(Samples, time limit in seconds)``. Child → parent: ``("ready", Signature)``,
 ``("scores", (rewards, metrics))``, ``("refused", AlignerError)``, or ``("raised", text)`` followed
 by ``("culprit", index | None)``.

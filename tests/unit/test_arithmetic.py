@@ -1,0 +1,107 @@
+"""The arithmetic task: right answers, disjoint problems, nothing leaked."""
+
+import pytest
+
+from aligner.data.arithmetic import Problem, arithmetic_prompts, split_problems
+from aligner.errors import ConfigError
+
+
+def parse(line):
+    for operator in "+-*":
+        if operator in line:
+            a, rest = line.split(operator)
+            b, answer = rest.split("=")
+            return Problem(int(a), operator, int(b)), answer
+    raise AssertionError(line)
+
+
+@pytest.mark.parametrize("operators", [["+"], ["-"], ["*"], ["+", "-", "*"]])
+@pytest.mark.parametrize("shots", [0, 3])
+def test_prompts_are_right_and_leak_nothing(operators, shots):
+    asked: dict[str, set[Problem]] = {}
+    train_problems = split_problems(
+        seed=5, low=0, high=9, operators=operators, validation_fraction=0.25
+    )["train"]
+    for split in ("train", "validation"):
+        rows = list(
+            arithmetic_prompts(split, 300, seed=5, high=9, operators=operators, shots=shots)
+        )
+        assert len(rows) == 300
+        for row in rows:
+            *examples, question = row["prompt"].split("\n")
+            problem, nothing = parse(question)
+            assert nothing == ""
+            assert (row["a"], row["operator"], row["b"]) == problem
+            assert row["ground_truth"] == str(eval(f"{problem.a}{problem.operator}{problem.b}"))
+            asked.setdefault(split, set()).add(problem.canonical)
+            shown = [parse(example) for example in examples]
+            assert len({example.canonical for example, _ in shown}) == shots
+            for example, answer in shown:
+                assert int(answer) == eval(f"{example.a}{example.operator}{example.b}") >= 0
+                assert answer != row["ground_truth"]
+                assert example.canonical != problem.canonical
+                assert example in train_problems
+    assert not asked["train"] & asked["validation"]
+
+
+def test_split_covers_everything_once():
+    pools = split_problems(seed=1, low=0, high=3, operators="+", validation_fraction=0.3)
+    everything = [Problem(a, "+", b) for a in range(4) for b in range(4)]
+    assert sorted(pools["train"] + pools["validation"]) == everything
+    # 10 problems up to their mirror image, 3 of them held out
+    assert len({problem.canonical for problem in pools["validation"]}) == 3
+    mirrored = [Problem(p.b, "+", p.a) for p in pools["validation"]]
+    assert set(mirrored) == set(pools["validation"])
+
+
+def test_every_problem_is_asked_once_per_round():
+    count = len(
+        split_problems(seed=0, low=0, high=9, operators="+", validation_fraction=0.25)["train"]
+    )
+    rows = list(arithmetic_prompts("train", 2 * count, high=9))
+    first = [(row["a"], row["b"]) for row in rows[:count]]
+    second = [(row["a"], row["b"]) for row in rows[count:]]
+    assert len(set(first)) == count
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_same_seed_same_rows_whatever_the_size():
+    few = list(arithmetic_prompts("train", 10, seed=3))
+    many = list(arithmetic_prompts("train", 500, seed=3))
+    assert many[:10] == few
+    assert list(arithmetic_prompts("train", 10, seed=4)) != few
+    # written down once: another machine, another Python, the same prompts
+    assert few[0]["prompt"] == "1+17=18\n12+1=13\n10+7="
+
+
+def test_format():
+    row = next(
+        arithmetic_prompts(
+            "train", 1, question="{a} {operator} {b} =", answer=" {answer}", separator="\n\n"
+        )
+    )
+    *examples, question = row["prompt"].split("\n\n")
+    assert question == f"{row['a']} + {row['b']} ="
+    assert all(" = " in example for example in examples)
+    assert row["ground_truth"] == str(row["a"] + row["b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "test"}, "split='test'"),
+        ({"operators": ["/"]}, "operators="),
+        ({"operators": []}, "operators="),
+        ({"low": 5, "high": 4}, "low=5"),
+        ({"low": -1}, "low=-1"),
+        ({"size": 0}, "size=0"),
+        ({"shots": -1}, "shots=-1"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        ({"high": 0}, "cannot be split"),
+        ({"high": 2, "shots": 10}, "shots=10"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        list(arithmetic_prompts(**{"split": "train", "size": 4, **arguments}))

@@ -1,0 +1,113 @@
+"""Order of prompts: by seed and epoch, resumable, defined for any batch size."""
+
+from itertools import islice
+
+import pytest
+import torch
+
+from aligner.data.collate import collate_prompts, pad_right
+from aligner.data.prompts import Prompt
+from aligner.data.sampler import PromptSampler, epoch_order, sequential_batches
+from aligner.errors import ConfigError, DataError
+
+
+def draw(sampler, count):
+    return [sampler.next_batch() for _ in range(count)]
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    assert sorted(epoch_order(100, 1, 0)) == list(range(100))
+    assert epoch_order(100, 1, 0).tolist() == epoch_order(100, 1, 0).tolist()
+    assert epoch_order(100, 1, 0).tolist() != epoch_order(100, 1, 1).tolist()
+    assert epoch_order(100, 1, 0).tolist() != epoch_order(100, 2, 0).tolist()
+    # (seed, epoch) is a pair, not a sum
+    assert epoch_order(100, 1, 2).tolist() != epoch_order(100, 2, 1).tolist()
+    # written down once: another machine, the same order
+    assert epoch_order(8, 1, 0).tolist() == [5, 0, 1, 4, 2, 6, 3, 7]
+
+
+def test_wrap_shows_every_prompt_once_per_epoch():
+    sampler = PromptSampler(5, 2, seed=1)
+    flat = [index for batch in draw(sampler, 5) for index in batch]
+    assert flat[:5] == epoch_order(5, 1, 0).tolist()
+    assert flat[5:] == epoch_order(5, 1, 1).tolist()
+    assert (sampler.epoch, sampler.position) == (1, 5)
+    assert sampler.batches_in(1) == 3
+    assert sampler.batches_in(2) == 5
+
+
+def test_drop_leaves_the_rest_of_an_epoch():
+    sampler = PromptSampler(5, 2, seed=1, last_batch="drop")
+    first, second, third = draw(sampler, 3)
+    assert first + second == epoch_order(5, 1, 0).tolist()[:4]
+    assert third == epoch_order(5, 1, 1).tolist()[:2]
+    assert sampler.batches_in(3) == 6
+
+
+def test_batch_larger_than_the_data():
+    sampler = PromptSampler(3, 8, seed=4)
+    orders = [epoch_order(3, 4, epoch).tolist() for epoch in range(3)]
+    assert sampler.next_batch() == (orders[0] + orders[1] + orders[2])[:8]
+    with pytest.raises(ConfigError, match=r"batch of 8 prompts is larger than the data set \(3\)"):
+        PromptSampler(3, 8, seed=4, last_batch="drop")
+
+
+def test_without_shuffling():
+    sampler = PromptSampler(3, 2, seed=1, shuffle=False)
+    assert list(islice(sampler, 3)) == [[0, 1], [2, 0], [1, 2]]
+
+
+@pytest.mark.parametrize("last_batch", ["wrap", "drop"])
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 7])
+def test_resumes_where_it_stopped(last_batch, before):
+    whole = draw(PromptSampler(7, 3, seed=2, last_batch=last_batch), before + 6)
+    stopped = PromptSampler(7, 3, seed=2, last_batch=last_batch)
+    draw(stopped, before)
+    resumed = PromptSampler(7, 3, seed=2, last_batch=last_batch)
+    resumed.load_state_dict(stopped.state_dict())
+    assert draw(resumed, 6) == whole[before:]
+
+
+def test_other_data_or_seed_is_refused():
+    state = PromptSampler(7, 3, seed=2).state_dict()
+    with pytest.raises(DataError, match="size=7 and this one has size=8"):
+        PromptSampler(8, 3, seed=2).load_state_dict(state)
+    with pytest.raises(DataError, match="seed=2 and this one has seed=3"):
+        PromptSampler(7, 3, seed=3).load_state_dict(state)
+
+
+def test_refusals():
+    with pytest.raises(DataError, match="empty"):
+        PromptSampler(0, 3, seed=1)
+    with pytest.raises(ConfigError, match="batch of 0"):
+        PromptSampler(3, 0, seed=1)
+    with pytest.raises(ConfigError, match="last_batch='keep'"):
+        PromptSampler(3, 1, seed=1, last_batch="keep")
+
+
+def test_validation_goes_through_once():
+    assert list(sequential_batches(5, 2)) == [[0, 1], [2, 3], [4]]
+    assert list(sequential_batches(4, 8)) == [[0, 1, 2, 3]]
+
+
+def test_padding_goes_by_length():
+    ids, lengths = pad_right([[7, 0, 0], [5], []], pad_id=0, pad_to_multiple_of=4)
+    assert ids.tolist() == [[7, 0, 0, 0], [5, 0, 0, 0], [0, 0, 0, 0]]
+    assert lengths.tolist() == [3, 1, 0]  # zeros that are tokens count
+    assert ids.dtype == lengths.dtype == torch.int64
+    assert pad_right([[1, 2, 3]], 9)[0].shape == (1, 3)
+
+
+def test_batch_of_prompts():
+    prompts = [
+        Prompt(4, "ab", [1, 2], "x", {"level": 3}),
+        Prompt(9, "c", [3], None, {"source": "web"}),
+    ]
+    batch = collate_prompts(prompts, pad_id=8)
+    assert len(batch) == 2
+    assert batch.input_ids.tolist() == [[1, 2], [3, 8]]
+    assert batch.input_lengths.tolist() == [2, 1]
+    assert batch.prompt_ids.tolist() == [4, 9]
+    assert batch.texts == ["ab", "c"]
+    assert batch.ground_truths == ["x", None]
+    assert batch.columns == {"level": [3, None], "source": [None, "web"]}

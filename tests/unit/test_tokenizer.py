@@ -1,0 +1,249 @@
+"""Tokenizers: real byte-level BPE and real SentencePiece models, trained here."""
+
+import io
+import json
+import pickle
+
+import pytest
+import sentencepiece
+from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from aligner.data.decoding import IncrementalDecoder, decode_response
+from aligner.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
+from aligner.errors import AlignerError, CheckpointNotFoundError, DataError, TokenizerError
+
+CORPUS = [f"{a}+{b}={a + b}\nHello there, wörld number {a}." for a in range(20) for b in range(5)]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def byte_level_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("byte_level")
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        CORPUS, vocab_size=300, special_tokens=["<bos>", "<eos>"], show_progress=False
+    )
+    trained.save(str(folder / "tokenizer.json"))
+    bos = {"__type": "AddedToken", "content": "<bos>"}
+    config = {"bos_token": bos, "eos_token": "<eos>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_file(tmp_path_factory):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece"])
+def tokenizer(request, byte_level_dir, sentencepiece_file):
+    return load_tokenizer(byte_level_dir if request.param == "byte_level" else sentencepiece_file)
+
+
+def test_text_survives(tokenizer):
+    assert isinstance(tokenizer, Tokenizer)
+    for text in ["2+3=5\n7+4=", "Hello there, wörld", "日本語 🎈"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.bos_id not in ids
+        assert tokenizer.eos_id not in ids
+        assert 0 <= min(ids) <= max(ids) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("response", [" there, wörld 🎈日本語\n12", "", "5\n", " 5", "é"])
+def test_response_is_what_the_prompt_lacks(tokenizer, response):
+    prompt_ids = tokenizer.encode("Hello")
+    response_ids = tokenizer.encode("Hello" + response)[len(prompt_ids) :]
+    assert tokenizer.encode("Hello" + response)[: len(prompt_ids)] == prompt_ids
+    with_end = [*response_ids, tokenizer.eos_id]
+    assert decode_response(tokenizer, prompt_ids, with_end) == response
+
+    decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    pieces = [decoder.push(token) for token in response_ids]
+    assert "".join(pieces) + decoder.flush() == response
+    assert not any("�" in piece for piece in pieces)
+
+
+def test_character_appears_with_its_last_byte(tokenizer):
+    prompt_ids = tokenizer.encode("Hello")
+    balloon = tokenizer.encode("Hello🎈")[len(prompt_ids) :]
+    assert len(balloon) == 4  # one token per byte: neither vocabulary knows it
+    decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    assert [decoder.push(token) for token in balloon] == ["", "", "", "🎈"]
+    cut = IncrementalDecoder(tokenizer, prompt_ids)
+    assert cut.push(balloon[0]) == ""
+    assert set(cut.flush()) == {"�"}
+
+
+def test_long_response_streams_exactly(tokenizer):
+    text = " wörld 🎈" * 40
+    prompt_ids = tokenizer.encode("Hello")
+    response_ids = tokenizer.encode("Hello" + text)[len(prompt_ids) :]
+    decoder = IncrementalDecoder(tokenizer, prompt_ids)
+    assert "".join(decoder.push(token) for token in response_ids) + decoder.flush() == text
+
+
+def test_prompt_that_ends_within_a_character(tokenizer):
+    balloon = tokenizer.encode("🎈")
+    tail = tokenizer.encode("🎈ab")[len(balloon) :]
+    decoder = IncrementalDecoder(tokenizer, balloon[:-1])
+    streamed = decoder.push(balloon[-1]) + "".join(decoder.push(t) for t in tail) + decoder.flush()
+    assert streamed == decode_response(tokenizer, balloon[:-1], [balloon[-1], *tail])
+    assert streamed.endswith("ab")
+
+
+def test_sentencepiece_keeps_the_first_space_of_a_response(sentencepiece_file):
+    tokenizer = load_tokenizer(sentencepiece_file)
+    prompt_ids = tokenizer.encode("Hello")
+    ids = tokenizer.encode("Hello there")[len(prompt_ids) :]
+    assert tokenizer.decode(ids) == "there"  # what a careless caller would get
+    assert decode_response(tokenizer, prompt_ids, ids) == " there"
+
+
+def test_special_ids(byte_level_dir, sentencepiece_file):
+    byte_level = load_tokenizer(byte_level_dir)
+    assert (byte_level.bos_id, byte_level.eos_id, byte_level.pad_id) == (0, 1, 1)
+    assert byte_level.vocab_size == 300
+    assert byte_level.encode("<eos>") == [1]
+    assert byte_level.decode([1]) == "<eos>"
+    pieces = load_tokenizer(sentencepiece_file)
+    assert (pieces.bos_id, pieces.eos_id, pieces.pad_id) == (1, 2, 2)
+    assert pieces.vocab_size == 400
+
+
+def test_rebuilt_from_its_files_and_from_a_pickle(tokenizer):
+    ids = tokenizer.encode("7+4=11\n")
+    for copy in (
+        tokenizer_from_files(tokenizer.files()),
+        pickle.loads(pickle.dumps(tokenizer)),
+    ):
+        assert copy.encode("7+4=11\n") == ids
+        assert copy.decode(ids) == "7+4=11\n"
+        assert copy.files() == tokenizer.files()
+        assert (copy.eos_id, copy.bos_id, copy.pad_id, copy.vocab_size) == (
+            tokenizer.eos_id,
+            tokenizer.bos_id,
+            tokenizer.pad_id,
+            tokenizer.vocab_size,
+        )
+
+
+def test_same_ids_as_transformers(byte_level_dir):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(byte_level_dir))
+    ours = load_tokenizer(byte_level_dir)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "2+3=5"}]
+    assert ours.encode("wörld 12") == theirs.encode("wörld 12", add_special_tokens=False)
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    pickle.loads(pickle.dumps(ours))  # the renderer stays behind
+
+
+def test_chat_template(byte_level_dir):
+    tokenizer = load_tokenizer(byte_level_dir / "tokenizer.json")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert text == "<|user|>Hi<eos><|assistant|>"
+
+
+def test_template_file_and_named_templates(byte_level_dir):
+    files = load_tokenizer(byte_level_dir).files()
+    config = json.loads(files["tokenizer_config.json"])
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    files["tokenizer_config.json"] = json.dumps({**config, "chat_template": named}).encode()
+    ask = [{"role": "user", "content": "Hi"}]
+    assert tokenizer_from_files(files).apply_chat_template(ask) == "yes"
+    files["chat_template.jinja"] = b"from the file"
+    assert tokenizer_from_files(files).apply_chat_template(ask) == "from the file"
+    files["chat_template.jinja"] = b"{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="roles must alternate"):
+        tokenizer_from_files(files).apply_chat_template(ask)
+
+
+def test_gpt2_pair(tmp_path):
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(CORPUS, vocab_size=300, show_progress=False)
+    trained.add_special_tokens(["<|endoftext|>"])
+    trained.save_model(str(tmp_path))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("7+4=11\n") == trained.encode("7+4=11\n").ids
+    assert tokenizer.decode(tokenizer.encode(" wörld")) == " wörld"
+    assert tokenizer.eos_id == 300
+    assert set(tokenizer.files()) == {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_tokens_only_the_config_knows(byte_level_dir):
+    files = load_tokenizer(byte_level_dir).files()
+    config = json.loads(files["tokenizer_config.json"])
+    added = {"300": {"content": "<|end|>", "special": True}}
+    changed = {**config, "added_tokens_decoder": added, "eos_token": "<|end|>"}
+    files["tokenizer_config.json"] = json.dumps(changed).encode()
+    tokenizer = tokenizer_from_files(files)
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (300, 301)
+    assert tokenizer.encode("5<|end|>")[-1] == 300
+    changed["added_tokens_decoder"] = {"400": added["300"]}
+    files["tokenizer_config.json"] = json.dumps(changed).encode()
+    with pytest.raises(TokenizerError, match="should have id 400"):
+        tokenizer_from_files(files)
+
+
+def test_llama_style_json_keeps_spaces():
+    backend = RustTokenizer(models.BPE(vocab={"▁a": 0, "b": 1, "▁": 2, "</s>": 3}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    files = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    }
+    tokenizer = tokenizer_from_files(files)
+    assert tokenizer.decode([0, 1]) == "ab"
+    assert decode_response(tokenizer, [1], [0, 1, 3]) == " ab"
+
+
+def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):
+    with pytest.raises(CheckpointNotFoundError, match="nowhere does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(TokenizerError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="not a readable tokenizer"):
+        load_tokenizer(tmp_path)
+    for content in (b"", b"no model"):
+        (tmp_path / "bad.model").write_bytes(content)
+        with pytest.raises(TokenizerError, match="not a SentencePiece model"):
+            load_tokenizer(tmp_path / "bad.model")
+    json_only = {"tokenizer.json": (byte_level_dir / "tokenizer.json").read_bytes()}
+    with pytest.raises(TokenizerError, match="names no end-of-sequence token"):
+        tokenizer_from_files(json_only)
+    with pytest.raises(TokenizerError, match="'</s>' is not in the vocabulary"):
+        tokenizer_from_files({**json_only, "tokenizer_config.json": b'{"eos_token": "</s>"}'})
+    with pytest.raises(TokenizerError, match="not JSON"):
+        tokenizer_from_files({**json_only, "tokenizer_config.json": b"{"})
+    with pytest.raises(TokenizerError, match="SentencePiece model without a chat template"):
+        load_tokenizer(sentencepiece_file).apply_chat_template([])
+    assert issubclass(TokenizerError, AlignerError)
+
+
+def test_ids_outside_the_vocabulary(tokenizer):
+    with pytest.raises(TokenizerError, match="leave the vocabulary"):
+        tokenizer.decode([0, tokenizer.vocab_size])
+    with pytest.raises(TokenizerError, match="leave the vocabulary"):
+        tokenizer.decode([-1])

@@ -1,0 +1,177 @@
+"""The verifiers that come with the library, one sample at a time."""
+
+import pytest
+
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.prompts import PromptDataset
+from aligner.errors import ConfigError, RewardError
+from aligner.rewards import exact_number, math_verify, reasoning_gym, regex_format
+from aligner.rewards.function import RewardFunction
+
+
+@pytest.mark.parametrize(
+    ("response", "is_end", "accuracy", "well_formed"),
+    [
+        ("21\n", True, 1, 1),
+        ("21\n", False, 1, 1),
+        ("21\n\n", True, 1, 1),
+        ("21", True, 1, 1),
+        ("21", False, 0, 0),  # cut off: 210 may have been meant
+        ("22\n", True, 0, 1),
+        ("2\n", True, 0, 1),
+        ("210\n", True, 0, 1),
+        ("-21\n", True, 0, 1),
+        (" 21\n", True, 0, 0),
+        ("21 \n", True, 0, 0),
+        ("021\n", True, 0, 0),
+        ("+21\n", True, 0, 0),
+        ("21.\n", True, 0, 0),
+        ("21.0\n", True, 0, 0),
+        ("2１\n", True, 0, 0),  # a full-width digit
+        ("21\n5+5=", True, 0, 0),
+        ("20\n21\n", True, 0, 0),
+        ("20 21\n", True, 0, 0),
+        ("\n21\n", True, 0, 0),
+        ("21\r\n", True, 0, 0),
+        ("-0\n", True, 0, 0),
+        ("\n", True, 0, 0),
+        ("", True, 0, 0),
+    ],
+)
+def test_exact_number(response, is_end, accuracy, well_formed):
+    assert exact_number.reward(["9+12="], [response], ["21"], [is_end]) == [
+        {"reward": accuracy, "accuracy": accuracy, "well_formed": well_formed}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "response", "right"),
+    [
+        (21, "21", 1),
+        (21.0, "21", 1),
+        (0, "0", 1),
+        ("-5", "-5", 1),
+        ("0.25", "0.25", 1),
+        ("0.25", ".25", 0),
+        (0.5, "0.50", 0),
+        (" 7 ", "7", 1),
+    ],
+)
+def test_exact_number_of_other_kinds(ground_truth, response, right):
+    scores = exact_number.reward([""], [response], [ground_truth], [True])
+    assert scores[0]["reward"] == right
+
+
+def test_exact_number_with_a_prefix():
+    responses = [" 21\n", "21\n", "  21\n"]
+    scores = exact_number.reward([""] * 3, responses, ["21"] * 3, [True] * 3, prefix=" ")
+    assert [score["reward"] for score in scores] == [1.0, 0.0, 0.0]
+
+
+def test_exact_number_needs_a_number_to_compare_with():
+    with (
+        RewardFunction.load("aligner.rewards.exact_number:reward") as function,
+        pytest.raises(RewardError, match=r"'two' is not a plainly spelt number .* on sample 1"),
+    ):
+        function(["a", "b"], ["1\n", "2\n"], ["1", "two"], {"is_end": [True, True]})
+
+
+PATTERN = r"<think>.*?</think>\s*<answer>(?P<answer>[^<]*)</answer>\s*"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<think>well\n2+3</think>\n<answer> 5 </answer>", (1.0, 1.0, 1.0)),
+        ("<think></think><answer>6</answer>", (0.1, 0.0, 1.0)),
+        ("<answer>5</answer>", (0.0, 0.0, 0.0)),
+        ("<think></think><answer>5</answer> or 6", (0.0, 0.0, 0.0)),
+        ("<think></think><answer>6</answer><answer>5</answer>", (0.0, 0.0, 0.0)),
+    ],
+)
+def test_regex_format(response, expected):
+    score = regex_format.reward([""], [response], [5], pattern=PATTERN, format_reward=0.1)[0]
+    assert (score["reward"], score["accuracy"], score["well_formed"]) == expected
+
+
+def test_regex_format_without_an_answer():
+    scores = regex_format.reward([""] * 2, ["yes.", "yes"], [None] * 2, pattern=r"\w+\.")
+    assert [score["reward"] for score in scores] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "right"),
+    [
+        (r"so $\frac{2}{4}$", "1/2", 1),
+        ("0.5", r"\frac12", 1),
+        (r"therefore \boxed{1/2}.", 0.5, 1),
+        ("The answer is 12.", 12, 1),
+        (r"\boxed{1,234}", "1234", 1),
+        ("1/3", "1/2", 0),
+        ("", "1/2", 0),
+        ("nothing", "1/2", 0),
+        (r"\boxed{1/2} \boxed{1/3}", "1/2", 0),  # two answers are no answer
+        (r"$x=2$", "$2$", 1),
+    ],
+)
+def test_math_verify(response, ground_truth, right):
+    assert math_verify.reward([""], [response], [ground_truth])[0]["reward"] == right
+
+
+def test_math_verify_in_a_box():
+    responses = [r"\boxed{1/2}", "$1/2$", "1/2", r"\boxed{} 1/2"]
+    scores = math_verify.reward([""] * 4, responses, ["1/2"] * 4, boxed=True)
+    assert [score["reward"] for score in scores] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_math_verify_outside_the_main_thread():
+    function = RewardFunction.wrap(math_verify.reward)
+    assert function([""], ["1/2"], ["0.5"]).rewards.tolist() == [1.0]
+
+
+def test_math_verify_refuses_an_unreadable_ground_truth():
+    with pytest.raises(ValueError, match="cannot read the ground truth ''"):
+        math_verify.reward([""], ["1"], [""])
+
+
+def test_reasoning_gym_from_prompt_to_reward():
+    dataset = PromptDataset.load(
+        "aligner.data.reasoning_gym:reasoning_gym_prompts",
+        byte_level_tokenizer(),
+        arguments={"task": "simple_equations", "size": 3, "seed": 1, "suffix": " Answer:"},
+    )
+    assert dataset[0].text.endswith(" Answer:")
+    assert dataset.column_names == {"task", "entry"}
+    columns = {name: [prompt.columns[name] for prompt in dataset] for name in ("task", "entry")}
+    right = [prompt.ground_truth for prompt in dataset]
+    texts = [prompt.text for prompt in dataset]
+    with RewardFunction.load("aligner.rewards.reasoning_gym:reward") as function:
+        output = function(texts, [right[0], f"{right[1]}1", ""], right, columns)
+    assert output.rewards[0] == 1.0
+    assert output.rewards[1] < 1.0
+    assert output.metrics["accuracy"] == [1.0, 0.0, 0.0]
+    assert output.metrics["well_formed"] == [1.0, 1.0, 0.0]
+
+
+def test_reasoning_gym_answer_in_a_tag():
+    entry = {"question": "?", "answer": "13", "metadata": {"source_dataset": "simple_equations"}}
+    responses = ["<answer>13</answer>", "13", "<answer>13</answer><answer>4</answer>"]
+    scores = reasoning_gym.reward(
+        [""] * 3,
+        responses,
+        ["13"] * 3,
+        ["simple_equations"] * 3,
+        [entry] * 3,
+        answer_tag="answer",
+    )
+    assert [score["accuracy"] for score in scores] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("arguments", [{"task": "nope"}, {"task": "simple_equations", "nope": 1}])
+def test_reasoning_gym_refusals(arguments):
+    with pytest.raises(ConfigError, match="nope"):
+        PromptDataset.load(
+            "aligner.data.reasoning_gym:reasoning_gym_prompts",
+            byte_level_tokenizer(),
+            arguments=arguments,
+        )
