@@ -65,7 +65,10 @@ class LossFunction(Protocol):
     up the same way, except keys that end in ``_max`` or ``_min``, which are combined so.
     """
 
-    needs_entropy: bool
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``outputs.entropy`` must be there."""
+        ...
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

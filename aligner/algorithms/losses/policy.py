@@ -32,8 +32,9 @@ class PPOPolicyLoss:
     Metrics are shares of global token means: ``loss``, ``ppo_ratio`` (ρ), ``ppo_ratio_clamped``,
     ``clip_fraction`` (tokens whose clipped term is the larger: they get no gradient),
     ``approx_kl`` (k3 of the rollout policy from this one), and by option ``dual_clip_fraction``,
-    ``entropy``, ``kl_loss`` (before its coefficient), ``importance_weight``; ``ppo_ratio_max`` is
-    a maximum, 0 without a token.
+    ``entropy``, ``kl_loss`` (before its coefficient), ``importance_weight``; with
+    ``generation_logprobs`` in the batch ``logprob_gap_mean`` (``|prev_logprob -
+    generation_logprob|``). ``ppo_ratio_max`` and ``logprob_gap_max`` are maxima, 0 without a token.
     """
 
     ratio_eps_low: float = 0.2
@@ -112,6 +113,10 @@ class PPOPolicyLoss:
         metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
         metrics["ppo_ratio"] = mean(ratio)
         metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
+        if "generation_logprobs" in batch:
+            gap = torch.where(mask, prev_logprobs - batch["generation_logprobs"], 0).abs().detach()
+            metrics["logprob_gap_mean"] = mean(gap)
+            metrics["logprob_gap_max"] = _masked_max(gap, mask)
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 

@@ -1,0 +1,357 @@
+"""Proximal policy optimisation (Schulman et al., 2017) of a language model with a learned critic.
+
+    prompts ─► 1 generate ─► 2 reward ─► 3 values ─► 4 log-probs ─► 5 reference log-probs
+                                                                           │
+         8 validate, save ◄─ 7 train critic, then policy, ppo_epochs × ◄─ 6 advantages
+
+Everything passes in one rollout batch whose columns are those of `aligner.types`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
+from aligner.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    kl_estimate,
+)
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.algorithms.masked import masked_whiten
+from aligner.algorithms.rollout import (
+    VALIDATION_SEED_OFFSET,
+    generate,
+    prefixed,
+    samples_of,
+    score,
+    shape_rewards,
+)
+from aligner.algorithms.run_loop import Outcome
+from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.config import RunConfig, TrainerPPOConfig
+from aligner.data.collate import PromptBatch, collate_prompts
+from aligner.data.prompts import PromptDataset
+from aligner.data.sampler import PromptSampler, sequential_batches
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.lm_reward import RewardInterface
+from aligner.models.sharded import columns_of
+from aligner.models.value.lm_value import Value
+from aligner.observe.diagnostics import explained_variance, statistics
+from aligner.observe.timers import PhaseTimers
+
+TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+CRITIC_COLUMNS = (*TRAIN_COLUMNS, "values", "returns")
+POLICY_COLUMNS = (*TRAIN_COLUMNS, "advantages", "generation_logprobs")
+CRITIC_METRICS = ("loss", "clip_fraction")
+
+
+class PPOTrainer:
+    """The PPO algorithm over the fronts; `RunLoop` drives it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        value: Value,
+        reward: RewardInterface,
+        train_prompts: PromptDataset,
+        val_prompts: PromptDataset | None,
+        sampler: PromptSampler,
+        pad_id: int,
+    ) -> None:
+        """``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step."""
+        self.config = config
+        self.policy, self.value, self.reward = policy, value, reward
+        self.train_prompts, self.val_prompts = train_prompts, val_prompts
+        self.sampler, self.pad_id = sampler, pad_id
+        self.kl_controller = make_kl_controller(config.trainer.ppo)
+        self.policy_loss = make_policy_loss(config)
+        self.value_loss = PPOValueLoss(value_clip=config.critic.value_clip)
+        self.consumed_samples = 0
+        self.policy_updates = 0
+        self.critic_updates = 0
+
+    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+        """One PPO step: a rollout, then ``ppo_epochs`` passes of critic and policy over it."""
+        ppo = self.config.model.ppo
+        trains_policy = step > self.config.trainer.ppo.critic_warmup_steps
+
+        # 1. Generate responses to the next prompts.
+        with timers("generate"):
+            batch = generate(
+                self.policy,
+                self._next_prompts(),
+                seed=self.config.seed,
+                first_sample_id=self.consumed_samples,
+                rollouts_per_prompt=ppo.num_rollouts_per_prompt,
+            )
+        # 2. Score them.
+        with timers("reward"):
+            metrics = prefixed("train_rollouts", score(self.reward, batch))
+        # 3. Values of the states they pass through.
+        with timers("values"):
+            self.value.prepare_for_inference()
+            batch["values"] = self.value.get_values(batch)["values"].cpu()
+            self.value.finish_inference()
+        # 4. and 5. Log-probs under the policy and its reference, where they are not known.
+        on_policy_rows = self.rows_scored_by_training(trains_policy)
+        with timers("logprobs"):
+            self._add_logprobs(batch, on_policy_rows)
+        with timers("reference_logprobs"):
+            self._add_reference_logprobs(batch)
+        # 6. Rewards per token, advantages, returns.
+        with timers("advantages"):
+            metrics |= self._add_advantages(batch)
+        # 7. Train.
+        critic_passes: list[dict[str, Any]] = []
+        policy_passes: list[dict[str, Any]] = []
+        for _ in range(ppo.ppo_epochs):
+            with timers("train_critic"):
+                critic_passes.append(self._train_critic(batch))
+            if trains_policy:
+                with timers("train_policy"):
+                    policy_passes += self._train_policy(batch, on_policy_rows)
+
+        self.consumed_samples += batch.size
+        metrics |= self._update_metrics(policy_passes, critic_passes)
+        metrics |= {
+            "progress/epoch": self.sampler.epoch,
+            "progress/consumed_samples": self.consumed_samples,
+        }
+        shown = self.config.exp_manager.samples_per_step
+        return Outcome(metrics, samples_of(batch, step, "train", shown))
+
+    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+        """Sample one response to each validation prompt and score it."""
+        if self.val_prompts is None:
+            return Outcome({})
+        size = min(len(self.val_prompts), self.config.trainer.ppo.limit_val_prompts or 2**62)
+        rollouts = []
+        with timers("validate"):
+            for indices in sequential_batches(size, self.config.model.ppo.num_rollout_samples):
+                batch = generate(
+                    self.policy,
+                    collate_prompts([self.val_prompts[i] for i in indices], self.pad_id),
+                    seed=self.config.seed + VALIDATION_SEED_OFFSET,
+                    first_sample_id=indices[0],
+                )
+                rollouts.append(batch)
+            everything: BatchedDataDict = BatchedDataDict.from_batches(
+                rollouts, pad_value_dict={"input_ids": self.pad_id}
+            )
+            metrics = prefixed("val_rollouts", score(self.reward, everything))
+        shown = self.config.exp_manager.samples_per_step
+        return Outcome(metrics, samples_of(everything, step, "val", shown))
+
+    # What is known already --------------------------------------------------------------------
+
+    def rows_scored_by_training(self, trains_policy: bool = True) -> int:
+        """Leading rows whose log-probs need no pass of their own.
+
+        With one pass over the rollout, the first mini-batch is trained by the very weights that
+        produced it: its log-probs of the rollout are those that training computes. Unless the KL
+        penalty needs them before. Without training nobody needs any.
+        """
+        samples = self.config.model.ppo.num_rollout_samples
+        if self.charges_kl:
+            return 0
+        if not trains_policy:
+            return samples
+        if self.config.model.ppo.ppo_epochs > 1:
+            return 0
+        return min(samples, self.config.model.global_batch_size)
+
+    @property
+    def charges_kl(self) -> bool:
+        """Whether the reward carries a KL penalty."""
+        return self.config.trainer.ppo.initial_policy_kl_penalty > 0
+
+    # Stages -----------------------------------------------------------------------------------
+
+    def _next_prompts(self) -> PromptBatch:
+        indices = self.sampler.next_batch()
+        return collate_prompts([self.train_prompts[index] for index in indices], self.pad_id)
+
+    def _add_logprobs(self, batch: BatchedDataDict, on_policy_rows: int) -> None:
+        """``prev_logprobs`` [B, S]; of the first ``on_policy_rows`` rows the sampler's stand in.
+
+        Those rows are trained without the column, so the sampler's numbers never meet the loss.
+        """
+        batch["prev_logprobs"] = batch["generation_logprobs"].clone()
+        if on_policy_rows < batch.size:
+            self.policy.prepare_for_lp_inference()
+            rest = batch.slice(on_policy_rows, batch.size)
+            batch["prev_logprobs"][on_policy_rows:] = self.policy.get_logprobs(rest)[
+                "logprobs"
+            ].cpu()
+
+    def _add_reference_logprobs(self, batch: BatchedDataDict) -> None:
+        if needs_reference(self.config):
+            self.policy.prepare_for_lp_inference()
+            result = self.policy.get_reference_policy_logprobs(batch)
+            batch["ref_logprobs"] = result["reference_logprobs"].cpu()
+
+    def _add_advantages(self, batch: BatchedDataDict) -> dict[str, float]:
+        """``sample_mask``, ``advantages`` and ``returns``; returns what there is to see of them."""
+        trainer = self.config.trainer.ppo
+        shaped, batch["sample_mask"] = shape_rewards(
+            batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
+        )
+        mask = batch["token_mask"] * batch["sample_mask"][:, None]
+        kl = None
+        beta = self.kl_controller.value
+        if "ref_logprobs" in batch:
+            kl = batch["token_mask"] * kl_estimate(
+                batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
+            )
+        rewards = token_rewards(shaped, kl if self.charges_kl else None, batch["token_mask"], beta)
+        advantages, batch["returns"] = generalized_advantage_estimate(
+            batch["values"],
+            rewards,
+            batch["token_mask"],
+            trainer.discount_factor,
+            trainer.gae_lambda,
+        )
+        batch["advantages"] = (
+            masked_whiten(advantages, mask) if trainer.normalize_advantages else advantages
+        )
+        metrics = {
+            **_named("train_rollouts/advantages", statistics(advantages, mask)),
+            **_named("train_rollouts/returns", statistics(batch["returns"], mask), ("mean", "std")),
+            **_named("critic/values", statistics(batch["values"], mask)),
+            "critic/explained_var": explained_variance(
+                batch["values"], batch["returns"], mask
+            ).item(),
+            "train_rollouts/shaped_rewards": shaped.mean().item(),
+            "train_rollouts/masked_samples": int((batch["sample_mask"] == 0).sum()),
+        }
+        if kl is not None:
+            metrics |= self._kl_metrics(batch, kl, mask, shaped, beta)
+        return metrics
+
+    def _kl_metrics(
+        self,
+        batch: BatchedDataDict,
+        kl: torch.Tensor,
+        mask: torch.Tensor,
+        shaped: torch.Tensor,
+        beta: float,
+    ) -> dict[str, float]:
+        """KL to the initial policy, and the controller's next coefficient."""
+        per_sample = kl.sum(1)
+        mean_per_sample = per_sample.mean().item()
+        penalty = beta * mean_per_sample if self.charges_kl else 0.0
+        if self.charges_kl:
+            self.kl_controller.update(mean_per_sample, batch.size)
+        return {
+            "train_rollouts/init_policy_kl": ((kl * mask).sum() / mask.sum().clamp(min=1)).item(),
+            "train_rollouts/init_policy_kl_per_sample": mean_per_sample,
+            "train_rollouts/kl_coefficient": beta,
+            "train_rollouts/kl_penalty": penalty,
+            "train_rollouts/rewards_with_kl": shaped.mean().item() - penalty,
+        }
+
+    def _train_critic(self, batch: BatchedDataDict) -> dict[str, Any]:
+        self.value.prepare_for_training()
+        result = self.value.train(columns_of(batch, CRITIC_COLUMNS), self.value_loss)
+        self.value.finish_training()
+        return result
+
+    def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
+        """One pass: first the rows that need no old log-probs, then the others."""
+        columns = [*POLICY_COLUMNS, *(["ref_logprobs"] if "ref_logprobs" in batch else [])]
+        known = columns_of(batch, columns)
+        with_previous = columns_of(batch, [*columns, "prev_logprobs"])
+        parts = [
+            known.slice(0, on_policy_rows),
+            with_previous.slice(on_policy_rows, batch.size),
+        ]
+        self.policy.prepare_for_training()
+        results = [self.policy.train(part, self.policy_loss) for part in parts if part.size]
+        self.policy.finish_training()
+        return results
+
+    def _update_metrics(
+        self, policy_passes: list[dict[str, Any]], critic_passes: list[dict[str, Any]]
+    ) -> dict[str, float]:
+        self.critic_updates += count_updates(critic_passes)
+        self.policy_updates += count_updates(policy_passes)
+        metrics = prefixed("critic", update_metrics(critic_passes, CRITIC_METRICS))
+        metrics["critic/optimizer_steps"] = self.critic_updates
+        if policy_passes:
+            policy = update_metrics(policy_passes)
+            gap = {name: policy.pop(name) for name in ("logprob_gap_mean", "logprob_gap_max")}
+            metrics |= prefixed("train_optim", policy) | prefixed("sampler", gap)
+        metrics["train_optim/optimizer_steps"] = self.policy_updates
+        return metrics
+
+    # Run state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the sampler's position and the KL controller."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "policy_updates": self.policy_updates,
+            "critic_updates": self.critic_updates,
+            "sampler": self.sampler.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+        }
+
+    def shard_dict(self) -> dict[str, Any]:
+        """Weights and optimizer states of this rank."""
+        return {"policy": self.policy.state_dict(), "value": self.value.state_dict()}
+
+    def load(self, state: Mapping[str, Any], shard: Mapping[str, Any]) -> None:
+        """Inverse of the two above."""
+        self.consumed_samples = state["consumed_samples"]
+        self.policy_updates = state["policy_updates"]
+        self.critic_updates = state["critic_updates"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.policy.load_state_dict(shard["policy"])
+        self.value.load_state_dict(shard["value"])
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether any term asks for the reference policy; where none does it is not even built."""
+    return config.trainer.ppo.initial_policy_kl_penalty > 0 or config.model.ppo.kl_loss.coef > 0
+
+
+def make_kl_controller(config: TrainerPPOConfig) -> KLController:
+    """The controller of the KL weight in the reward."""
+    controller = config.kl_controller
+    if controller.mode == "fixed":
+        return FixedKLController(config.initial_policy_kl_penalty)
+    return AdaptiveKLController(
+        config.initial_policy_kl_penalty, controller.target, controller.horizon
+    )
+
+
+def make_policy_loss(config: RunConfig) -> PPOPolicyLoss:
+    """The policy's loss with the configured options."""
+    ppo = config.model.ppo
+    low, high = ppo.ratio_eps_range
+    return PPOPolicyLoss(
+        ratio_eps_low=low,
+        ratio_eps_high=high,
+        dual_clip=ppo.dual_clip,
+        entropy_bonus=ppo.entropy_bonus,
+        kl_coefficient=ppo.kl_loss.coef,
+        kl_estimator=ppo.kl_loss.estimator,
+        importance_cap=ppo.truncated_importance_sampling,
+    )
+
+
+def _named(
+    prefix: str, numbers: Mapping[str, torch.Tensor], kept: tuple[str, ...] | None = None
+) -> dict[str, float]:
+    return {
+        f"{prefix}_{name}": number.item()
+        for name, number in numbers.items()
+        if kept is None or name in kept
+    }

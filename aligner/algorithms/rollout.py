@@ -1,0 +1,135 @@
+"""Collecting rollouts: prompts → responses → rewards. Shared by every algorithm that samples."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.config import ImproperEndConfig, RewardShapingConfig
+from aligner.data.collate import PromptBatch
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.lm_reward import RewardInterface
+from aligner.observe.diagnostics import rollout_metrics
+from aligner.observe.samples import Sample
+
+# Validation draws with the run's seed moved by this much, so that it never shares random numbers
+# with training and every validation of a run draws with the same ones.
+VALIDATION_SEED_OFFSET = 1_000_003
+
+
+def generate(
+    policy: Policy,
+    prompts: PromptBatch,
+    *,
+    seed: int,
+    first_sample_id: int,
+    rollouts_per_prompt: int = 1,
+    greedy: bool = False,
+) -> BatchedDataDict:
+    """Sample responses to ``prompts``, those to the same prompt adjacent.
+
+    Returns a rollout batch (`aligner.types`) on the host with everything up to
+    ``generation_logprobs``, and the lists ``prompts``, ``ground_truths`` and ``columns`` (one dict
+    per row). Row i is sample ``first_sample_id + i``.
+    """
+    data = _as_batch(prompts).repeat_interleave(rollouts_per_prompt)
+    data["sample_ids"] = torch.arange(data.size) + first_sample_id
+    policy.prepare_for_generation()
+    output = policy.generate(data, greedy=greedy, seed=seed).to("cpu")
+    policy.finish_generation()
+    prompt_lengths, lengths = data["input_lengths"], output["unpadded_sequence_lengths"]
+    return BatchedDataDict(
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": lengths,
+            "prompt_lengths": prompt_lengths,
+            "sample_ids": data["sample_ids"],
+            "is_end": output["is_end"],
+            "token_mask": response_mask(prompt_lengths, lengths, output["output_ids"].shape[1]),
+            "sample_mask": torch.ones(data.size),
+            "generation_logprobs": output["logprobs"],
+            "prompts": data["prompts"],
+            "ground_truths": data["ground_truths"],
+            "columns": data["columns"],
+        }
+    )
+
+
+def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """float32 [B, width], 1 where a token was generated: prompt_length <= t < length."""
+    position = torch.arange(width)
+    inside = (position >= prompt_lengths[:, None]) & (position < lengths[:, None])
+    return inside.float()
+
+
+def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
+    """Add ``rewards`` and ``responses`` to a rollout; return its metrics, without a prefix."""
+    scored = reward.get_rewards(batch)
+    batch["rewards"], batch["responses"] = scored.rewards, scored.responses
+    metrics = rollout_metrics(batch)
+    parts = {name: sum(values) / max(1, len(values)) for name, values in scored.parts.items()}
+    right = (scored.rewards >= 1).float().mean().item()
+    metrics["accuracy"] = parts.pop("accuracy", right)
+    return {**metrics, **{f"reward_parts/{name}": value for name, value in parts.items()}}
+
+
+def shape_rewards(
+    rewards: Tensor, is_end: Tensor, shaping: RewardShapingConfig, improper: ImproperEndConfig
+) -> tuple[Tensor, Tensor]:
+    """Rewards as the algorithm uses them and which samples count.
+
+    ``R <- clamp(scale * R + shift, ±clip)``, then the penalty for responses that did not end by
+    themselves. ``rewards`` float32 [B], ``is_end`` bool [B]. Returns float32 [B] and a float32
+    sample mask [B], 0 where such a sample is to be left out.
+    """
+    shaped = shaping.scale * rewards + shaping.shift
+    if shaping.clip is not None:
+        shaped = shaped.clamp(-shaping.clip, shaping.clip)
+    if improper.mode == "penalize":
+        shaped = torch.where(is_end, shaped, shaped - improper.penalty)
+    counts = is_end.float() if improper.mode == "mask" else torch.ones_like(rewards)
+    return shaped, counts
+
+
+def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:
+    """The first ``count`` rows of a scored rollout, to be shown."""
+    return [
+        Sample(
+            step=step,
+            split=split,
+            prompt=batch["prompts"][row],
+            response=batch["responses"][row],
+            reward=batch["rewards"][row].item(),
+            prompt_length=int(batch["prompt_lengths"][row]),
+            response_length=int(batch["input_lengths"][row] - batch["prompt_lengths"][row]),
+            is_end=bool(batch["is_end"][row]),
+            ground_truth=_shown(batch["ground_truths"][row]),
+            sample_id=int(batch["sample_ids"][row]),
+        )
+        for row in range(min(count, batch.size))
+    ]
+
+
+def prefixed(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    """``metrics`` with ``prefix/`` before every name."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _as_batch(prompts: PromptBatch) -> BatchedDataDict:
+    rows = range(len(prompts))
+    return BatchedDataDict(
+        {
+            "input_ids": prompts.input_ids,
+            "input_lengths": prompts.input_lengths,
+            "prompts": prompts.texts,
+            "ground_truths": prompts.ground_truths,
+            "columns": [
+                {name: values[row] for name, values in prompts.columns.items()} for row in rows
+            ],
+        }
+    )
+
+
+def _shown(ground_truth: Any) -> str | None:
+    return None if ground_truth is None else str(ground_truth)

@@ -1,0 +1,239 @@
+"""The life of a run: resume, validate, step, log, save, stop. The same for every algorithm.
+
+::
+
+    resume or validate (step 0)
+    for each step:  learner.step → learner.validate when due → metrics line → run state when due
+    at the end:     run state, trained .nemo, report
+
+A step's line is written before its run state, so a restored step always has its line, and lines
+of later steps are removed when the run resumes: what a killed run wrote after its last state is
+computed again, to the bit.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from aligner.checkpoint.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.distributed import accelerator
+from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero
+from aligner.errors import ConfigError
+from aligner.observe.metrics import MetricsWriter
+from aligner.observe.progress import Progress
+from aligner.observe.samples import Sample, SampleWriter, print_samples
+from aligner.observe.timers import PhaseTimers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step or a validation tells: metrics under their full names, samples to show."""
+
+    metrics: dict[str, float]
+    samples: list[Sample] = field(default_factory=list)
+
+
+class Learner(Protocol):
+    """An algorithm, as the loop sees it."""
+
+    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+        """Make step ``step`` (counted from 1)."""
+        ...
+
+    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+        """Measure the policy as it stands after ``step``."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and positions, the same on every rank."""
+        ...
+
+    def shard_dict(self) -> dict[str, Any]:
+        """Weights and optimizer states of this rank."""
+        ...
+
+    def load(self, state: Mapping[str, Any], shard: Mapping[str, Any]) -> None:
+        """Inverse of the two above."""
+        ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen, in steps; 0 as an interval means only at the ends."""
+
+    total_steps: int
+    val_check_interval: int
+    save_interval: int
+    max_seconds: float | None = None
+
+    def validates(self, step: int) -> bool:
+        """Whether ``step`` is followed by a validation."""
+        return step == self.total_steps or _due(step, self.val_check_interval)
+
+    def saves(self, step: int) -> bool:
+        """Whether ``step`` is followed by saving."""
+        return step == self.total_steps or _due(step, self.save_interval)
+
+
+class RunLoop:
+    """Runs a learner to its end, or until it is told to stop."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        schedule: Schedule,
+        *,
+        store: RunStateStore,
+        metrics: MetricsWriter,
+        samples: SampleWriter,
+        console: Console,
+        config: Mapping[str, Any],
+        monitor: str,
+        resume: bool = True,
+    ) -> None:
+        """``config``: the run's, kept in the run state. ``monitor``: metric that ranks states."""
+        self.learner, self.schedule, self.store = learner, schedule, store
+        self.metrics, self.samples, self.console = metrics, samples, console
+        self.config, self.monitor, self._resume = config, monitor, resume
+        self.restored_step: int | None = None
+        self._started = time.monotonic()
+
+    def run(self) -> bool:
+        """Run; True when the last step was made, False when the run was stopped before."""
+        done = self.restore()
+        total = self.schedule.total_steps
+        with (
+            _stop_signal() as stopped,
+            Progress(
+                total, done_steps=max(0, done), console=self.console, enabled=is_rank_zero()
+            ) as progress,
+        ):
+            timers = PhaseTimers(synchronize=accelerator.synchronize, on_enter=progress.phase)
+            if done < 0:
+                self._record(0, self.learner.validate(0, timers), timers, progress)
+            for step in range(max(0, done) + 1, total + 1):
+                outcome = self.learner.step(step, timers)
+                interrupted = any_rank(stopped.is_set())
+                out_of_time = from_rank_zero(self._out_of_time())
+                # Not after a signal: the resumed run must write what an uninterrupted one does.
+                if self.schedule.validates(step) or (out_of_time and not interrupted):
+                    outcome = _joined(outcome, self.learner.validate(step, timers))
+                written = self._record(step, outcome, timers, progress)
+                if self.schedule.saves(step) or interrupted or out_of_time:
+                    self._save(step, written)
+                if (interrupted or out_of_time) and step < total:
+                    self._say_stopped(step, "a signal" if interrupted else "trainer.max_time")
+                    return False
+        return True
+
+    def restore(self) -> int:
+        """Continue from the newest run state; the step it is of, or -1 for a new run."""
+        path = self.store.latest()
+        if path is not None and not self._resume:
+            raise ConfigError(
+                f"exp_manager.resume_if_exists=false, but {path.parent} holds a run (newest: "
+                f"{path.name}); set it to true, or give another exp_manager.explicit_log_dir"
+            )
+        step = -1
+        if path is not None:
+            saved = self.store.load(path)
+            step = saved.step
+            shard = self.store.load_shard(path)
+            self.learner.load(saved.state["learner"], shard["learner"])
+            restore_rng(shard["rng"], accelerator.set_rng_state)
+            self._say_restored(path.name, step, saved.state["config"])
+            self.restored_step = step
+        self.metrics.truncate_after(step)
+        self.samples.truncate_after(step)
+        return step
+
+    def _record(
+        self, step: int, outcome: Outcome, timers: PhaseTimers, progress: Progress
+    ) -> dict[str, float]:
+        metrics = {**outcome.metrics, **timers.flush()}
+        self.metrics.write(step, metrics)
+        self.samples.write(outcome.samples)
+        progress.step(step, metrics)
+        if is_rank_zero():
+            print_samples(outcome.samples, self.console)
+        return metrics
+
+    def _save(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.store.save(
+            step,
+            {"learner": self.learner.state_dict(), "config": dict(self.config)},
+            metric=metrics.get(self.monitor),
+            shard={
+                "learner": self.learner.shard_dict(),
+                "rng": capture_rng(accelerator.rng_state),
+            },
+        )
+
+    def _out_of_time(self) -> bool:
+        limit = self.schedule.max_seconds
+        return limit is not None and time.monotonic() - self._started >= limit
+
+    def _say_restored(self, name: str, step: int, config: Mapping[str, Any]) -> None:
+        if not is_rank_zero():
+            return
+        self.console.print(f"resumed from {name}: steps 1 to {step} are done", highlight=False)
+        now, then = _flat(self.config), _flat(config)
+        for key in sorted(now.keys() | then.keys()):
+            if now.get(key) != then.get(key):
+                self.console.print(
+                    f"  changed since: {key}: {then.get(key)} -> {now.get(key)}", highlight=False
+                )
+
+    def _say_stopped(self, step: int, reason: str) -> None:
+        if is_rank_zero():
+            self.console.print(
+                f"stopped by {reason} after step {step} of {self.schedule.total_steps}; the run "
+                "state is saved and the same command continues",
+                highlight=False,
+            )
+
+
+@contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; a second SIGTERM ends the process as it would without us."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped  # only the main thread may handle signals
+        return
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        signal.signal(signal.SIGTERM, previous)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _joined(first: Outcome, second: Outcome) -> Outcome:
+    return Outcome({**first.metrics, **second.metrics}, [*first.samples, *second.samples])
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings by dotted key."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves

@@ -1,0 +1,50 @@
+"""Metrics of the optimizer updates of one step, out of the results of the fronts' ``train``."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def update_metrics(
+    results: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Metrics over all updates of a step: the mean, or for ``*_max`` and ``*_min`` the extreme.
+
+    ``results``: one per pass over the rollout, in order. ``names``: metrics of the loss to keep,
+    None: all. ``lr`` is that of the last update, ``skipped_updates`` a count; an update that was
+    skipped because it was not finite takes no part in means.
+    """
+    series: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result["all_mb_metrics"].items():
+            series.setdefault(name, []).extend(values)
+    skipped = series.pop("skipped", [])
+    rates = series.pop("lr", [])
+    norms = series.pop("grad_norm", [])
+    metrics = {
+        name: _combine(name, values)
+        for name, values in series.items()
+        if names is None or name in names
+    }
+    return {
+        **metrics,
+        "grad_norm": _combine("grad_norm", norms),
+        "lr": rates[-1] if rates else 0.0,
+        "skipped_updates": sum(skipped),
+    }
+
+
+def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
+    """Optimizer updates that ``results`` stand for, skipped ones included."""
+    return sum(len(result["all_mb_metrics"].get("loss", [])) for result in results)
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return math.nan
+    if name.endswith("_max"):
+        return max(finite)
+    if name.endswith("_min"):
+        return min(finite)
+    return sum(finite) / len(finite)
