@@ -70,7 +70,7 @@ class MegatronWorker(Generic[Role]):
             if eval_mode:
                 _, metrics = self.model.get_loss_and_metrics(part, forward_only=True, mbs=mbs)
             else:
-                metrics = self.model.training_update(part, f"mini_batch_{number}", mbs=mbs)
+                metrics = self.model.training_update(part, number, mbs=mbs)
             for key, value in metrics.items():
                 history[key].append(value)
         return {

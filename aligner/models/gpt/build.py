@@ -41,6 +41,7 @@ def transformer_config(
     """megatron-core's view of the architecture, this layout and this precision."""
     parallel = parallel or ParallelConfig()
     on_cpu = not accelerator.has_gpu()
+    is_moe = architecture.num_moe_experts is not None
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -64,7 +65,7 @@ def transformer_config(
         moe_router_topk=architecture.moe_router_topk,
         moe_ffn_hidden_size=architecture.moe_ffn_hidden_size,
         # The all-to-all dispatcher makes CUDA streams, which a CPU does not have.
-        moe_token_dispatcher_type="allgather" if on_cpu else "alltoall",
+        moe_token_dispatcher_type="allgather" if on_cpu and is_moe else "alltoall",
         moe_aux_loss_coeff=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,

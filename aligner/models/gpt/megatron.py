@@ -36,7 +36,7 @@ from aligner.models.gpt.pipeline import (
     train_microbatches,
 )
 from aligner.models.gpt.settings import RoleSettings
-from aligner.observe.nonfinite import dump_nonfinite
+from aligner.observe.nonfinite import write_nonfinite
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
@@ -192,19 +192,24 @@ class MegatronGPTModel(ModelPT):
         return metrics["loss"], metrics
 
     def training_update(
-        self, batch: Mapping[str, Tensor], step_label: str, mbs: int | None = None
+        self, batch: Mapping[str, Tensor], number: int = 0, mbs: int | None = None
     ) -> dict[str, float]:
         """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
 
         A loss or gradient that is not finite never reaches the weights: the step is skipped or the
         run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
+
+        Args:
+            batch: this rank's share.
+            number: which mini-batch of the pass this is, for the report of a non-finite one.
+            mbs: sequences per forward-backward; default ``micro_batch_size``.
         """
         optimizer = self._trainable()
         optimizer.zero_grad()
         loss, metrics = self.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
         outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
         if outcome.skipped:
-            self._report_non_finite(batch, step_label, loss, outcome)
+            self._report_non_finite(batch, number, loss, outcome)
         return {
             **metrics,
             "grad_norm": outcome.grad_norm,
@@ -227,20 +232,34 @@ class MegatronGPTModel(ModelPT):
         return broadcast_floats(reduced, last, self.parallel.pp_group)
 
     def _report_non_finite(
-        self, batch: Mapping[str, Tensor], step_label: str, loss: float, outcome: StepOutcome
+        self, batch: Mapping[str, Tensor], number: int, loss: float, outcome: StepOutcome
     ) -> None:
+        updates = self._trainable().steps
         where = "nowhere (no log directory is set)"
         if self.settings.non_finite_dir is not None:
             where = str(
-                dump_nonfinite(
-                    self.settings.non_finite_dir, step_label, dict(batch), rank=self.parallel.rank
+                write_nonfinite(
+                    self.settings.non_finite_dir,
+                    updates,
+                    {"loss": loss, "grad_norm": outcome.grad_norm, "lr": outcome.lr},
+                    batch,
+                    self._texts(batch),
+                    update=number,
+                    rank=self.parallel.rank,
                 )
             )
         if self.settings.non_finite == "stop":
             raise NonFiniteError(
-                f"{step_label}: loss={loss}, grad_norm={outcome.grad_norm}; samples written to "
-                f"{where}. Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
+                f"after {updates} updates, mini-batch {number}: loss={loss}, "
+                f"grad_norm={outcome.grad_norm}; samples written to {where}. Lower the learning "
+                "rate, or set trainer.ppo.non_finite=skip to go on"
             )
+
+    def _texts(self, batch: Mapping[str, Tensor]) -> list[str] | None:
+        if self.tokenizer is None:
+            return None
+        rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
+        return [self.tokenizer.decode(ids[:length]) for ids, length in rows]
 
     def _trainable(self) -> RoleOptimizer:
         if self.optimizer is None:
