@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -83,6 +84,15 @@ class Schedule:
         return step == self.total_steps or _due(step, self.save_interval)
 
 
+@dataclass(frozen=True)
+class Restoration:
+    """The run state that a run continues from."""
+
+    step: int
+    path: Path
+    changes: list[str]  # configuration keys that differ from the saved run's, in words
+
+
 class RunLoop:
     """Runs a learner to its end, or until it is told to stop."""
 
@@ -103,23 +113,25 @@ class RunLoop:
         self.learner, self.schedule, self.store = learner, schedule, store
         self.metrics, self.samples, self.console = metrics, samples, console
         self.config, self.monitor, self._resume = config, monitor, resume
-        self.restored_step: int | None = None
         self._started = time.monotonic()
 
-    def run(self) -> bool:
-        """Run; True when the last step was made, False when the run was stopped before."""
-        done = self.restore()
+    def run(self, done: int | None) -> bool:
+        """Run on from step ``done`` (None: a new run, which begins with a validation).
+
+        True when the run came to its end (its last step, or ``max_time``), False when a signal
+        stopped it before.
+        """
         total = self.schedule.total_steps
         with (
             _stop_signal() as stopped,
             Progress(
-                total, done_steps=max(0, done), console=self.console, enabled=is_rank_zero()
+                total, done_steps=done or 0, console=self.console, enabled=is_rank_zero()
             ) as progress,
         ):
             timers = PhaseTimers(synchronize=accelerator.synchronize, on_enter=progress.phase)
-            if done < 0:
+            if done is None:
                 self._record(0, self.learner.validate(0, timers), timers, progress)
-            for step in range(max(0, done) + 1, total + 1):
+            for step in range((done or 0) + 1, total + 1):
                 outcome = self.learner.step(step, timers)
                 interrupted = any_rank(stopped.is_set())
                 out_of_time = from_rank_zero(self._out_of_time())
@@ -131,29 +143,33 @@ class RunLoop:
                     self._save(step, written)
                 if (interrupted or out_of_time) and step < total:
                     self._say_stopped(step, "a signal" if interrupted else "trainer.max_time")
-                    return False
+                    return not interrupted
         return True
 
-    def restore(self) -> int:
-        """Continue from the newest run state; the step it is of, or -1 for a new run."""
+    def restore(self) -> Restoration | None:
+        """Continue from the newest run state, if there is one.
+
+        What was written after that state is removed; without one, everything is.
+        """
         path = self.store.latest()
         if path is not None and not self._resume:
             raise ConfigError(
                 f"exp_manager.resume_if_exists=false, but {path.parent} holds a run (newest: "
                 f"{path.name}); set it to true, or give another exp_manager.explicit_log_dir"
             )
-        step = -1
+        restored = None
         if path is not None:
             saved = self.store.load(path)
-            step = saved.step
             shard = self.store.load_shard(path)
             self.learner.load(saved.state["learner"], shard["learner"])
             restore_rng(shard["rng"], accelerator.set_rng_state)
-            self._say_restored(path.name, step, saved.state["config"])
-            self.restored_step = step
-        self.metrics.truncate_after(step)
-        self.samples.truncate_after(step)
-        return step
+            restored = Restoration(
+                saved.step, path, config_changes(saved.state["config"], self.config)
+            )
+        last = -1 if restored is None else restored.step
+        self.metrics.truncate_after(last)
+        self.samples.truncate_after(last)
+        return restored
 
     def _record(
         self, step: int, outcome: Outcome, timers: PhaseTimers, progress: Progress
@@ -180,17 +196,6 @@ class RunLoop:
     def _out_of_time(self) -> bool:
         limit = self.schedule.max_seconds
         return limit is not None and time.monotonic() - self._started >= limit
-
-    def _say_restored(self, name: str, step: int, config: Mapping[str, Any]) -> None:
-        if not is_rank_zero():
-            return
-        self.console.print(f"resumed from {name}: steps 1 to {step} are done", highlight=False)
-        now, then = _flat(self.config), _flat(config)
-        for key in sorted(now.keys() | then.keys()):
-            if now.get(key) != then.get(key):
-                self.console.print(
-                    f"  changed since: {key}: {then.get(key)} -> {now.get(key)}", highlight=False
-                )
 
     def _say_stopped(self, step: int, reason: str) -> None:
         if is_rank_zero():
@@ -227,6 +232,16 @@ def _due(step: int, interval: int) -> bool:
 
 def _joined(first: Outcome, second: Outcome) -> Outcome:
     return Outcome({**first.metrics, **second.metrics}, [*first.samples, *second.samples])
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``key: old -> new`` for every leaf that differs."""
+    old, new = _flat(before), _flat(now)
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -14,6 +14,7 @@ import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -60,6 +61,20 @@ def peak_memory_bytes() -> int:
     if has_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory_bytes() -> int:
+    """Device memory that can still be allocated; on CPU the machine's available memory."""
+    if has_gpu():
+        return torch.cuda.mem_get_info()[0]
+    return psutil.virtual_memory().available
+
+
+def description() -> str:
+    """The device in words."""
+    if has_gpu():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def rng_state() -> Tensor | None:

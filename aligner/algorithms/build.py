@@ -1,0 +1,249 @@
+"""Assembling a run from its configuration: processes, data, roles, trainer, loggers."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from aligner.algorithms.ppo import PPOTrainer, needs_reference
+from aligner.algorithms.run_loop import Restoration, RunLoop, Schedule
+from aligner.algorithms.startup import check_lengths, startup_facts
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.config import PromptSourceConfig, RunConfig, check_layout
+from aligner.config.checks import check_batch_layout
+from aligner.data.prompts import PromptDataset, PromptFormat
+from aligner.data.sampler import PromptSampler
+from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero
+from aligner.distributed.launch import start_processes
+from aligner.distributed.parallel import ParallelState, initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.lm_reward import Reward
+from aligner.models.value.lm_value import Value
+from aligner.observe.loggers import make_loggers
+from aligner.observe.metrics import Logger, MetricsWriter
+from aligner.observe.report import write_report
+from aligner.observe.samples import SampleWriter
+from aligner.observe.startup import Restored, startup_report
+
+
+def train_ppo(config: RunConfig) -> None:
+    """Run PPO from start to end and say where everything is."""
+    start_processes(config.trainer)
+    parallel = initialize_parallel(
+        config.model.parallel, seed=config.seed, timeout_s=config.cluster.timeout_s
+    )
+    console = Console(quiet=not is_rank_zero())
+    tokenizer, architecture = describe_model(config)
+    check_layout(architecture, config.model.parallel, parallel.world_size)
+    check_batch_layout(config, parallel.dp_size)
+
+    train_prompts = load_prompts(config, config.data.train, tokenizer)
+    val_prompts = (
+        None
+        if config.data.validation is None
+        else load_prompts(config, config.data.validation, tokenizer)
+    )
+    for prompts in (train_prompts, val_prompts):
+        if prompts is not None:
+            check_lengths(config, architecture, prompts.max_length)
+    reward = Reward.load(config.reward, tokenizer)
+    reward.check_columns(train_prompts.column_names)
+
+    sampler = PromptSampler(
+        len(train_prompts),
+        config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+    steps = total_steps(config, sampler)
+    policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps)
+    trainer = PPOTrainer(
+        config, policy, value, reward, train_prompts, val_prompts, sampler, tokenizer.pad_id
+    )
+    loop = build_loop(config, trainer, parallel, console, steps)
+    restored = loop.restore()
+    facts = startup_facts(
+        config,
+        architecture,
+        parallel,
+        train_prompts,
+        steps=steps,
+        with_reference=needs_reference(config),
+        restored=None if restored is None else _restored(restored),
+        notes=_notes(train_prompts, restored.changes if restored else []),
+    )
+    console.print(startup_report(facts))
+    ended = loop.run(None if restored is None else restored.step)
+    finish(config, policy, loop, console, ended)
+    reward.shutdown()
+    value.shutdown()
+    policy.shutdown()
+
+
+def describe_model(config: RunConfig) -> tuple[Tokenizer, GPTArchitecture]:
+    """Tokenizer and architecture of the policy, without reading its weights."""
+    with open_nemo(config.model.restore_from_path) as checkpoint:
+        tokenizer = (
+            load_tokenizer(config.model.tokenizer)
+            if config.model.tokenizer is not None
+            else checkpoint.tokenizer
+        )
+        return tokenizer, checkpoint.architecture
+
+
+def load_prompts(
+    config: RunConfig, source: PromptSourceConfig, tokenizer: Tokenizer
+) -> PromptDataset:
+    """Read and tokenize one set of prompts."""
+    data = config.data
+    return PromptDataset.load(
+        source.source,
+        tokenizer,
+        PromptFormat(
+            prompt_column=data.prompt_column,
+            ground_truth_column=data.ground_truth_column,
+            chat=data.chat,
+            system_prompt=data.system_prompt,
+            add_bos=data.add_bos,
+            max_prompt_length=data.max_prompt_length,
+        ),
+        arguments=source.arguments,
+        limit=source.limit,
+    )
+
+
+def total_steps(config: RunConfig, sampler: PromptSampler) -> int:
+    """Steps of the run: ``max_epochs`` worth of prompts, ``max_steps`` at most."""
+    limit = config.trainer.ppo.max_steps
+    steps = sampler.batches_in(config.trainer.ppo.max_epochs)
+    return steps if limit < 0 else min(limit, steps)
+
+
+def build_roles(
+    config: RunConfig, tokenizer: Tokenizer, cluster: LocalCluster, steps: int
+) -> tuple[Policy, Value]:
+    """Policy and critic on ``cluster``; the reference policy where a KL term asks for it."""
+    ppo = config.model.ppo
+    run = RunFacts(
+        precision=config.trainer.precision,
+        gradient_clip_val=config.trainer.ppo.gradient_clip_val,
+        non_finite=config.trainer.ppo.non_finite,
+        non_finite_dir=log_dir(config),
+        seed=config.seed,
+    )
+    passes = ppo.ppo_epochs * ppo.num_rollout_samples
+    policy_steps = max(0, steps - config.trainer.ppo.critic_warmup_steps)
+    policy = Policy(
+        cluster,
+        config.model,
+        tokenizer,
+        run,
+        backend=config.policy.backend,
+        init_reference_model=needs_reference(config),
+        max_optimizer_steps=policy_steps * (passes // config.model.global_batch_size),
+    )
+    value = Value(
+        cluster,
+        config.critic,
+        config.model,
+        tokenizer,
+        run,
+        backend=config.policy.backend,
+        max_optimizer_steps=steps * (passes // config.critic.global_batch_size),
+    )
+    return policy, value
+
+
+def build_loop(
+    config: RunConfig, trainer: PPOTrainer, parallel: ParallelState, console: Console, steps: int
+) -> RunLoop:
+    """The run loop with its files below ``exp_manager.explicit_log_dir``."""
+    exp = config.exp_manager
+    folder = log_dir(config)
+    on_rank_zero(lambda: MetricsWriter(folder).close())  # unwritable: said once, on every rank
+    store = RunStateStore(
+        folder / "run_state",
+        exp.save_top_k,
+        exp.monitor,
+        exp.mode,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        exchange=gather_objects,
+    )
+
+    def loggers() -> Sequence[Logger]:
+        latest = store.states()
+        return make_loggers(
+            folder,
+            restored_step=latest[-1].step if latest else None,
+            tensorboard=exp.create_tensorboard_logger,
+            wandb=exp.create_wandb_logger,
+            wandb_options={
+                "project": exp.wandb.project,
+                "name": exp.wandb.name,
+                **exp.wandb.kwargs,
+            },
+            config=dataclasses.asdict(config),
+        )
+
+    return RunLoop(
+        trainer,
+        Schedule(
+            steps,
+            config.trainer.ppo.val_check_interval,
+            config.trainer.ppo.save_interval,
+            config.trainer.max_seconds,
+        ),
+        store=store,
+        metrics=MetricsWriter(folder, rank=parallel.rank, loggers=loggers),
+        samples=SampleWriter(folder, rank=parallel.rank),
+        console=console,
+        config=dataclasses.asdict(config),
+        monitor=exp.monitor,
+        resume=exp.resume_if_exists,
+    )
+
+
+def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, ended: bool) -> None:
+    """Write the report and, when the run came to its end, the trained model; say where all is."""
+    folder = log_dir(config)
+    loop.metrics.close()
+    loop.samples.close()
+    places = {"metrics": folder / "metrics.jsonl", "samples": folder / "samples.jsonl"}
+    if is_rank_zero():
+        places["report"] = write_report(folder)
+    states = loop.store.states()
+    if states:
+        places["checkpoint"] = states[-1].path
+    if ended and config.exp_manager.save_nemo:
+        places["trained .nemo"] = folder / "policy.nemo"
+        policy.save_checkpoint(str(places["trained .nemo"]))
+    width = max(len(name) for name in places)
+    for name, path in places.items():
+        console.print(f"{name:>{width}}  {path}", highlight=False, soft_wrap=True)
+
+
+def log_dir(config: RunConfig) -> Path:
+    """Directory of the run."""
+    return Path(config.exp_manager.explicit_log_dir).expanduser()
+
+
+def _restored(restoration: Restoration) -> Restored:
+    items = ("policy", "critic", "optimizers", "schedules", "data position", "random states")
+    return Restored(restoration.step, str(restoration.path), items)
+
+
+def _notes(prompts: PromptDataset, changes: list[str]) -> list[str]:
+    notes = [f"changed since the saved run: {change}" for change in changes]
+    if prompts.dropped_too_long:
+        notes.append(
+            f"{prompts.dropped_too_long} training prompts are longer than data.max_prompt_length "
+            "and were dropped"
+        )
+    return notes

@@ -1,0 +1,128 @@
+"""What a run is told before it starts, from the configuration and the model's description."""
+
+import math
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.config import RunConfig
+from aligner.data.prompts import PromptDataset
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import ParallelState
+from aligner.errors import ConfigError
+from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
+from aligner.observe.packages import find_packages
+from aligner.observe.startup import BatchPlan, Restored, StartupFacts, TrainedRole
+
+
+def count_parameters(architecture: GPTArchitecture) -> int:
+    """Parameters of the whole model, without a role's head."""
+    return sum(math.prod(shape) for shape in expected_shapes(architecture).values())
+
+
+def check_lengths(config: RunConfig, architecture: GPTArchitecture, longest_prompt: int) -> None:
+    """Refuse prompts that leave no room for a response in the model's positions."""
+    response = config.model.ppo.length_params.max_length
+    positions = architecture.max_position_embeddings
+    if longest_prompt + response > positions:
+        raise ConfigError(
+            f"the longest prompt has {longest_prompt} tokens and "
+            f"model.ppo.length_params.max_length={response} more may follow, but the model has "
+            f"{positions} positions; set data.max_prompt_length={max(1, positions - response)} to "
+            "drop longer prompts, or lower max_length"
+        )
+
+
+def startup_facts(
+    config: RunConfig,
+    architecture: GPTArchitecture,
+    parallel: ParallelState,
+    prompts: PromptDataset,
+    *,
+    steps: int,
+    with_reference: bool,
+    restored: Restored | None,
+    notes: list[str],
+) -> StartupFacts:
+    """Everything the start-up report shows of a PPO run."""
+    return StartupFacts(
+        device=accelerator.description(),
+        processes=parallel.world_size,
+        has_gpu=accelerator.has_gpu(),
+        model=config.model.restore_from_path,
+        log_dir=config.exp_manager.explicit_log_dir,
+        batch=_batch_plan(config, parallel, prompts, steps),
+        roles=_roles(config, architecture, parallel, with_reference),
+        working_bytes=_working_memory(config, architecture, prompts),
+        free_bytes=accelerator.free_memory_bytes(),
+        packages=find_packages(),
+        restored=restored,
+        notes=notes,
+    )
+
+
+def _batch_plan(
+    config: RunConfig, parallel: ParallelState, prompts: PromptDataset, steps: int
+) -> BatchPlan:
+    ppo, critic = config.model.ppo, config.critic
+    return BatchPlan(
+        steps=steps,
+        train_prompts=len(prompts),
+        num_rollout_samples=ppo.num_rollout_samples,
+        num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
+        rollout_micro_batch_size=ppo.rollout_micro_batch_size,
+        data_parallel_size=parallel.dp_size,
+        ppo_epochs=ppo.ppo_epochs,
+        roles=[
+            TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size),
+            TrainedRole("policy", config.model.global_batch_size, config.model.micro_batch_size),
+        ],
+    )
+
+
+def _roles(
+    config: RunConfig,
+    architecture: GPTArchitecture,
+    parallel: ParallelState,
+    with_reference: bool,
+) -> list[RoleMemory]:
+    low_precision = config.trainer.precision == "bf16"
+    parameters = count_parameters(architecture)
+
+    def role(name: str, trainable: bool) -> RoleMemory:
+        return RoleMemory(
+            name,
+            parameters,
+            trainable,
+            model_parallel_size=config.model.parallel.model_parallel_size,
+            optimizer_shards=parallel.dp_size,
+            weight_bytes=2 if low_precision else 4,
+            optimizer_bytes=12 if low_precision else 8,
+        )
+
+    roles = [role("policy", True), role("critic", True)]
+    return [*roles, role("reference", False)] if with_reference else roles
+
+
+def _working_memory(
+    config: RunConfig, architecture: GPTArchitecture, prompts: PromptDataset
+) -> dict[str, int]:
+    length = prompts.max_length + config.model.ppo.length_params.max_length
+    layers = architecture.num_layers // config.model.pipeline_model_parallel_size
+    value_bytes = 2 if config.trainer.precision == "bf16" else 4
+    cache = kv_cache_bytes(
+        layers=layers,
+        query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        sequences=config.model.ppo.rollout_micro_batch_size,
+        length=length,
+        value_bytes=value_bytes,
+    )
+    activations = activation_bytes(
+        layers=layers,
+        hidden_size=architecture.hidden_size,
+        tokens=config.model.micro_batch_size * length,
+        value_bytes=value_bytes,
+        recompute=config.model.activations_checkpoint_granularity == "full",
+    )
+    share = config.model.tensor_model_parallel_size
+    return {"KV cache": cache // share, "activations": activations // share}

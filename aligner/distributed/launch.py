@@ -1,0 +1,24 @@
+"""Starting the processes of a run where nobody has started them."""
+
+import os
+
+from aligner.config import TrainerConfig
+from aligner.distributed import accelerator
+
+
+def start_processes(trainer: TrainerConfig) -> None:
+    """Start ``trainer.devices`` processes on this node unless torchrun or Slurm has.
+
+    Lightning Fabric runs this very command once more for every further process, with its rank in
+    the environment, and connects them; each of them returns from here. One process needs nothing.
+    """
+    if trainer.world_size == 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    from lightning.fabric import Fabric
+
+    Fabric(
+        accelerator="gpu" if accelerator.has_gpu() else "cpu",
+        devices=trainer.devices,
+        num_nodes=trainer.num_nodes,
+        strategy="ddp",
+    ).launch()
