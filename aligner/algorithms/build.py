@@ -1,9 +1,9 @@
 """Assembling a run from its configuration: processes, data, roles, trainer, loggers."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
@@ -17,6 +17,7 @@ from aligner.config.checks import check_batch_layout
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.distributed import accelerator
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero
 from aligner.distributed.launch import start_processes
 from aligner.distributed.parallel import ParallelState, initialize_parallel
@@ -25,6 +26,7 @@ from aligner.models.gpt.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import Reward
 from aligner.models.value.lm_value import Value
+from aligner.observe.environment import describe_environment
 from aligner.observe.loggers import make_loggers
 from aligner.observe.metrics import Logger, MetricsWriter
 from aligner.observe.report import write_report
@@ -189,7 +191,7 @@ def build_loop(
                 "name": exp.wandb.name,
                 **exp.wandb.kwargs,
             },
-            config=dataclasses.asdict(config),
+            config=config.as_dict(),
         )
 
     return RunLoop(
@@ -204,7 +206,7 @@ def build_loop(
         metrics=MetricsWriter(folder, rank=parallel.rank, loggers=loggers),
         samples=SampleWriter(folder, rank=parallel.rank),
         console=console,
-        config=dataclasses.asdict(config),
+        config=config.as_dict(),
         monitor=exp.monitor,
         resume=exp.resume_if_exists,
     )
@@ -215,15 +217,26 @@ def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, e
     folder = log_dir(config)
     loop.metrics.close()
     loop.samples.close()
-    places = {"metrics": folder / "metrics.jsonl", "samples": folder / "samples.jsonl"}
-    if is_rank_zero():
-        places["report"] = write_report(folder)
+    places = {
+        "report": folder / "report.html",
+        "samples": folder / "samples.jsonl",
+        "metrics": folder / "metrics.jsonl",
+    }
     states = loop.store.states()
     if states:
         places["checkpoint"] = states[-1].path
     if ended and config.exp_manager.save_nemo:
         places["trained .nemo"] = folder / "policy.nemo"
         policy.save_checkpoint(str(places["trained .nemo"]))
+    if is_rank_zero():
+        write_report(
+            folder,
+            title=f"PPO of {Path(config.model.restore_from_path).name}",
+            config=yaml.safe_dump(config.as_dict(), sort_keys=False),
+            environment=describe_environment(accelerator.description()),
+            artifacts={name: str(path) for name, path in places.items()},
+            status="" if ended else "Stopped by a signal; the same command continues.",
+        )
     width = max(len(name) for name in places)
     for name, path in places.items():
         console.print(f"{name:>{width}}  {path}", highlight=False, soft_wrap=True)

@@ -1,6 +1,8 @@
 """The root of the configuration."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from aligner.config.data import DataConfig
 from aligner.config.experiment import BackendConfig, ClusterConfig, ExpManagerConfig
@@ -24,3 +26,7 @@ class RunConfig:
     policy: BackendConfig = field(default_factory=BackendConfig)
     generation: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole tree as JSON has it: mappings, lists and plain values."""
+        return json.loads(json.dumps(asdict(self)))
