@@ -105,7 +105,7 @@ def _gather_sequence(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     if ranks == 1:
         return local
     whole = local.new_empty(local.shape[0] * ranks, *local.shape[1:])
-    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+    dist.all_gather(list(whole.chunk(ranks)), local.contiguous(), group=group)
     return whole
 
 
@@ -115,5 +115,5 @@ def _scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     if ranks == 1:
         return whole
     local = whole.new_empty(whole.shape[0] // ranks, *whole.shape[1:])
-    dist.reduce_scatter_tensor(local, whole.contiguous(), group=group)
+    dist.reduce_scatter(local, list(whole.contiguous().chunk(ranks)), group=group)
     return local

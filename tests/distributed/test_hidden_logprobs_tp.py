@@ -1,0 +1,130 @@
+"""Two tensor-parallel gloo ranks give the log-probs, entropies and gradients of one process."""
+
+import datetime
+import queue
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from aligner.algorithms.masked import masked_whiten
+from aligner.distributed.model_utils import (
+    ChunkedDistributedHiddenStatesToLogprobs,
+    hidden_states_to_logprobs,
+)
+
+RANKS = 2
+VOCAB, ROWS, HIDDEN, TOKENS = 299, 160, 8, 14  # 2 x 160 rows, 21 of padding on the second rank
+TIMEOUT_S = 60
+SAMPLING = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}]
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(RANKS * ROWS, HIDDEN, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    target[:4] = torch.tensor([0, ROWS - 1, ROWS, VOCAB - 1])  # shard edges
+    return hidden, weight, target
+
+
+def _run(weight, sampling, group=None):
+    """Outputs, and gradients of a weighted sum of them."""
+    hidden, _, target = _inputs()
+    hidden, weight = hidden.requires_grad_(), weight.clone().requires_grad_()
+    outputs = hidden_states_to_logprobs(
+        hidden, weight, target, vocab_size=VOCAB, tp_group=group, with_entropy=True, **sampling
+    )
+    factors = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
+    (outputs[0] @ factors - outputs[1] @ factors.flip(0)).backward()
+    return *(x.detach() for x in outputs), hidden.grad, weight.grad
+
+
+def _fused(rank, group):
+    _, weight, _ = _inputs()
+    shard = slice(rank * ROWS, (rank + 1) * ROWS)
+    for sampling in SAMPLING:
+        *outputs, grad_hidden, grad_weight = _run(weight[shard], sampling, group)
+        dist.all_reduce(grad_hidden, group=group)  # the caller's copy-to-region
+        expected = _run(weight, sampling)
+        actual = (*outputs, grad_hidden, grad_weight)
+        wanted = (*expected[:3], expected[3][shard])
+        torch.testing.assert_close(actual, wanted, msg=lambda m, s=sampling: f"{s}: {m}")
+
+
+def _published(rank, group):
+    """[S, B, H] sharded over the sequence, S = 7 x 2 on two ranks, B = 1."""
+    hidden, weight, target = _inputs()
+    expected = _run_published_reference(hidden, weight, target)
+    start = rank * ROWS
+    local = hidden.view(RANKS, TOKENS // RANKS, 1, HIDDEN)[rank].clone().requires_grad_()
+    shard = weight[start : start + ROWS].clone().requires_grad_()
+    logprobs = ChunkedDistributedHiddenStatesToLogprobs.apply(
+        local, target.unsqueeze(0), shard, start, min(start + ROWS, VOCAB), 4, group, False
+    )
+    logprobs.square().sum().backward()
+    torch.testing.assert_close(logprobs.detach(), expected[0])
+    half = TOKENS // RANKS
+    torch.testing.assert_close(local.grad[:, 0], expected[1][rank * half : (rank + 1) * half])
+    torch.testing.assert_close(shard.grad, expected[2][start : start + ROWS])
+
+
+def _run_published_reference(hidden, weight, target):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    log_softmax = (hidden @ weight[:VOCAB].t()).log_softmax(1)
+    logprobs = log_softmax.gather(1, target.unsqueeze(1)).t()
+    grads = torch.autograd.grad(logprobs.square().sum(), (hidden, weight))
+    return logprobs.detach(), *grads
+
+
+def _whitened(rank, group):
+    generator = torch.Generator().manual_seed(5)
+    values = torch.randn(5, 6, generator=generator) + 3
+    mask = torch.rand(5, 6, generator=generator) < 0.5
+    part = slice(0, 2) if rank == 0 else slice(2, 5)  # unequal shares
+    whole = masked_whiten(values, mask)
+    torch.testing.assert_close(masked_whiten(values[part], mask[part], group), whole[part])
+
+
+def _worker(rank, port, results):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=datetime.timedelta(seconds=TIMEOUT_S),
+        )
+        for check in (_fused, _published, _whitened):
+            check(rank, dist.group.WORLD)
+        dist.destroy_process_group()
+        results.put((rank, None))
+    except BaseException:
+        results.put((rank, traceback.format_exc()))
+
+
+def test_two_ranks_equal_one_process():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_worker, args=(r, port, results)) for r in range(RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        for _ in ranks:
+            rank, failure = results.get(timeout=2 * TIMEOUT_S)
+            assert failure is None, f"rank {rank}: {failure}"
+    except queue.Empty:
+        pytest.fail(f"no answer within {2 * TIMEOUT_S} s from a rank; alive: {ranks}")
+    finally:
+        for process in ranks:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()

@@ -1,0 +1,125 @@
+"""Token rewards and GAE against numbers worked by hand and a plain Python loop in float64."""
+
+import pytest
+import torch
+
+from aligner.algorithms.advantages import (
+    discounted_sums,
+    generalized_advantage_estimate,
+    token_rewards,
+)
+
+NAN = float("nan")
+
+
+def test_token_rewards_by_hand():
+    rewards = torch.tensor([1.0, -2.0, 5.0])
+    kl = torch.tensor([[9.0, 0.5, 0.25, 9.0], [NAN, 9.0, 9.0, 1.0], [9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[0.0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
+    expected = torch.tensor([[0.0, -0.05, 0.975, 0.0], [0.0, 0, 0, -2.1], [0, 0, 0, 0]])
+    torch.testing.assert_close(token_rewards(rewards, kl, mask, beta=0.1), expected)
+
+
+def test_token_rewards_with_a_hole_and_no_kl():
+    mask = torch.tensor([[1, 0, 1, 0]])
+    assert token_rewards(torch.tensor([3.0]), None, mask, 0.0).tolist() == [[0.0, 0.0, 3.0, 0.0]]
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5. Generated: columns 1, 2, 3.
+    # delta_3 = 1 + 0 - 2 = -1; delta_2 = 0 + .5·2 - 4 = -3; delta_1 = 0 + .5·4 - 1 = 1
+    # A_3 = -1; A_2 = -3 + .25·-1 = -3.25; A_1 = 1 + .25·-3.25 = 0.1875
+    values = torch.tensor([[7.0, 1.0, 4.0, 2.0, 7.0]])
+    rewards = torch.tensor([[7.0, 0.0, 0.0, 1.0, 7.0]])
+    mask = torch.tensor([[0.0, 1, 1, 1, 0]])
+    advantages, returns = generalized_advantage_estimate(values, rewards, mask, 0.5, 0.5)
+    assert advantages.tolist() == [[0.0, 0.1875, -3.25, -1.0, 0.0]]
+    assert returns.tolist() == [[0.0, 1.1875, 0.75, 1.0, 0.0]]
+
+
+def test_gae_carries_across_a_hole():
+    """A hole changes nothing: the same row without it gives the same numbers."""
+    values = torch.tensor([[1.0, 7.0, 7.0, 4.0, 2.0], [1.0, 4.0, 2.0, 7.0, 7.0]])
+    rewards = torch.tensor([[0.0, 7.0, 7.0, 0.0, 1.0], [0.0, 0.0, 1.0, 7.0, 7.0]])
+    mask = torch.tensor([[1.0, 0, 0, 1, 1], [1.0, 1, 1, 0, 0]])
+    advantages, returns = generalized_advantage_estimate(values, rewards, mask, 0.5, 0.5)
+    assert advantages.tolist() == [[0.1875, 0, 0, -3.25, -1.0], [0.1875, -3.25, -1.0, 0, 0]]
+    assert returns.tolist() == [[1.1875, 0, 0, 0.75, 1.0], [1.1875, 0.75, 1.0, 0, 0]]
+
+
+def _loop(values, rewards, mask, gamma, lam):
+    """The recursion, one token at a time."""
+    advantages = [[0.0] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        next_value = next_advantage = 0.0
+        for t in reversed(range(len(row))):
+            if not row[t]:
+                continue
+            delta = rewards[b][t] + gamma * next_value - values[b][t]
+            next_advantage = advantages[b][t] = delta + gamma * lam * next_advantage
+            next_value = values[b][t]
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("length", [1, 2, 31, 33, 100])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_gae_against_a_loop(gamma, lam, length, share):
+    generator = torch.Generator().manual_seed(length)
+    values, rewards = torch.randn(2, 4, length, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, length, generator=generator) < share
+    mask[2] = False  # a sample without a generated token
+    expected = torch.tensor(
+        _loop(values.tolist(), rewards.tolist(), mask.tolist(), gamma, lam), dtype=torch.float64
+    )
+    garbage = torch.where(mask, 0.0, NAN)
+    advantages, returns = generalized_advantage_estimate(
+        values + garbage, rewards + garbage, mask, gamma, lam
+    )
+    torch.testing.assert_close(advantages, expected, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(returns, torch.where(mask, expected + values, 0))
+
+
+def test_gae_in_float32_stays_close_over_long_rows():
+    generator = torch.Generator().manual_seed(3)
+    values, rewards = torch.randn(2, 2, 4096, generator=generator)
+    mask = torch.ones(2, 4096)
+    exact = generalized_advantage_estimate(values.double(), rewards.double(), mask, 1.0, 1.0)
+    single = generalized_advantage_estimate(values, rewards, mask, 1.0, 1.0)
+    for a, b in zip(single, exact, strict=True):
+        assert a.dtype == torch.float32
+        # Sums of 4,096 unit normals are about 64; pairwise summation keeps 1e-6 of that.
+        torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=0)
+
+
+def test_gae_of_bfloat16_values_is_float32():
+    values = torch.ones(1, 3, dtype=torch.bfloat16)
+    advantages, _ = generalized_advantage_estimate(
+        values, torch.zeros(1, 3), torch.ones(1, 3), 1.0, 1.0
+    )
+    assert advantages.dtype == torch.float32
+    assert advantages.tolist() == [[-1.0, -1.0, -1.0]]
+
+
+def test_amount_of_padding_changes_nothing():
+    generator = torch.Generator().manual_seed(4)
+    values, rewards = torch.randn(2, 3, 20, generator=generator)
+    mask = torch.ones(3, 20)
+    plain, _ = generalized_advantage_estimate(values, rewards, mask, 0.99, 0.95)
+    pad = (3, 17)
+    padded, _ = generalized_advantage_estimate(
+        *(torch.nn.functional.pad(x, pad) for x in (values, rewards, mask)), 0.99, 0.95
+    )
+    torch.testing.assert_close(padded[:, 3:23], plain)
+
+
+def test_empty_batch():
+    empty = torch.zeros(0, 5)
+    advantages, returns = generalized_advantage_estimate(empty, empty, empty, 1.0, 1.0)
+    assert advantages.shape == returns.shape == (0, 5)
+
+
+def test_discounted_sums_stop_where_terms_vanish():
+    x = torch.ones(1, 1000, dtype=torch.float64)
+    expected = [(1 - 0.5 ** (1000 - t)) / 0.5 for t in range(1000)]
+    torch.testing.assert_close(discounted_sums(x, 0.5)[0], torch.tensor(expected).double())

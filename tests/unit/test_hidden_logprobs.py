@@ -1,0 +1,221 @@
+"""Log-probs from hidden states against the full-vocabulary formula in float64."""
+
+import math
+
+import pytest
+import torch
+
+from aligner.distributed import vocab_shard
+from aligner.distributed.kept_set import threshold
+from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.errors import ConfigError
+
+VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 8, 13
+SAMPLING = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 1.3, "top_k": 40, "top_p": 0.7},
+]
+
+
+def _inputs(dtype=torch.float64, seed=0, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(VOCAB + PADDING, HIDDEN, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, VOCAB, (tokens,), generator=generator)
+    target[:2] = torch.tensor([0, VOCAB - 1])[:tokens]
+    return hidden.requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+def _kept(logits, target, top_k, top_p):
+    """Indices kept for one row of logits, by sorting in plain Python."""
+    order = sorted(range(len(logits)), key=lambda v: -logits[v])[: top_k or None]
+    mass = sum(math.exp(logits[v]) for v in order)
+    kept, before = {target}, 0.0
+    for v in order:
+        if before < top_p:
+            kept.add(v)
+        before += math.exp(logits[v]) / mass
+    return sorted(kept)
+
+
+def _reference(hidden, weight, target, temperature=1.0, top_k=0, top_p=1.0):
+    """Row by row over the whole vocabulary, differentiable, in float64."""
+    logprobs, entropies = [], []
+    real = weight.double()[:VOCAB]
+    for state, token in zip(hidden.double(), target.tolist(), strict=True):
+        logits = real @ state / temperature
+        kept = _kept(logits.tolist(), token, top_k, top_p)
+        log_softmax = logits[kept] - logits[kept].logsumexp(0)
+        logprobs.append(log_softmax[kept.index(token)])
+        entropies.append(-(log_softmax.exp() * log_softmax).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.fixture(params=[4 * 2**20, 13 * 64 * 8], ids=["one_tile", "many_tiles"])
+def _tile(request, monkeypatch):
+    monkeypatch.setitem(vocab_shard._TILE_BYTES, "cpu", request.param)
+
+
+@pytest.mark.usefixtures("_tile")
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("chunk_size", [None, 1, 5])
+def test_values_and_gradients(sampling, chunk_size):
+    hidden, weight, target = _inputs()
+    generator = torch.Generator().manual_seed(9)
+    g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
+    logprobs, entropy = hidden_states_to_logprobs(
+        hidden,
+        weight,
+        target,
+        vocab_size=VOCAB,
+        chunk_size=chunk_size,
+        with_entropy=True,
+        **sampling,
+    )
+    expected = _reference(hidden, weight, target, **sampling)
+    torch.testing.assert_close((logprobs, entropy), expected)
+    for outputs, references in [
+        ([logprobs @ g], [expected[0] @ g]),
+        ([entropy @ e], [expected[1] @ e]),
+        ([logprobs @ g, entropy @ e], [expected[0] @ g, expected[1] @ e]),
+    ]:
+        actual = torch.autograd.grad(sum(outputs), (hidden, weight), retain_graph=True)
+        wanted = torch.autograd.grad(sum(references), (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_gradcheck():
+    hidden, weight, target = _inputs(tokens=3)
+    assert torch.autograd.gradcheck(
+        lambda h, w: hidden_states_to_logprobs(
+            h, w, target, vocab_size=VOCAB, temperature=0.9, with_entropy=True
+        ),
+        (hidden, weight),
+        fast_mode=True,
+    )
+
+
+def test_padding_rows_take_no_part():
+    hidden, weight, target = _inputs()
+    with torch.no_grad():
+        weight[VOCAB:] = 1e4  # would swallow the softmax
+    logprobs, _ = hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB)
+    torch.testing.assert_close(logprobs, _reference(hidden, weight, target)[0])
+    logprobs.sum().backward()
+    assert (weight.grad[VOCAB:] == 0).all()
+
+
+@pytest.mark.usefixtures("_tile")
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_bfloat16_accumulates_in_float32(sampling):
+    """Inputs rounded to bfloat16, arithmetic exact: float32's error, not bfloat16's (4e-3)."""
+    hidden, weight, target = _inputs(torch.bfloat16)
+    logprobs, entropy = hidden_states_to_logprobs(
+        hidden, weight, target, vocab_size=VOCAB, with_entropy=True, **sampling
+    )
+    expected = _reference(hidden, weight, target, **sampling)
+    assert logprobs.dtype == torch.float32
+    assert entropy is not None
+    torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=1e-5)
+    actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    wanted = torch.autograd.grad(expected[0].sum(), (hidden, weight))
+    for a, b in zip(actual, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        # One rounding to bfloat16 (2^-9), of the result.
+        torch.testing.assert_close(a.double(), b.double(), rtol=2**-8, atol=1e-4)
+
+
+def test_extreme_logits_stay_finite():
+    hidden = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    weight = torch.tensor([[300.0], [-300.0], [0.0]], requires_grad=True)
+    logprobs, entropy = hidden_states_to_logprobs(
+        hidden, weight, torch.tensor([0, 0]), vocab_size=3, with_entropy=True
+    )
+    assert logprobs.tolist() == [0.0, -600.0]
+    assert entropy is not None
+    assert entropy.tolist() == [0.0, 0.0]
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad.tolist() == [[0.0], [600.0]]
+    assert weight.grad.tolist() == [[-1.0], [1.0], [0.0]]
+
+
+def test_no_tokens():
+    _, weight, _ = _inputs()
+    hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    for sampling in SAMPLING:
+        logprobs, entropy = hidden_states_to_logprobs(
+            hidden,
+            weight,
+            torch.zeros(0, dtype=torch.int64),
+            vocab_size=VOCAB,
+            with_entropy=True,
+            **sampling,
+        )
+        assert entropy is not None
+        assert logprobs.shape == entropy.shape == (0,)
+        actual = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        assert all((gradient == 0).all() for gradient in actual)
+
+
+def test_one_frozen_input():
+    hidden, weight, target = _inputs()
+    both = torch.autograd.grad(
+        hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB)[0].sum(),
+        (hidden, weight),
+    )
+    for frozen in (0, 1):
+        inputs = [hidden.detach(), weight.detach()]
+        inputs[1 - frozen].requires_grad_()
+        hidden_states_to_logprobs(*inputs, target, vocab_size=VOCAB)[0].sum().backward()
+        torch.testing.assert_close(inputs[1 - frozen].grad, both[1 - frozen])
+        assert inputs[frozen].grad is None
+
+
+def test_a_target_outside_the_kept_set_counts_as_kept():
+    """Logits 3, 2, 1, 0, top-k 2, target 3: the set is {0, 1, 3}."""
+    weight = torch.tensor([[3.0], [2.0], [1.0], [0.0]])
+    logprobs, _ = hidden_states_to_logprobs(
+        torch.ones(1, 1), weight, torch.tensor([3]), vocab_size=4, top_k=2
+    )
+    assert logprobs.item() == pytest.approx(-math.log(math.exp(3) + math.exp(2) + 1))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "expected"),
+    [
+        (2, 1.0, [0, 1]),
+        (0, 0.6, [0]),  # probabilities .643 .237 .087 .032
+        (0, 0.65, [0, 1]),
+        (2, 0.74, [0, 1]),  # of {0, 1} alone: .731 .269
+        (2, 0.73, [0]),
+        (9, 1.0, [0, 1, 2, 3]),
+    ],
+)
+def test_thresholds_by_hand(top_k, top_p, expected):
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    kept = logits >= threshold(logits.clone(), top_k, top_p).unsqueeze(1)
+    assert kept[0].nonzero().flatten().tolist() == expected
+
+
+def test_equal_logits_stay_together():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    kept = logits >= threshold(logits.clone(), 2, 1.0).unsqueeze(1)
+    assert kept.tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0 must be positive"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -1}, "top_k=-1"),
+    ],
+)
+def test_bad_sampling_is_refused(options, message):
+    hidden, weight, target = _inputs()
+    with pytest.raises(ConfigError, match=message):
+        hidden_states_to_logprobs(hidden, weight, target, vocab_size=VOCAB, **options)

@@ -1,0 +1,66 @@
+"""Masked reductions against numbers worked by hand and plain Python."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from aligner.algorithms.masked import masked_mean, masked_moments, masked_sum, masked_whiten
+
+NAN = float("nan")
+
+
+def test_masked_sum_drops_garbage():
+    values = torch.tensor([[1.0, NAN, 3.0], [math.inf, 5.0, 6.0]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+    assert masked_sum(values, mask).item() == 15.0
+    assert masked_sum(values, mask, dim=1).tolist() == [4.0, 11.0]
+
+
+def test_masked_mean_divides_by_the_named_denominator():
+    values = torch.tensor([2.0, 4.0, 9.0])
+    mask = torch.tensor([1, 1, 0])
+    assert masked_mean(values, mask, 8.0).item() == 0.75
+
+
+def test_micro_batch_means_add_up():
+    values, mask = torch.arange(12.0).view(4, 3), torch.tensor([[1, 1, 0]] * 3 + [[0, 0, 1]])
+    count = mask.sum()
+    parts = [masked_mean(v, m, count) for v, m in zip(values.split(1), mask.split(1), strict=True)]
+    torch.testing.assert_close(sum(parts), masked_mean(values, mask, count))
+
+
+def test_moments_are_unbiased():
+    # 1, 2, 6: mean 3, squares 4 + 1 + 9 = 14, over n - 1 = 2.
+    mean, variance = masked_moments(
+        torch.tensor([1.0, 2.0, 100.0, 6.0]), torch.tensor([1, 1, 0, 1])
+    )
+    assert (mean.item(), variance.item()) == (3.0, 7.0)
+
+
+def test_whiten_against_plain_python():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5, 7, generator=generator, dtype=torch.float64) * 3 + 2
+    mask = torch.rand(5, 7, generator=generator) < 0.6
+    kept = values[mask].tolist()
+    mean, variance = statistics.fmean(kept), statistics.variance(kept)
+    expected = [(x - mean) / math.sqrt(variance + 1e-8) for x in kept]
+    whitened = masked_whiten(values, mask)
+    torch.testing.assert_close(whitened[mask], torch.tensor(expected, dtype=torch.float64))
+    assert (whitened[~mask] == 0).all()
+
+
+def test_whiten_large_offset_in_float32():
+    """A mean 1e4 times the spread: sums of squares in float32 would lose it."""
+    values = torch.tensor([10000.0, 10001.0, 10002.0])
+    whitened = masked_whiten(values, torch.ones(3))
+    torch.testing.assert_close(whitened, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 0]])
+def test_whiten_fewer_than_two(mask):
+    whitened = masked_whiten(
+        torch.tensor([1.0, NAN if not mask[1] else 2.0, 3.0]), torch.tensor(mask)
+    )
+    assert whitened.tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,254 @@
+"""PPO policy loss: by hand, against a plain Python loop, and its invariances."""
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.errors import ConfigError
+from aligner.types import Denominators, TokenOutputs
+
+
+def _denominators(batch):
+    tokens = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).sum()
+    return Denominators(tokens.clamp(min=1), batch["sample_mask"].sum().clamp(min=1))
+
+
+def _row(*values):
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def _hand_batch(ratios, advantages):
+    """One sample whose tokens have these probability ratios and advantages."""
+    logprobs = torch.tensor([[math.log(r) - 1 for r in ratios]], dtype=torch.float64)
+    batch = {
+        "advantages": _row(*advantages),
+        "token_mask": torch.ones_like(logprobs),
+        "sample_mask": torch.ones(1, dtype=torch.float64),
+        "prev_logprobs": torch.full_like(logprobs, -1.0),
+    }
+    return logprobs.requires_grad_(), batch
+
+
+def test_hand_worked():
+    """Clip range [0.8, 1.3]; four tokens, one for each way the clip can act.
+
+    ratio 2, A 1: -min(2, 1.3) = -1.3, clipped;  ratio 2, A -1: max(2, 1.3) = 2, free;
+    ratio .5, A 1: -.5, free;                    ratio .5, A -1: max(.5, .8) = .8, clipped.
+    """
+    logprobs, batch = _hand_batch([2.0, 2.0, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0])
+    loss_function = PPOPolicyLoss(0.2, 0.3, needs_entropy=False)
+    loss, metrics = loss_function(TokenOutputs(logprobs), batch, _denominators(batch))
+    loss.backward()
+    assert loss.item() == pytest.approx((-1.3 + 2 - 0.5 + 0.8) / 4)
+    # d(-A·ρ)/dlogprob = -A·ρ on free tokens, 0 on clipped ones.
+    torch.testing.assert_close(logprobs.grad, _row(0.0, 2.0, -0.5, 0.0) / 4)
+    assert metrics["clip_fraction"].item() == 0.5
+    assert metrics["ppo_ratio"].item() == pytest.approx(1.25)
+    assert metrics["ppo_ratio_clamped"].item() == pytest.approx((1.3 + 1.3 + 0.8 + 0.8) / 4)
+    assert metrics["ppo_ratio_max"].item() == pytest.approx(2.0)
+    k3 = sum(r - 1 - math.log(r) for r in (2, 2, 0.5, 0.5)) / 4
+    assert metrics["approx_kl"].item() == pytest.approx(k3)
+    assert metrics["loss"].item() == loss.item()
+
+
+def test_dual_clip_by_hand():
+    """With A = -1 and ratio 10 the loss stops at 3 and has no gradient; A > 0 is untouched."""
+    logprobs, batch = _hand_batch([10.0, 2.0, 0.5], [-1.0, -1.0, 1.0])
+    loss_function = PPOPolicyLoss(dual_clip=3.0, needs_entropy=False)
+    loss, metrics = loss_function(TokenOutputs(logprobs), batch, _denominators(batch))
+    loss.backward()
+    assert loss.item() == pytest.approx((3 + 2 - 0.5) / 3)
+    torch.testing.assert_close(logprobs.grad, _row(0.0, 2.0, -0.5) / 3)
+    assert metrics["dual_clip_fraction"].item() == pytest.approx(1 / 3)
+
+
+def test_importance_weight_by_hand():
+    """prev/generation = 4 is cut at 2, 0.5 stays; the weight carries no gradient."""
+    logprobs, batch = _hand_batch([1.0, 1.0], [1.0, 1.0])
+    batch["generation_logprobs"] = batch["prev_logprobs"] - _row(math.log(4), math.log(0.5))
+    loss_function = PPOPolicyLoss(importance_cap=2.0, needs_entropy=False)
+    loss, metrics = loss_function(TokenOutputs(logprobs), batch, _denominators(batch))
+    loss.backward()
+    assert loss.item() == pytest.approx(-(2 + 0.5) / 2)
+    torch.testing.assert_close(logprobs.grad, _row(-2.0, -0.5) / 2)
+    assert metrics["importance_weight"].item() == pytest.approx(1.25)
+
+
+def test_first_on_policy_mini_batch_needs_no_prev_logprobs():
+    """Ratio 1 everywhere: the gradient is the policy gradient, -A/n."""
+    logprobs, batch = _hand_batch([1.3, 0.7], [2.0, -3.0])
+    del batch["prev_logprobs"]
+    loss_function = PPOPolicyLoss(needs_entropy=False)
+    loss, metrics = loss_function(TokenOutputs(logprobs), batch, _denominators(batch))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.5)
+    torch.testing.assert_close(logprobs.grad, _row(-1.0, 1.5))
+    assert metrics["ppo_ratio"].item() == 1.0
+    assert metrics["clip_fraction"].item() == 0.0
+
+
+def _random_batch(seed=0, rows=6, length=9):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal():
+        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
+
+    logprobs = normal() * 0.5 - 2
+    batch = {
+        "advantages": normal(),
+        "token_mask": (torch.rand(rows, length, generator=generator) < 0.6).double(),
+        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1][:rows], dtype=torch.float64),
+        "prev_logprobs": logprobs + normal() * 0.3,
+        "ref_logprobs": logprobs + normal() * 0.3,
+        "generation_logprobs": logprobs + normal() * 0.3,
+    }
+    batch["token_mask"][3] = 0  # a row without a generated token
+    return logprobs, normal().abs(), batch
+
+
+FULL = PPOPolicyLoss(
+    ratio_eps_low=0.1,
+    ratio_eps_high=0.25,
+    dual_clip=1.5,
+    entropy_bonus=0.01,
+    kl_coefficient=0.2,
+    kl_estimator="k3",
+    importance_cap=1.2,
+)
+
+
+def _loop(logprobs, entropy, batch):
+    """FULL's loss, one token at a time."""
+    total = count = 0.0
+    for b in range(len(logprobs)):
+        for t in range(len(logprobs[b])):
+            if not (batch["token_mask"][b][t] and batch["sample_mask"][b]):
+                continue
+            count += 1
+            lp, a = logprobs[b][t], batch["advantages"][b][t]
+            prev, ref = batch["prev_logprobs"][b][t], batch["ref_logprobs"][b][t]
+            ratio = math.exp(lp - prev)
+            term = max(-a * ratio, -a * min(max(ratio, 0.9), 1.25))
+            if a < 0:
+                term = min(term, -1.5 * a)
+            weight = min(math.exp(prev - batch["generation_logprobs"][b][t]), 1.2)
+            kl = math.exp(ref - lp) - 1 - (ref - lp)
+            total += weight * term - 0.01 * entropy[b][t] + 0.2 * kl
+    return total / count
+
+
+def test_everything_at_once_against_a_loop():
+    logprobs, entropy, batch = _random_batch()
+    loss, _ = FULL(TokenOutputs(logprobs, entropy), batch, _denominators(batch))
+    lists = {name: value.tolist() for name, value in batch.items()}
+    assert loss.item() == pytest.approx(_loop(logprobs.tolist(), entropy.tolist(), lists))
+
+
+def test_gradients_against_differences():
+    logprobs, entropy, batch = _random_batch(seed=1)
+    batch["prev_logprobs"] += 0.011  # away from the kinks of max and clip
+
+    def loss(logprobs, entropy):
+        return FULL(TokenOutputs(logprobs, entropy), batch, _denominators(batch))[0]
+
+    assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(), entropy.requires_grad_()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_micro_batches_change_nothing(size):
+    logprobs, entropy, batch = _random_batch(seed=2)
+    denominators = _denominators(batch)
+
+    def run(size):
+        leaf = logprobs.clone().requires_grad_()
+        parts: dict[str, list] = {}
+        for start in range(0, 6, size):
+            part = slice(start, start + size)
+            outputs = TokenOutputs(leaf[part], entropy[part])
+            micro = {name: value[part] for name, value in batch.items()}
+            loss, metrics = FULL(outputs, micro, denominators)
+            loss.backward()
+            for name, value in metrics.items():
+                parts.setdefault(name, []).append(value)
+        totals = {k: max(v) if k.endswith("_max") else sum(v) for k, v in parts.items()}
+        return leaf.grad, totals
+
+    gradient, metrics = run(size)
+    whole_gradient, whole_metrics = run(6)
+    torch.testing.assert_close(gradient, whole_gradient)
+    assert metrics.keys() == whole_metrics.keys()
+    for name, value in metrics.items():
+        torch.testing.assert_close(value, whole_metrics[name], msg=name)
+
+
+def test_masked_positions_may_hold_anything():
+    logprobs, entropy, batch = _random_batch(seed=3)
+    reference, _ = FULL(TokenOutputs(logprobs, entropy), batch, _denominators(batch))
+    dropped = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
+    dirty = {
+        name: torch.where(dropped, -1e6, value) if name.endswith("logprobs") else value
+        for name, value in batch.items()
+    }
+    dirty["advantages"] = torch.where(dropped, 1e30, batch["advantages"])
+    leaf = torch.where(dropped, 1e6, logprobs).requires_grad_()
+    loss, metrics = FULL(TokenOutputs(leaf, entropy), dirty, _denominators(batch))
+    loss.backward()
+    assert loss.item() == reference.item()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+    assert (leaf.grad[dropped] == 0).all()
+    assert all(value.isfinite() for value in metrics.values())
+
+
+def test_micro_batch_without_a_valid_token():
+    logprobs, entropy, batch = _random_batch(seed=4)
+    batch["sample_mask"] = torch.zeros_like(batch["sample_mask"])
+    leaf = logprobs.requires_grad_()
+    loss, metrics = FULL(TokenOutputs(leaf, entropy), batch, _denominators(batch))
+    loss.backward()
+    assert loss.item() == 0
+    assert (leaf.grad == 0).all()
+    assert all(value.item() == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_kl_in_the_loss_by_hand(estimator):
+    logprobs = _row(-1.0).requires_grad_()
+    batch = {
+        "advantages": _row(0.0),
+        "token_mask": _row(1.0),
+        "sample_mask": torch.ones(1),
+        "ref_logprobs": _row(-1.5),
+    }
+    loss_function = PPOPolicyLoss(kl_coefficient=0.1, kl_estimator=estimator, needs_entropy=False)
+    loss, metrics = loss_function(TokenOutputs(logprobs), batch, _denominators(batch))
+    loss.backward()
+    kl = {"k1": 0.5, "k2": 0.125, "k3": math.exp(-0.5) - 0.5, "abs": 0.5}[estimator]
+    slope = {"k1": 1.0, "k2": 0.5, "k3": 1 - math.exp(-0.5), "abs": 1.0}[estimator]
+    assert loss.item() == pytest.approx(0.1 * kl)
+    assert metrics["kl_loss"].item() == pytest.approx(kl)
+    assert logprobs.grad.item() == pytest.approx(0.1 * slope)
+
+
+def test_entropy_is_a_metric_without_a_bonus():
+    logprobs, batch = _hand_batch([1.0, 1.0], [0.0, 0.0])
+    entropy = _row(1.0, 2.0)
+    loss, metrics = PPOPolicyLoss()(TokenOutputs(logprobs, entropy), batch, _denominators(batch))
+    assert (loss.item(), metrics["entropy"].item()) == (0.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dual_clip": 1.0}, "dual_clip=1.0 must exceed 1"),
+        ({"importance_cap": 0.0}, "importance_cap=0.0 must be positive"),
+        ({"ratio_eps_low": 1.0}, "ratio_eps_low=1.0"),
+        ({"entropy_bonus": 0.1, "needs_entropy": False}, "needs the entropy"),
+        ({"kl_estimator": "k9"}, "'k9' is unknown"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOPolicyLoss(**options)
