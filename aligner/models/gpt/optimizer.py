@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from torch import Tensor
+from torch import Tensor, nn
 
 from aligner.config import OptimConfig, SchedConfig
 from aligner.distributed import accelerator
@@ -21,7 +25,7 @@ def wrap_for_training(gpt: GPTModel, data_parallel_size: int) -> DistributedData
     The summed gradient is the gradient of the global loss, because losses are divided by global
     counts (``calculate_per_token_loss`` in the transformer config).
     """
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         gpt.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -30,6 +34,16 @@ def wrap_for_training(gpt: GPTModel, data_parallel_size: int) -> DistributedData
         ),
         gpt,
     )
+    gpt.config.no_sync_func = wrapped.no_sync
+    gpt.config.finalize_model_grads_func = _finalize_gradients
+    return wrapped
+
+
+def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **groups: Any) -> None:
+    """Sum over ranks what is partial on each; the schedule's token count stays out of it."""
+    del num_tokens
+    with accelerator.cuda_literals():
+        finalize_model_grads(model, None, **groups)
 
 
 def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:
