@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Self
 
+from aligner.checkpoint.durable import free_bytes, readable_bytes, sync_path
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -224,10 +225,11 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A new file that appears under ``path`` complete or not at all.
 
     Written beside its destination, flushed to disk, then renamed. On any failure the partial file
-    is removed; a full disk or an unwritable directory is a `StorageError`.
+    is removed (one that a killed process left is overwritten); a full disk or an unwritable
+    directory is a `StorageError`.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w+b") as stream:
@@ -235,22 +237,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(partial, target)
-        _sync_directory(target.parent)
+        sync_path(target.parent)
     except OSError as error:
         if isinstance(error, CheckpointError | StorageError):
             raise
         raise StorageError(
-            f"cannot write {str(target)!r}: {error.strerror or error}; free space or choose a "
-            "writable directory"
+            f"cannot write {str(target)!r}: {error.strerror or error} "
+            f"({readable_bytes(free_bytes(target.parent))} free); free space or choose a writable "
+            "directory"
         ) from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
 
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

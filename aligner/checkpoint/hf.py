@@ -16,6 +16,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
+from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf, family_of
 from aligner.checkpoint.hf_tensors import HuggingFaceWeights, to_hugging_face
 from aligner.data.tokenizer import tokenizer_from_files
@@ -152,7 +153,8 @@ def save_hf(
         raise StorageError(
             f"{str(folder)!r} exists and is not empty; remove it or give another --output"
         )
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     try:
         partial.mkdir(parents=True)
         for name, content in tokenizer_files.items():
@@ -161,7 +163,9 @@ def save_hf(
         dtype = _write_shards(partial, to_hugging_face(weights, family.table, architecture))
         config["torch_dtype"] = dtype
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        sync_tree(partial)
         os.replace(partial, folder)
+        sync_path(folder.parent)
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise

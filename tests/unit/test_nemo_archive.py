@@ -1,0 +1,194 @@
+"""Hostile, damaged and foreign archives are refused by name and leave nothing behind.
+
+1. Unsafe members: path traversal, absolute paths, links, devices, doubled names.
+2. Damage: truncation anywhere, foreign formats, gzip cut short.
+3. Pickles that run code, in rank files and in ``.metadata``.
+4. Nothing is extracted; temporary files vanish.
+"""
+
+import gzip
+import io
+import os
+import pickle
+import tarfile
+
+import nemo_writers as writers
+import pytest
+import torch
+from test_nemo_kinds import LLAMA, LLAMA_KEYS, distinct_weights
+
+from aligner.checkpoint.archive import ArchiveReader
+from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.torch_dist import read_metadata
+from aligner.errors import AlignerError, CheckpointError, CheckpointNotFoundError
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.nemo"
+    save_nemo(path, distinct_weights(LLAMA), LLAMA, {})
+    return path
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path, monkeypatch):
+    """Temporary files go to a folder of their own, which must be empty afterwards."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield
+    assert list(folder.iterdir()) == []
+
+
+def add_member(path, name, kind=tarfile.REGTYPE, link=""):
+    with tarfile.open(path, "a") as tar:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, link
+        info.size = 1 if kind == tarfile.REGTYPE else 0
+        tar.addfile(info, io.BytesIO(b"x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("../evil", tarfile.REGTYPE, "unsafe path '../evil'"),
+        ("./a/../../evil", tarfile.REGTYPE, "unsafe path"),
+        ("/etc/evil", tarfile.REGTYPE, "unsafe path '/etc/evil'"),
+        ("a\\..\\evil", tarfile.REGTYPE, "unsafe path"),
+        ("./link", tarfile.SYMTYPE, "'./link', which is a link"),
+        ("./hard", tarfile.LNKTYPE, "link or a device"),
+        ("./device", tarfile.CHRTYPE, "link or a device"),
+        ("./pipe", tarfile.FIFOTYPE, "link or a device"),
+        ("./model_config.yaml", tarfile.REGTYPE, "holds 'model_config.yaml' twice"),
+    ],
+)
+def test_unsafe_members(good, name, kind, message):
+    add_member(good, name, kind, link="/etc/passwd")
+    with pytest.raises(CheckpointError, match=message), open_nemo(good):
+        pass
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_truncated_anywhere(good, tmp_path, packed):
+    """At every hundredth of the file: one error of ours, no traceback of tarfile's or torch's."""
+    data = good.read_bytes()
+    data = gzip.compress(data, 1) if packed else data
+    cut = tmp_path / "cut.nemo"
+    last = len(data.rstrip(b"\0"))  # beyond it there is only padding
+    for length in range(0, last, max(1, last // 100)):
+        cut.write_bytes(data[:length])
+        with pytest.raises(CheckpointError), open_nemo(cut) as nemo:
+            dict(nemo.weights)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tar", b"PK\x03\x04" + bytes(4000)])
+def test_foreign_files(tmp_path, content):
+    path = tmp_path / "foreign.nemo"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"not a \.nemo archive"), open_nemo(path):
+        pass
+
+
+def test_a_tar_of_something_else(tmp_path):
+    writers.write_archive(tmp_path / "photos.nemo", {"photo.jpg": b"\xff"})
+    with (
+        pytest.raises(CheckpointError, match=r"no 'model_config\.yaml'"),
+        open_nemo(tmp_path / "photos.nemo"),
+    ):
+        pass
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"restore_from_path"):
+        open_nemo(tmp_path / "none.nemo").__enter__()
+
+
+class Evil:
+    """Creates a file when unpickled."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (self.target,)
+
+
+def test_code_in_a_rank_file_is_not_run(tmp_path):
+    mark = tmp_path / "mark"
+    members = writers.config_members(21, **LLAMA_KEYS)
+    members["model_weights.ckpt"] = writers.saved({"model.x": Evil(str(mark))})
+    writers.write_archive(tmp_path / "evil.nemo", members)
+    with (
+        pytest.raises(CheckpointError, match="more than tensors"),
+        open_nemo(tmp_path / "evil.nemo") as nemo,
+    ):
+        dict(nemo.weights)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("evil", [os.system, eval, torch.load, pickle.loads, getattr])
+def test_code_in_metadata_is_not_run(evil):
+    with pytest.raises(CheckpointError, match="refused as malicious"):
+        read_metadata(pickle.dumps(evil))
+
+
+def test_code_in_common_is_never_looked_at(good, tmp_path):
+    mark = tmp_path / "mark"
+    with ArchiveReader(good) as archive:
+        members = {name: archive.read(name) for name in archive.names}
+    members["model_weights/common.pt"] = pickle.dumps(Evil(str(mark)))
+    writers.write_archive(tmp_path / "evil.nemo", members)
+    with open_nemo(tmp_path / "evil.nemo") as nemo:
+        assert len(dict(nemo.weights)) > 0
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "yaml", [b"!!python/object/apply:os.system ['true']", b"[", b"- 1", b"a: 1"]
+)
+def test_bad_yaml(tmp_path, yaml):
+    writers.write_archive(tmp_path / "m.nemo", {"model_config.yaml": yaml})
+    with (
+        pytest.raises(CheckpointError, match=r"model_config\.yaml"),
+        open_nemo(tmp_path / "m.nemo"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("activation", "reglu", "activation='reglu'"),
+        ("normalization", "groupnorm", "normalization='groupnorm'"),
+        ("position_embedding_type", "alibi", "position_embedding_type='alibi'"),
+        ("num_layers", "many", "wrong kind"),
+        ("hidden_size", None, "lacks hidden_size"),
+    ],
+)
+def test_unsupported_configurations_are_named(tmp_path, key, value, message):
+    members = writers.config_members(21, **(LLAMA_KEYS | {key: value}))
+    writers.write_archive(tmp_path / "m.nemo", members)
+    with pytest.raises(AlignerError, match=message), open_nemo(tmp_path / "m.nemo") as nemo:
+        _ = nemo.architecture
+
+
+def test_no_weights(tmp_path):
+    writers.write_archive(tmp_path / "m.nemo", writers.config_members(21, **LLAMA_KEYS))
+    with (
+        pytest.raises(CheckpointError, match="holds no weights"),
+        open_nemo(tmp_path / "m.nemo") as n,
+    ):
+        _ = n.weights
+
+
+def test_an_unpacked_directory_reads_the_same(good, tmp_path):
+    folder = tmp_path / "unpacked"
+    with tarfile.open(good) as tar:
+        tar.extractall(folder, filter="data")
+    with open_nemo(good) as packed, open_nemo(folder) as unpacked:
+        assert unpacked.architecture == packed.architecture
+        for name in packed.weights:
+            assert torch.equal(packed.weights[name], unpacked.weights[name])
+    (folder / "link").symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match="holds a link"), open_nemo(folder):
+        pass

@@ -1,0 +1,241 @@
+"""Kinds of `.nemo` that the given files do not show, written by the format's description.
+
+1. Every weight layout reads back as the canonical tensors it was written from.
+2. Every activation, norm and position kind computes what a float64 reference computes.
+"""
+
+import dataclasses
+
+import nemo_writers as writers
+import pytest
+import torch
+from reference_gpt import reference_logits
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.gpt_weights import gather_weights, load_weights
+from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import CheckpointError
+from aligner.models.gpt.build import build_gpt
+
+LLAMA = GPTArchitecture(
+    num_layers=4,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=4,
+    vocab_size=21,
+    max_position_embeddings=32,
+    make_vocab_size_divisible_by=8,
+)
+GPT = dataclasses.replace(
+    LLAMA,
+    num_query_groups=4,
+    activation="gelu",
+    normalization="layernorm",
+    position_embedding="learned_absolute",
+    bias_linear=True,
+    tie_embeddings=True,
+)
+NEMOTRON = dataclasses.replace(
+    LLAMA, activation="squared_relu", normalization="layernorm1p", rotary_percent=0.5
+)
+LLAMA_KEYS = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "encoder_seq_length": 32,
+    "max_position_embeddings": "${.encoder_seq_length}",
+    "make_vocab_size_divisible_by": 8,
+    "activation": "fast-swiglu",
+    "normalization": "rmsnorm",
+    "position_embedding_type": "rope",
+    "bias": False,
+    "share_embeddings_and_output_weights": False,
+}
+GPT_KEYS = LLAMA_KEYS | {
+    "num_query_groups": None,
+    "activation": "gelu",
+    "normalization": "layernorm",
+    "position_embedding_type": "learned_absolute",
+    "bias": True,
+    "share_embeddings_and_output_weights": True,
+}
+NEMOTRON_KEYS = LLAMA_KEYS | {
+    "activation": "squared-relu",
+    "normalization": "layernorm1p",
+    "rotary_percentage": 0.5,
+}
+
+WIDE = 0.6  # weights wide enough that the two GELUs can be told apart
+
+
+def distinct_weights(architecture, dtype=torch.float32, scale=0.3):
+    """Random, biases and norms too, so that no tensor can stand for another."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: (torch.randn(shape, generator=generator) * scale).to(dtype)
+        for name, shape in expected_shapes(architecture).items()
+    }
+
+
+def read_back(path, members, keys, mode="w"):
+    writers.write_archive(path, writers.config_members(21, **keys) | members, mode=mode)
+    with open_nemo(path) as nemo:
+        return nemo.architecture, {name: nemo.weights[name] for name in nemo.weights}
+
+
+def assert_same(found, expected):
+    assert set(found) == set(expected)
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype, name
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("style", ["local", "te", "legacy", "legacy_unfused_gate", "amp_o2"])
+def test_single_files(tmp_path, style, mode):
+    weights = distinct_weights(LLAMA)
+    padded = writers.padded(weights, 8)
+    members = {
+        "local": lambda: writers.single_file(padded),
+        "te": lambda: writers.te_single_file(padded),
+        "legacy": lambda: writers.legacy_single_file(padded),
+        "legacy_unfused_gate": lambda: writers.legacy_single_file(padded, unfused_gate=True),
+        "amp_o2": lambda: writers.single_file(padded, prefix="model.module."),
+    }[style]()
+    architecture, found = read_back(tmp_path / "m.nemo", members, LLAMA_KEYS, mode)
+    assert architecture == LLAMA
+    assert_same(found, weights)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (4, 4)])
+@pytest.mark.parametrize(("architecture", "keys"), [(LLAMA, LLAMA_KEYS), (GPT, GPT_KEYS)])
+def test_rank_files(tmp_path, architecture, keys, tp, pp):
+    """TP x PP with padding that depends on TP; the GPT is tied, so its last stage has a copy."""
+    if tp > architecture.num_query_groups:
+        architecture = dataclasses.replace(architecture, num_query_groups=4)
+        keys = {**keys, "num_query_groups": 4}
+    weights = distinct_weights(architecture)
+    members = writers.rank_files(weights, architecture, tp, pp)
+    assert_same(read_back(tmp_path / "m.nemo", members, keys)[1], weights)
+
+
+def test_mp_rank_files(tmp_path):
+    weights = distinct_weights(LLAMA)
+    members = writers.rank_files(weights, LLAMA, 2, 1, style="mp_rank")
+    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
+
+
+def test_a_missing_rank_file_is_named(tmp_path):
+    members = writers.rank_files(distinct_weights(LLAMA), LLAMA, 2, 2)
+    del members["tp_rank_01_pp_rank_000/model_weights.ckpt"]
+    with pytest.raises(CheckpointError, match="tp 1 pp 0"):
+        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row_chunks", [1, 2, 3])
+def test_zarr(tmp_path, dtype, row_chunks):
+    """Three row chunks do not divide 64 rows: the last chunk reaches beyond the tensor."""
+    weights = distinct_weights(LLAMA, dtype)
+    members = writers.zarr_members(weights, LLAMA, row_chunks)
+    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
+
+
+def test_bfloat16_rank_files(tmp_path):
+    weights = distinct_weights(LLAMA, torch.bfloat16)
+    members = writers.rank_files(weights, LLAMA, 2, 2)
+    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
+
+
+@pytest.mark.parametrize("layout", ["single", "ranks"])
+def test_reward_model(tmp_path, layout):
+    """A reward head comes along, beside an output layer that nobody uses."""
+    head = {"rm_head.weight": torch.randn(1, 16), "rm_head.bias": torch.randn(1)}
+    weights = distinct_weights(LLAMA) | head
+    members = (
+        writers.single_file(writers.padded(weights, 8))
+        if layout == "single"
+        else writers.rank_files(weights, LLAMA, 2, 2)
+    )
+    assert_same(read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)[1], weights)
+
+
+def test_a_critic_without_output_layer_is_saved_and_read(tmp_path):
+    weights = distinct_weights(LLAMA) | {
+        "rm_head.weight": torch.randn(1, 16),
+        "rm_head.bias": torch.randn(1),
+    }
+    del weights["output_layer.weight"]
+    save_nemo(tmp_path / "critic.nemo", weights, LLAMA, {})
+    with open_nemo(tmp_path / "critic.nemo") as nemo:
+        assert_same({n: nemo.weights[n] for n in nemo.weights}, weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "activation"),
+    [
+        ({}, GPT_KEYS, "gelu"),
+        ({}, GPT_KEYS | {"bias_activation_fusion": True}, "gelu_tanh"),
+        ({}, GPT_KEYS | {"openai_gelu": True}, "gelu_tanh"),
+        (None, NEMOTRON_KEYS, "squared_relu"),
+        (None, LLAMA_KEYS, "swiglu"),
+    ],
+)
+def test_log_probs_equal_a_float64_reference(tmp_path, changes, keys, activation):
+    base = {"gelu": GPT, "gelu_tanh": GPT, "squared_relu": NEMOTRON, "swiglu": LLAMA}[activation]
+    expected = dataclasses.replace(base, activation=activation, **(changes or {}))
+    weights = distinct_weights(expected, scale=WIDE if base is GPT else 0.3)
+    members = writers.single_file(writers.padded(weights, 8))
+    writers.write_archive(tmp_path / "m.nemo", writers.config_members(21, **keys) | members)
+    initialize_parallel()
+    with open_nemo(tmp_path / "m.nemo") as nemo:
+        assert nemo.architecture == expected
+        gpt = build_gpt(nemo.architecture).eval()
+        load_weights(gpt, nemo.weights, nemo.architecture)
+    tokens = torch.randint(21, (2, 13), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(13).expand(2, 13)
+    with torch.no_grad():
+        logits = gpt(tokens, positions, None)[..., :21]
+    wanted = reference_logits(weights, expected, tokens)
+    gap = (logits.double().log_softmax(-1) - wanted.log_softmax(-1)).abs().max()
+    assert gap < 5e-5  # float32 rounding; the wrong GELU shows at 3e-4 (next test)
+    assert_same(gather_weights(gpt, expected), weights)
+
+
+def test_the_two_gelus_differ_enough_to_be_told_apart():
+    weights = distinct_weights(GPT, scale=WIDE)
+    tokens = torch.arange(13)[None]
+    erf = reference_logits(weights, GPT, tokens)
+    tanh = reference_logits(weights, dataclasses.replace(GPT, activation="gelu_tanh"), tokens)
+    assert (erf - tanh).abs().max() > 2e-4
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path):
+    weights = distinct_weights(LLAMA)
+    del weights["decoder.layers.2.mlp.linear_fc2.weight"]
+    weights["decoder.layers.0.mlp.linear_fc2.bias"] = torch.zeros(16)
+    members = writers.single_file(writers.padded(weights, 8))
+    with pytest.raises(CheckpointError) as caught:
+        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+    assert "missing decoder.layers.2.mlp.linear_fc2.weight" in str(caught.value)
+    assert "unexpected decoder.layers.0.mlp.linear_fc2.bias" in str(caught.value)
+
+
+def test_a_wrong_shape_is_named(tmp_path):
+    weights = distinct_weights(LLAMA)
+    weights["decoder.final_layernorm.weight"] = torch.zeros(15)
+    members = writers.single_file(writers.padded(weights, 8))
+    with pytest.raises(CheckpointError, match=r"final_layernorm\.weight has shape \[15\].*\[16\]"):
+        read_back(tmp_path / "m.nemo", members, LLAMA_KEYS)
+
+
+def test_an_embedding_smaller_than_the_tokenizer_is_refused(tmp_path):
+    weights = distinct_weights(dataclasses.replace(LLAMA, vocab_size=20))
+    with pytest.raises(CheckpointError, match="20 rows, fewer than the tokenizer's 21"):
+        read_back(tmp_path / "m.nemo", writers.single_file(weights), LLAMA_KEYS)
