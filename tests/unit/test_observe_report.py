@@ -1,0 +1,193 @@
+"""report.html: self-contained, well-formed, safe, and with the right numbers in it."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from aligner.observe.environment import describe_environment
+from aligner.observe.metrics import MetricsWriter
+from aligner.observe.report import RunRecord, collect_series, render_report, write_report
+from aligner.observe.report_chart import Series, bars, line_chart, short_number, thin_out, ticks
+from aligner.observe.report_samples import before_and_after
+from aligner.observe.samples import Sample, SampleWriter
+
+VOID = {"meta", "line", "circle", "path", "br"}
+
+
+class Document(HTMLParser):
+    """Checks that tags are balanced and collects what the tests ask for."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def sample(step: int, split: str = "val", **changes) -> Sample:
+    fields = {
+        "step": step,
+        "split": split,
+        "prompt": "1+1=",
+        "response": "2\n",
+        "reward": 1.0,
+        "prompt_length": 4,
+        "response_length": 2,
+        "is_end": True,
+    }
+    return Sample(**{**fields, **changes})
+
+
+def a_run(**changes) -> RunRecord:
+    metrics = [
+        {"step": 0, "val_rollouts/accuracy": 0.25, "val_rollouts/num_samples": 64},
+        {"step": 1, "train_rollouts/rewards": 0.5, "timers/generate": 3.0, "timers/total": 9.0},
+        {"step": 2, "train_rollouts/rewards": math.nan, "timers/generate": 1.0},
+        {"step": 3, "val_rollouts/accuracy": 0.75, "val_rollouts/num_samples": 64},
+    ]
+    fields = {
+        "title": "A run & more",
+        "metrics": metrics,
+        "samples": [sample(0, response="</td><script>alert(1)</script>"), sample(3)],
+        "config": "lr: 1e-5 # <b>",
+        "environment": {"torch": "2"},
+        "artifacts": {"policy": "a/b.nemo"},
+    }
+    return RunRecord(**{**fields, **changes})
+
+
+def test_document_is_balanced_safe_and_needs_no_network():
+    html = render_report(a_run())
+    document = Document(html)
+    assert document.tags.count("script") == 1
+    assert not {"link", "img", "iframe"} & set(document.tags)
+    assert not {"src", "href", "action"} & {name for name, _ in document.attributes}
+    addresses = set(re.findall(r"https?://[^\"' ]+", html))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert "url(" not in html
+    assert "alert(1)" in "".join(document.text)
+
+
+def test_headline_numbers_first_to_last_with_standard_error():
+    text = "".join(Document(render_report(a_run())).text)
+    assert "Validation accuracy0.25 → 0.75" in text
+    assert "+0.5 · step 0 → 3, standard error 0.054" in text  # sqrt(0.75 * 0.25 / 64)
+    assert "3 steps." in text
+    assert "A run & more" in text
+
+
+def test_every_metric_with_a_finite_value_has_a_chart_and_its_explanation():
+    run = a_run(metrics=[*a_run().metrics, {"step": 4, "critic/explained_var": math.nan}])
+    html = render_report(run)
+    tooltips = [value for name, value in Document(html).attributes if name == "title"]
+    shown = {tip.split(":")[0] for tip in tooltips if "/" in tip.split(":")[0]}
+    assert shown == {
+        "val_rollouts/accuracy",
+        "val_rollouts/num_samples",
+        "train_rollouts/rewards",
+        "timers/generate",
+        "timers/total",
+    }
+    assert any("Over: mean over the step's samples" in tip for tip in tooltips)
+
+
+def test_hover_data_hold_the_numbers():
+    lines = [Series("training", [1, 2, 3], [0.5, math.nan, 0.25]), Series("none", [1], [math.inf])]
+    (data,) = [
+        value for name, value in Document(line_chart(lines)).attributes if name == "data-lines"
+    ]
+    (line,) = json.loads(data)
+    assert line["l"] == "training"
+    assert [point[2:] for point in line["p"]] == [[1, 0.5], [3, 0.25]]
+
+
+def test_chart_geometry_by_hand():
+    # Plot area x 48..368, y 10..168; values -1..1 with a margin of 0.16 on either side.
+    svg = line_chart([Series("", [0, 4], [-1.0, 1.0])])
+    low, high = 168 - 158 * 0.16 / 2.32, 168 - 158 * 2.16 / 2.32
+    assert f'd="M48.0 {low:.1f}L368.0 {high:.1f}"' in svg
+    assert line_chart([Series("", [1], [math.nan])]) == ""
+    assert line_chart([Series("", [7], [3.0])]).count("<circle") == 1
+    long = line_chart([Series("", range(100), [0.0] * 100)])
+    assert "<circle" not in long
+    assert ">99</text>" in long
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0.33, 0.76) == [0.4, 0.5, 0.6, 0.7]
+    assert ticks(-1.0, 1.0) == [-1.0, -0.5, 0.0, 0.5, 1.0]
+    assert ticks(1, 14) == [5, 10]
+    assert ticks(2.0, 2.0) == [2.0]
+
+
+def test_thinning_keeps_spikes_ends_and_order():
+    points = [(step, 0.0) for step in range(5000)]
+    points[1234] = (1234, 9.0)
+    points[1235] = (1235, -9.0)
+    thin = thin_out(points)
+    assert len(thin) <= 402
+    assert thin == sorted(thin)
+    assert {(0, 0.0), (4999, 0.0), (1234, 9.0), (1235, -9.0)} <= set(thin)
+    assert thin_out(points[:10]) == points[:10]
+
+
+def test_short_numbers():
+    shown = [short_number(x) for x in (0.0, 1e-5, 0.75, 12.3456, 123456.7, 2.5e7, math.nan)]
+    assert shown == ["0", "1e-05", "0.75", "12.35", "123,457", "2.5e+07", "–"]
+
+
+def test_bars_are_sorted_with_their_share():
+    text = "".join(Document(bars([("reward", 1.0), ("generate", 3.0)], "s")).text)
+    assert text == "generate3 s75 %reward1 s25 %"
+
+
+def test_prompts_are_paired_between_first_and_last_validation():
+    old, new = sample(0, response="3"), sample(9)
+    middle, other = sample(5, response="4"), sample(9, prompt="2+2=")
+    assert before_and_after([old, middle, sample(9, "train"), new, other]) == [(old, new)]
+    assert before_and_after([old]) == []
+    assert before_and_after([]) == []
+
+
+def test_series_are_collected_in_order():
+    series = collect_series(a_run().metrics)
+    assert (series["val_rollouts/accuracy"].steps, series["val_rollouts/accuracy"].values) == (
+        [0, 3],
+        [0.25, 0.75],
+    )
+
+
+@pytest.mark.parametrize("what", ["metrics", "samples", "artifacts"])
+def test_a_run_that_lacks_something_still_has_a_report(what):
+    Document(render_report(a_run(**{what: {} if what == "artifacts" else []})))
+
+
+def test_report_is_written_from_the_files_of_a_run(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"train_rollouts/rewards": 0.5})
+    SampleWriter(tmp_path).write([sample(1, "train", prompt="unmistakable")])
+    environment = describe_environment("CPU, 2 threads")
+    path = write_report(tmp_path, title="T", config="a: 1", environment=environment)
+    assert path == tmp_path / "report.html"
+    text = "".join(Document(path.read_text()).text)
+    for part in ("unmistakable", "a: 1", "CPU, 2 threads", environment["torch"]):
+        assert part in text
