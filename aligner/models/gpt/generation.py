@@ -1,0 +1,201 @@
+"""The sampling engine inside the actor: all prompts of a rollout in flight together.
+
+Every step adds one token to each sequence in flight. A sequence that ends leaves the batch at once
+and a waiting one takes its slot. The tokens of a sample depend on its prompt, the seed and its
+sample id alone: the uniform numbers are counter-based (`sampling`), and on CPU every operation on
+a row gives the same bits whatever the other rows are (`kv_cache`, `packed_linear`). Where a
+library does not keep that promise (other processors, GPUs), logits differ in the last bits and a
+token changes only if its uniform number falls within that distance of a boundary.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.config import LengthParams, SamplingParams
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError, DataError
+from aligner.models.gpt.incremental import IncrementalModel
+from aligner.models.gpt.rollout import Rollout
+from aligner.models.gpt.stop_strings import StopStrings
+
+
+class GenerationOutput(NamedTuple):
+    """``tokens`` int64 [B, S] prompt and response, right-padded; ``lengths`` int64 [B] prompt +
+    response; ``prompt_lengths`` int64 [B]; ``logprobs`` float32 [B, S] of the response's tokens as
+    they were drawn, 0 elsewhere; ``is_end`` bool [B], the response ended by itself.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+    logprobs: Tensor
+    is_end: Tensor
+
+
+class Generator:
+    """Continues prompts with the weights the model has at the time of the call."""
+
+    def __init__(
+        self,
+        gpt: GPTModel,
+        architecture: GPTArchitecture,
+        tokenizer: Tokenizer | None = None,
+        *,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        length: LengthParams,
+        sampling: SamplingParams,
+        max_batch_size: int,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Set up; nothing is allocated before `generate`.
+
+        Args:
+            gpt: the model, whole or one tensor-parallel rank's share of it.
+            architecture: its shape.
+            tokenizer: needed for stop strings.
+            eos_ids: tokens that end a response.
+            pad_id: fills ``tokens`` behind the end; may equal an EOS id.
+            length: fewest and most new tokens.
+            sampling: how tokens are drawn, and the stop strings.
+            max_batch_size: most sequences in flight together.
+            tp_group: ranks that share the vocabulary; None: the model's own tensor-parallel group.
+
+        Raises:
+            ConfigError: lengths, ids or stop strings that cannot work.
+        """
+        _check_settings(architecture, tokenizer, eos_ids, length, sampling, max_batch_size)
+        self._gpt = gpt
+        self._architecture = architecture
+        self._eos_ids = tuple(eos_ids)
+        self._pad_id = pad_id
+        self._length = length
+        self._sampling = sampling
+        self._max_batch_size = max_batch_size
+        self._tp_group = tp_group or gpt.pg_collection.tp
+        self._stop = None
+        if sampling.end_strings:
+            assert tokenizer is not None
+            self._stop = StopStrings(tokenizer, sampling.end_strings)
+
+    def generate(
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_ids: Tensor,
+        seed: int,
+        greedy: bool | None = None,
+    ) -> GenerationOutput:
+        """Continue prompts.
+
+        Args:
+            prompts: int64 [B, P], right-padded.
+            prompt_lengths: int64 [B], each at least 1.
+            sample_ids: int64 [B]; two rows with the same prompt and id get the same response.
+            seed: of the counter-based uniform numbers.
+            greedy: overrides ``sampling.use_greedy``.
+
+        Raises:
+            ConfigError: a prompt and the longest response do not fit the model; nothing has run.
+            DataError: a prompt is empty or holds an id outside the vocabulary.
+        """
+        self._check_prompts(prompts, prompt_lengths)
+        device = next(self._gpt.parameters()).device
+        prompts, prompt_lengths = prompts.to(device), prompt_lengths.to(device)
+        rollout = Rollout(
+            prompts,
+            prompt_lengths,
+            sample_ids.to(device),
+            seed=seed,
+            greedy=self._sampling.use_greedy if greedy is None else greedy,
+            vocab_size=self._architecture.vocab_size,
+            eos_ids=self._eos_ids,
+            pad_id=self._pad_id,
+            length=self._length,
+            sampling=self._sampling,
+            stop=self._stop,
+        )
+        num_slots = min(self._max_batch_size, prompts.shape[0])
+        if num_slots > 0:
+            model = IncrementalModel(
+                self._gpt,
+                self._architecture,
+                num_slots=num_slots,
+                capacity=int(prompt_lengths.max()) + self._length.max_length,
+                tp_group=self._tp_group,
+            )
+            with model.session():
+                rollout.run(model, num_slots)
+        longest = int(rollout.lengths.max()) if num_slots > 0 else 0
+        return GenerationOutput(
+            rollout.tokens[:, :longest].clone(),
+            rollout.lengths,
+            prompt_lengths,
+            rollout.logprobs[:, :longest].clone(),
+            rollout.is_end,
+        )
+
+    def _check_prompts(self, prompts: Tensor, lengths: Tensor) -> None:
+        if prompts.shape[0] == 0:
+            return
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        if shortest < 1 or longest > prompts.shape[1]:
+            raise DataError(
+                f"prompt_lengths are between {shortest} and {longest}; a prompt has at least 1 "
+                f"token and at most the {prompts.shape[1]} columns of prompts"
+            )
+        room = self._architecture.max_position_embeddings
+        if longest + self._length.max_length > room:
+            raise ConfigError(
+                f"length_params.max_length={self._length.max_length}: with a prompt of {longest} "
+                f"tokens the response does not fit the model's {room} positions; use at most "
+                f"{room - longest} or drop longer prompts"
+            )
+        valid = torch.arange(prompts.shape[1], device=prompts.device) < lengths[:, None]
+        ids = prompts[valid]
+        if int(ids.min()) < 0 or int(ids.max()) >= self._architecture.vocab_size:
+            raise DataError(
+                f"prompts hold token ids from {int(ids.min())} to {int(ids.max())} and the "
+                f"vocabulary has {self._architecture.vocab_size}; use the model's own tokenizer"
+            )
+
+
+def _check_settings(
+    architecture: GPTArchitecture,
+    tokenizer: Tokenizer | None,
+    eos_ids: Sequence[int],
+    length: LengthParams,
+    sampling: SamplingParams,
+    max_batch_size: int,
+) -> None:
+    room = architecture.max_position_embeddings
+    if not 1 <= length.max_length < room:
+        raise ConfigError(
+            f"length_params.max_length={length.max_length} must be at least 1 and below the "
+            f"model's {room} positions, of which the prompt needs one or more"
+        )
+    if length.min_length > length.max_length:
+        raise ConfigError(
+            f"length_params.min_length={length.min_length} is above "
+            f"length_params.max_length={length.max_length}; lower it"
+        )
+    if max_batch_size < 1:
+        raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
+    outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
+    if outside:
+        raise ConfigError(
+            f"end-of-sequence ids {outside} are outside the vocabulary of "
+            f"{architecture.vocab_size}; use the model's own tokenizer"
+        )
+    if not all(sampling.end_strings):
+        raise ConfigError("sampling_params.end_strings holds an empty string; remove it")
+    if sampling.end_strings and tokenizer is None:
+        raise ConfigError(
+            "sampling_params.end_strings need a tokenizer; the model was built without one"
+        )

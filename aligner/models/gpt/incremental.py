@@ -1,0 +1,184 @@
+"""A megatron-core GPTModel, one token at a time: prefill and decode on a key-value cache.
+
+The model's own modules do the work. Inside `IncrementalModel.session` they run without gradients,
+in evaluation mode, with a cache in their attention, their weights packed for few-row products, and
+without sequence parallelism (a pass of one token cannot be cut).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from aligner.architecture import GPTArchitecture
+from aligner.distributed.packed_linear import Product, pack, packed_linears
+from aligner.distributed.vocab_shard import VocabShard
+from aligner.errors import LayoutError
+from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.hidden_states import output_weight
+from aligner.models.gpt.kv_cache import KVCache, aligned
+
+
+class IncrementalModel:
+    """Next-token logits of sequences that are in flight together, one slot each."""
+
+    def __init__(
+        self,
+        gpt: GPTModel,
+        architecture: GPTArchitecture,
+        *,
+        num_slots: int,
+        capacity: int,
+        tp_group: dist.ProcessGroup,
+    ) -> None:
+        """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens.
+
+        Raises:
+            LayoutError: the model is spread in a way that generation cannot use yet.
+        """
+        _check_layout(gpt)
+        self._gpt = gpt
+        self._vocab_size = architecture.vocab_size
+        self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
+        self._attention = [
+            module for module in gpt.modules() if isinstance(module, CoreAttention)
+        ]
+        parameter = next(gpt.parameters())
+        self.cache = KVCache(
+            [module.layer_number for module in self._attention],
+            num_slots,
+            capacity,
+            groups=max(1, architecture.num_query_groups // dist.get_world_size(tp_group)),
+            head_dim=architecture.kv_channels,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            window=architecture.window_size,
+        )
+        self._rope: Tensor | None = None
+        if architecture.position_embedding == "rope":
+            # Not through the module's own cache: that would keep this table for training passes.
+            self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
+        self._project: Product | None = None
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """The block in which `prefill`, `decode` and `logits` may be called.
+
+        Weights are packed on entry; they must not change inside.
+        """
+        was_training = self._gpt.training
+        self._gpt.eval()
+        try:
+            with (
+                _without_sequence_parallelism(self._gpt),
+                packed_linears(self._gpt),
+                self._attached_cache(),
+                torch.inference_mode(),
+            ):
+                self._project = pack(output_weight(self._gpt)[: self._shard.columns or 1])
+                yield
+        finally:
+            self._project = None
+            self._gpt.train(was_training)
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
+        """Run prompts and put their keys and values into slots.
+
+        Args:
+            tokens: int64 [n, P], right-padded; P a multiple of `kv_cache.ALIGNMENT`.
+            lengths: int64 [n].
+            slots: int64 [m], the slots to fill.
+            sources: int64 [m], which of the n prompts goes there.
+
+        Returns:
+            Final hidden state of each prompt's last token, [n, H].
+        """
+        self.cache.begin_prefill(slots, sources)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = None if self._rope is None else self._rope[: tokens.shape[1]]
+        hidden = self._forward(tokens, positions.expand_as(tokens), rope)
+        return hidden[lengths - 1, torch.arange(tokens.shape[0], device=tokens.device)]
+
+    def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """Add one token to each of the first n slots.
+
+        Args:
+            tokens: int64 [n].
+            positions: int64 [n], where the tokens stand in their sequences.
+            longest: ``positions.max() + 1``.
+
+        Returns:
+            Final hidden states [n, H].
+        """
+        self.cache.begin_decode(positions, longest)
+        rope = None if self._rope is None else self._rope[positions].transpose(0, 1)
+        return self._forward(tokens[:, None], positions[:, None], rope)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off."""
+        assert self._project is not None
+        local = self._project(hidden, None)
+        if self._shard.group is None:
+            return local
+        width = output_weight(self._gpt).shape[0]
+        padded = torch.nn.functional.pad(local, (0, width - local.shape[1]))
+        return self._shard.gather_columns(padded)[:, : self._vocab_size]
+
+    def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
+        """int64 [n, s] to final hidden states [s, n, H]."""
+        embedded = self._gpt.embedding(input_ids=tokens, position_ids=positions)
+        return self._gpt.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rope
+        )
+
+    @contextlib.contextmanager
+    def _attached_cache(self) -> Iterator[None]:
+        for module in self._attention:
+            module.cache = self.cache
+        try:
+            yield
+        finally:
+            for module in self._attention:
+                module.cache = None
+
+
+def _check_layout(gpt: GPTModel) -> None:
+    config = gpt.config
+    if config.pipeline_model_parallel_size > 1:
+        raise LayoutError(
+            f"model.pipeline_model_parallel_size={config.pipeline_model_parallel_size}: generation "
+            "does not run over pipeline stages in this version; set it to 1"
+        )
+    if config.context_parallel_size > 1:
+        raise LayoutError(
+            f"model.context_parallel_size={config.context_parallel_size}: generation does not "
+            "split sequences in this version; set it to 1"
+        )
+    if not any(isinstance(module, CoreAttention) for module in gpt.modules()):
+        raise LayoutError(
+            "generation keeps its cache in aligner's own core attention and this model was built "
+            "with another one; build it with the local layer spec"
+        )
+
+
+@contextlib.contextmanager
+def _without_sequence_parallelism(model: nn.Module) -> Iterator[None]:
+    owners: list[Any] = list(model.modules())
+    owners += {id(c): c for m in owners if (c := getattr(m, "config", None)) is not None}.values()
+    switched = [
+        (owner, name)
+        for owner in owners
+        for name in ("sequence_parallel", "reduce_scatter_embeddings")
+        if getattr(owner, name, False) is True
+    ]
+    try:
+        for owner, name in switched:
+            setattr(owner, name, False)
+        yield
+    finally:
+        for owner, name in switched:
+            setattr(owner, name, True)

@@ -1,0 +1,232 @@
+"""One rollout: which sample is in which slot, what it has so far, and when it is done.
+
+Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aligner.config import LengthParams, SamplingParams
+from aligner.models.gpt.incremental import IncrementalModel
+from aligner.models.gpt.kv_cache import aligned
+from aligner.models.gpt.sampling import counter_uniforms, sample_tokens
+from aligner.models.gpt.stop_strings import StopStrings
+
+_PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
+
+
+class Rollout:
+    """State of B samples from prompt to end; results are read from the public tensors.
+
+    ``tokens`` int64 [B, S]; ``logprobs`` float32 [B, S]; ``lengths`` int64 [B], prompt and
+    response; ``is_end`` bool [B].
+    """
+
+    def __init__(
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_ids: Tensor,
+        *,
+        seed: int,
+        greedy: bool,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        length: LengthParams,
+        sampling: SamplingParams,
+        stop: StopStrings | None,
+    ) -> None:
+        """All samples wait; arguments as of `aligner.models.gpt.generation.Generator`."""
+        batch, columns = prompts.shape
+        device = prompts.device
+        self.tokens = torch.full(
+            (batch, columns + length.max_length), pad_id, dtype=torch.int64, device=device
+        )
+        within = torch.arange(columns, device=device) < prompt_lengths[:, None]
+        self.tokens[:, :columns] = torch.where(within, prompts, pad_id)
+        self.logprobs = torch.zeros(self.tokens.shape, device=device)
+        self.lengths = prompt_lengths.clone()
+        self.is_end = torch.zeros(batch, dtype=torch.bool, device=device)
+
+        self._prompt_lengths: list[int] = prompt_lengths.tolist()
+        self._prompts = [
+            tuple(row[:n]) for row, n in zip(prompts.tolist(), self._prompt_lengths, strict=True)
+        ]
+        self._responses: list[list[int]] = [[] for _ in range(batch)]
+        self._sample_ids = sample_ids
+        self._seed, self._greedy = seed, greedy
+        self._length, self._sampling, self._stop = length, sampling, stop
+        self._eos_ids = tuple(eos_ids)
+        self._eos = set(eos_ids)
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self._seen = _tokens_seen(prompts, within, vocab_size)
+
+        self._waiting = list(range(batch))[::-1]
+        self._flight: list[int | None] = []  # sample in each slot; None: the slot is free
+        self._last_hidden: dict[tuple[int, ...], Tensor] = {}
+
+    def run(self, model: IncrementalModel, num_slots: int) -> None:
+        """Generate until every sample has ended."""
+        while self._waiting or self._flight:
+            while self._waiting and self._fill_slots(model, num_slots):
+                pass
+            self._close_gaps(model)
+            if self._flight:
+                self._advance(model)
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def _advance(self, model: IncrementalModel) -> None:
+        """One more token for every sequence in flight."""
+        samples = [sample for sample in self._flight if sample is not None]
+        rows = self._index(samples)
+        positions = self.lengths[rows] - 1
+        hidden = model.decode(
+            self.tokens[rows, positions], positions, max(map(self._length_of, samples))
+        )
+        self._draw(model, samples, rows, hidden)
+
+    def _fill_slots(self, model: IncrementalModel, num_slots: int) -> bool:
+        """Prompts of waiting samples into free slots, and their first tokens; False: no slot."""
+        free = [slot for slot, sample in enumerate(self._flight) if sample is None]
+        free += range(len(self._flight), num_slots)
+        placed = {slot: self._waiting.pop() for slot in free[: len(self._waiting)]}
+        if not placed:
+            return False
+        self._copy_known_prompts(model, placed)
+        self._prefill_new_prompts(model, placed)
+        self._flight += [None] * (max(placed) + 1 - len(self._flight))
+        for slot, sample in placed.items():
+            self._flight[slot] = sample
+        samples = list(placed.values())
+        hidden = torch.stack([self._last_hidden[self._prompts[sample]] for sample in samples])
+        still_waiting = {self._prompts[sample] for sample in self._waiting}
+        self._last_hidden = {p: h for p, h in self._last_hidden.items() if p in still_waiting}
+        self._draw(model, samples, self._index(samples), hidden)
+        return True
+
+    def _copy_known_prompts(self, model: IncrementalModel, placed: dict[int, int]) -> None:
+        """Samples whose prompt is in flight already take its keys and values from there."""
+        holders = {
+            self._prompts[sample]: slot
+            for slot, sample in enumerate(self._flight)
+            if sample is not None
+        }
+        for prompt in [p for p in self._last_hidden if p not in holders]:
+            del self._last_hidden[prompt]  # its keys and values are gone
+        pairs = [
+            (holders[prompt], slot)
+            for slot, sample in placed.items()
+            if (prompt := self._prompts[sample]) in self._last_hidden
+        ]
+        self._move(model, pairs, max((self._prompt_lengths[s] for s in placed.values()), default=0))
+
+    def _prefill_new_prompts(self, model: IncrementalModel, placed: dict[int, int]) -> None:
+        """Each distinct prompt runs once; all slots that want it take its keys and values."""
+        wanted: dict[tuple[int, ...], list[int]] = {}
+        for slot, sample in placed.items():
+            prompt = self._prompts[sample]
+            if prompt not in self._last_hidden:
+                wanted.setdefault(prompt, []).append(slot)
+        for chunk in _prefill_chunks(sorted(wanted, key=len)):
+            width = aligned(len(chunk[-1]))
+            tokens = torch.zeros(len(chunk), width, dtype=torch.int64)
+            for row, prompt in zip(tokens, chunk, strict=True):
+                row[: len(prompt)] = torch.tensor(prompt)
+            pairs = [(source, slot) for source, p in enumerate(chunk) for slot in wanted[p]]
+            hidden = model.prefill(
+                tokens.to(self.tokens.device),
+                self._index([len(prompt) for prompt in chunk]),
+                self._index([slot for _, slot in pairs]),
+                self._index([source for source, _ in pairs]),
+            )
+            self._last_hidden.update(zip(chunk, hidden.unbind(), strict=True))
+
+    def _close_gaps(self, model: IncrementalModel) -> None:
+        """Move the last sequences into free slots: decoding takes the first n."""
+        count = sum(sample is not None for sample in self._flight)
+        gaps = [slot for slot in range(count) if self._flight[slot] is None]
+        late = [s for s in range(count, len(self._flight)) if self._flight[s] is not None]
+        moves = list(zip(late, gaps, strict=True))
+        samples = [s for slot in late if (s := self._flight[slot]) is not None]
+        self._move(model, moves, max(map(self._length_of, samples), default=0))
+        for source, target in moves:
+            self._flight[target] = self._flight[source]
+        del self._flight[count:]
+
+    def _draw(
+        self, model: IncrementalModel, samples: list[int], rows: Tensor, hidden: Tensor
+    ) -> None:
+        """Sample the next token of each row, write it down, free the slots of ended samples."""
+        positions = self.lengths[rows]
+        made = [len(self._responses[sample]) for sample in samples]
+        banned = torch.tensor([n + 1 < self._length.min_length for n in made], device=rows.device)
+        drawn = sample_tokens(
+            model.logits(hidden),
+            counter_uniforms(self._seed, self._sample_ids[rows], positions),
+            self._sampling,
+            greedy=self._greedy,
+            seen=None if self._seen is None else self._seen[rows],
+            banned=banned if min(made) + 1 < self._length.min_length else None,
+            end_ids=self._eos_ids,
+        )
+        self.tokens[rows, positions] = drawn.tokens
+        self.logprobs[rows, positions] = drawn.logprobs
+        self.lengths[rows] += 1
+        if self._seen is not None:
+            self._seen[rows, drawn.tokens] = True
+        ended = []
+        for sample, token in zip(samples, drawn.tokens.tolist(), strict=True):
+            self._responses[sample].append(token)
+            by_itself = self._ends(sample, token)
+            if by_itself:
+                ended.append(sample)
+            if by_itself or len(self._responses[sample]) == self._length.max_length:
+                self._flight[self._flight.index(sample)] = None
+        self.is_end[self._index(ended)] = True
+
+    def _ends(self, sample: int, token: int) -> bool:
+        """Whether the response ends by itself with its newest token."""
+        if token in self._eos:
+            return True  # before min_length it could not have been drawn
+        response = self._responses[sample]
+        if self._stop is None or len(response) < self._length.min_length:
+            return False
+        return self._stop.completed(self._prompts[sample], response)
+
+    # Small things -------------------------------------------------------------------------------
+
+    def _move(self, model: IncrementalModel, pairs: list[tuple[int, int]], length: int) -> None:
+        """Copy the first ``length`` tokens' keys and values from slot to slot."""
+        if pairs:
+            source, target = zip(*pairs, strict=True)
+            model.cache.copy(self._index(source), self._index(target), length)
+
+    def _length_of(self, sample: int) -> int:
+        return self._prompt_lengths[sample] + len(self._responses[sample])
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.tokens.device)
+
+
+def _tokens_seen(prompts: Tensor, within: Tensor, vocab_size: int) -> Tensor:
+    """Bool [B, V]: the token occurs in the prompt."""
+    seen = torch.zeros(prompts.shape[0], vocab_size + 1, dtype=torch.bool, device=prompts.device)
+    seen.scatter_(1, torch.where(within, prompts, vocab_size), True)
+    return seen[:, :vocab_size]
+
+
+def _prefill_chunks(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Cut prompts, shortest first, into passes of at most `_PREFILL_TOKENS` padded tokens."""
+    chunks: list[list[tuple[int, ...]]] = []
+    for prompt in prompts:
+        fits = chunks and (len(chunks[-1]) + 1) * aligned(len(prompt)) <= _PREFILL_TOKENS
+        if fits:
+            chunks[-1].append(prompt)
+        else:
+            chunks.append([prompt])
+    return chunks

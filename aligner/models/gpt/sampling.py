@@ -1,0 +1,191 @@
+"""Drawing the next token.
+
+Sampling is counter-based: the uniform number behind a token is a hash of (seed, sample id,
+position), so it does not depend on what else is in the batch, on slots, or on ranks. The token is
+the inverse CDF of that number over the vocabulary in id order.
+
+The log-prob that comes with a token is that of the distribution the token was drawn from:
+temperature applied and top-k, then top-p, renormalised over the tokens kept, the trainer's own
+convention (`aligner.distributed.kept_set`). A repetition penalty and the ban of end-of-sequence
+tokens before ``min_length`` change that distribution too and therefore the log-prob; the trainer
+does not know them, so with either the recorded log-probs differ from recomputed ones.
+
+Shape legend: ``b`` rows, ``V`` vocabulary without padding columns.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aligner.config import SamplingParams
+from aligner.distributed.kept_set import threshold
+from aligner.errors import NonFiniteError
+
+# SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers: torch has no unsigned product.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_BLOCK = 128  # probabilities are added up in blocks of so many tokens
+_NUCLEUS = 1024  # so many tokens hold a nucleus nearly always; else the row is sorted whole
+
+
+class SampledTokens(NamedTuple):
+    """``tokens`` int64 [b]; ``logprobs`` float32 [b], of the distribution drawn from."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1), float64 [b], from integers alone: the same on every device.
+
+    Args:
+        seed: of the run and step.
+        sample_ids: int64 [b].
+        positions: int64 [b], the index of the token in its sequence.
+    """
+    state = torch.full_like(sample_ids, (seed + 2**63) % 2**64 - 2**63)
+    for counter in (sample_ids, positions):
+        state = _mix(state + _GAMMA) ^ _mix(counter + _MIX_1)
+    return (_shift_right(_mix(state), 11)).double() * 2.0**-53
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects all."""
+    state = (state ^ _shift_right(state, 30)) * _MIX_1
+    state = (state ^ _shift_right(state, 27)) * _MIX_2
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's own copies the sign."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Repetition penalty of CTRL (Keskar et al. 2019, as Hugging Face has it).
+
+    Logits of tokens that occurred before are divided by ``penalty`` where positive and multiplied
+    where negative; it applies to the raw logits, before the temperature.
+
+    Args:
+        logits: float [b, V].
+        seen: bool [b, V], True where the token occurs in the prompt or the response so far.
+        penalty: above 1 discourages repetition.
+    """
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalised, logits)
+
+
+def sample_tokens(
+    logits: Tensor,
+    uniforms: Tensor,
+    sampling: SamplingParams,
+    *,
+    greedy: bool,
+    seen: Tensor | None = None,
+    banned: Tensor | None = None,
+    end_ids: Sequence[int] = (),
+) -> SampledTokens:
+    """Draw one token per row.
+
+    Args:
+        logits: float [b, V], padding columns cut off; not modified.
+        uniforms: float64 [b] in [0, 1) (`counter_uniforms`); not used when ``greedy``.
+        sampling: temperature, top-k, top-p, repetition penalty.
+        greedy: take the likeliest token (the first of equals); its log-prob is still that of the
+            distribution described by ``sampling``.
+        seen: bool [b, V], tokens that occurred; required for a repetition penalty other than 1.
+        banned: bool [b], rows in which ``end_ids`` cannot be drawn.
+        end_ids: the end-of-sequence tokens.
+
+    Raises:
+        NonFiniteError: the logits of a row are NaN, or infinite so that no distribution is left.
+    """
+    scores = logits.float()
+    if sampling.repetition_penalty != 1.0:
+        assert seen is not None
+        scores = penalise_repetition(scores, seen, sampling.repetition_penalty)
+    if sampling.temperature != 1.0:
+        scores = scores / sampling.temperature
+    if banned is not None and end_ids:
+        scores = _ban(scores, banned, end_ids)
+    if sampling.top_k > 0 or sampling.top_p < 1.0:
+        limit = _keep_threshold(scores, sampling.top_k, sampling.top_p)
+        scores = scores.masked_fill(scores < limit[:, None], -torch.inf)
+    probabilities = scores.softmax(dim=-1)
+    tokens = scores.argmax(dim=-1) if greedy else inverse_cdf(probabilities, uniforms)
+    logprobs = probabilities.gather(1, tokens[:, None]).squeeze(1).log()
+    if not bool(logprobs.isfinite().all()):
+        bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
+        raise NonFiniteError(
+            f"logits of rows {bad} are not finite, nothing can be sampled from them; the weights "
+            "are damaged (look for the step at which the loss or gradient stopped being finite)"
+        )
+    return SampledTokens(tokens, logprobs)
+
+
+def _ban(scores: Tensor, banned: Tensor, end_ids: Sequence[int]) -> Tensor:
+    columns = torch.tensor(end_ids, device=scores.device)
+    kept = scores[:, columns].masked_fill(banned[:, None], -torch.inf)
+    return scores.index_copy(1, columns, kept)
+
+
+def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The token at which the cumulative probability first exceeds the uniform number, int64 [b].
+
+    Two levels, blocks and the tokens of one block, so that the float64 sums run over few numbers.
+    A token of probability 0 is never returned, whatever the rounding.
+
+    Args:
+        probabilities: float32 [b, V], at least one above 0 per row; need not add up to 1.
+        uniforms: float64 [b] in [0, 1).
+    """
+    rows, columns = probabilities.shape
+    if columns % _BLOCK:
+        probabilities = torch.nn.functional.pad(probabilities, (0, -columns % _BLOCK))
+    blocks = probabilities.view(rows, -1, _BLOCK)
+    cumulative = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    target = uniforms.to(cumulative.device) * cumulative[:, -1]
+    block = _first_above(cumulative, target)
+    before = cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)
+    within = blocks[torch.arange(rows, device=block.device), block].double().cumsum(dim=-1)
+    return block * _BLOCK + _first_above(within, target - before.masked_fill(block == 0, 0.0))
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First index where ``cumulative`` [b, n] exceeds ``target`` [b] at least 0.
+
+    A target beyond the total, which only rounding makes, is taken as the largest number below the
+    total: the index is then that of the last step up, so it never points at an added zero.
+    """
+    below_total = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
+    limit = torch.minimum(target, below_total)[:, None]
+    # Broadcast comparison instead of searchsorted: few columns, and it runs on every device.
+    return (cumulative <= limit).sum(dim=-1)
+
+
+def _keep_threshold(scores: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Threshold of the kept set, [b]; a nucleus is found without sorting the vocabulary."""
+    columns = scores.shape[1]
+    if top_k > 0 or columns <= _NUCLEUS:
+        return threshold(scores.clone(), top_k, top_p)
+    likeliest = scores.topk(_NUCLEUS, dim=1).values
+    mass = (likeliest - scores.logsumexp(dim=1, keepdim=True)).exp().cumsum(dim=1)
+    wide = mass[:, -2] <= top_p
+    # Rows whose nucleus lies within: to `threshold` the rest of the vocabulary is one more token.
+    limits = _nucleus_threshold(likeliest, mass, top_p)
+    if bool(wide.any()):
+        limits[wide] = threshold(scores[wide], 0, top_p)
+    return limits
+
+
+def _nucleus_threshold(likeliest: Tensor, mass: Tensor, top_p: float) -> Tensor:
+    """As `aligner.distributed.kept_set.threshold`, from descending logits and their mass."""
+    probability = torch.diff(mass, dim=1, prepend=torch.zeros_like(mass[:, :1]))
+    count = ((mass - probability) < top_p).sum(dim=1, keepdim=True)
+    smallest = likeliest.gather(1, (count - 1).clamp(0, likeliest.shape[1] - 1))
+    next_lower = likeliest.masked_fill(likeliest >= smallest, -torch.inf).amax(dim=1, keepdim=True)
+    return (smallest - (smallest - next_lower).clamp(max=2.0) / 2).squeeze(1)

@@ -1,0 +1,57 @@
+"""Which token completes a stop string, found on decoded text at little cost per token."""
+
+from collections.abc import Sequence
+
+from aligner.data.tokenizer import Tokenizer
+
+_CONTEXT = 8  # tokens that a token's text may depend on (`aligner.data.decoding`)
+_INCOMPLETE = "�"
+
+
+class StopStrings:
+    """Tells when a response has come to contain one of ``strings``.
+
+    A token whose own text does not hold the last character of any stop string cannot complete one;
+    that is remembered per token id, so for most tokens nothing is decoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+        assert all(strings)
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        self._last_characters = {string[-1] for string in strings}
+        self._may_complete: dict[int, bool] = {}
+        # A character takes at most four byte tokens.
+        self._tail = _CONTEXT + 4 * max(len(string) for string in strings)
+
+    def completed(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
+        """Whether the last token of ``response`` completes a stop string.
+
+        The string must begin in the response: what the prompt ends with does not count.
+        """
+        if not self._candidate(response[-1]):
+            return False
+        response = response[-self._tail :]
+        # Where the tail reaches back into the prompt its text is told apart by its length.
+        context = list(prompt[len(prompt) - min(len(prompt), self._tail - len(response)) :])
+        start = len(self._tokenizer.decode(context)) if context else 0
+        before = len(self._tokenizer.decode([*context, *response[:-1]]))
+        text = self._tokenizer.decode([*context, *response])
+        return any(self._ends_after(text, string, start, before) for string in self._strings)
+
+    @staticmethod
+    def _ends_after(text: str, string: str, start: int, before: int) -> bool:
+        """Whether ``string`` occurs in ``text[start:]`` and ends beyond ``before``."""
+        found = text.find(string, max(start, before - len(string)))
+        return found >= 0
+
+    def _candidate(self, token: int) -> bool:
+        known = self._may_complete.get(token)
+        if known is None:
+            text = self._tokenizer.decode([token])
+            # Part of a character, or a space that only shows after other text: decode to be sure.
+            unsure = not text or _INCOMPLETE in text or any(c.isspace() for c in text[:1])
+            spaces = any(c.isspace() for c in self._last_characters)
+            known = unsure or spaces and not text.strip() or bool(self._last_characters & set(text))
+            self._may_complete[token] = known
+        return known
