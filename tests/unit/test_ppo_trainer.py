@@ -1,0 +1,285 @@
+"""The PPO step over fronts that only keep records.
+
+1. The stages run in order, each once.
+2. Passes whose numbers are known, or that nobody needs, are not made.
+3. Advantages, masks and metrics of a rollout are those worked out by hand.
+4. Critic warm-up trains the critic alone.
+5. The state brings back counters, data position and KL coefficient.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from aligner.algorithms.ppo import PPOTrainer, needs_reference
+from aligner.config import parse_config
+from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.sampler import PromptSampler
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.reward.lm_reward import ScoredResponses
+from aligner.observe.metric_names import check_names
+from aligner.observe.timers import PhaseTimers
+
+PAD = 0
+RESPONSES = 2  # tokens of every response
+
+
+class Recorder:
+    def __init__(self, log):
+        self.log = log
+
+    def __getattr__(self, name):
+        def phase(*_, **__):
+            return True
+
+        if name.startswith(("prepare_for", "finish_")):
+            return phase
+        raise AttributeError(name)
+
+
+class FakePolicy(Recorder):
+    """Two tokens to every prompt; even sample ids end properly. Log-prob -1, reference -1.5."""
+
+    def generate(self, data, greedy=False, *, seed=0):
+        self.log.append(("generate", data["sample_ids"].tolist(), seed))
+        rows, width = data["input_ids"].shape
+        lengths = data["input_lengths"] + RESPONSES
+        ids = torch.full((rows, width + RESPONSES), PAD)
+        for row, length in enumerate(data["input_lengths"].tolist()):
+            ids[row, :length] = data["input_ids"][row, :length]
+            ids[row, length : length + RESPONSES] = 7
+        return BatchedDataDict(
+            {
+                "output_ids": ids,
+                "generation_lengths": torch.full((rows,), RESPONSES),
+                "unpadded_sequence_lengths": lengths,
+                "logprobs": torch.full(ids.shape, -1.25),
+                "is_end": data["sample_ids"] % 2 == 0,
+            }
+        )
+
+    def get_logprobs(self, data):
+        self.log.append(("logprobs", data.size))
+        return BatchedDataDict({"logprobs": torch.full(data["input_ids"].shape, -1.0)})
+
+    def get_reference_policy_logprobs(self, data):
+        self.log.append(("reference", data.size))
+        shape = data["input_ids"].shape
+        return BatchedDataDict({"reference_logprobs": torch.full(shape, -1.5)})
+
+    def train(self, data, loss_fn):
+        self.log.append(("train_policy", data.size, "prev_logprobs" in data))
+        self.trained = data
+        metrics = {"loss": 1.0, "ppo_ratio": 1.0, "logprob_gap_mean": 0.1, "logprob_gap_max": 0.2}
+        return result(data.size, **metrics)
+
+    def state_dict(self):
+        return {"weights": torch.ones(1)}
+
+    def load_state_dict(self, state):
+        self.log.append(("load_policy", state))
+
+
+class FakeValue(Recorder):
+    def get_values(self, data):
+        self.log.append(("values", data.size))
+        return BatchedDataDict({"values": torch.full(data["input_ids"].shape, 0.5)})
+
+    def train(self, data, loss_fn):
+        self.log.append(("train_critic", data.size))
+        self.trained = data
+        return result(data.size, loss=2.0, clip_fraction=0.0, returns_square=9.0)
+
+    state_dict = FakePolicy.state_dict
+
+    def load_state_dict(self, state):
+        self.log.append(("load_value", state))
+
+
+class FakeReward:
+    def __init__(self, log):
+        self.log = log
+
+    def get_rewards(self, data):
+        self.log.append(("reward", data.size))
+        return ScoredResponses(["r"] * data.size, data["is_end"].float() * 2, {"x": [1.0, 3.0]})
+
+
+def result(rows, **metrics):
+    steps = {"grad_norm": 1.0, "lr": 1e-3, "skipped": 0.0, **metrics}
+    return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
+
+
+def trainer(log=None, *, prompts=4, ppo=None, loop=None):
+    log = [] if log is None else log
+    samples = {"num_rollout_samples": 2, **(ppo or {})}
+    config = parse_config(
+        {
+            "model": {
+                "restore_from_path": "m.nemo",
+                "global_batch_size": 1,
+                "micro_batch_size": 1,
+                "ppo": samples,
+            },
+            "critic": {"global_batch_size": 1, "micro_batch_size": 1},
+            "reward": {"function": "a.b"},
+            "data": {"train": {"source": "x.jsonl"}},
+            "trainer": {
+                "ppo": {"initial_policy_kl_penalty": 0.0, "gae_lambda": 1.0, **(loop or {})}
+            },
+            "seed": 5,
+        }
+    )
+    dataset = PromptDataset([Prompt(i, f"p{i}", [1] * (1 + i % 2), str(i)) for i in range(prompts)])
+    per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
+    sampler = PromptSampler(prompts, per_step, seed=5, shuffle=False)
+    policy, value = FakePolicy(log), FakeValue(log)
+    return PPOTrainer(config, policy, value, FakeReward(log), dataset, dataset, sampler, PAD)
+
+
+def names(log):
+    return [entry[0] for entry in log]
+
+
+def test_stages_in_order_with_every_term_on():
+    log = []
+    t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo={"ppo_epochs": 2})
+    metrics = t.step(1, PhaseTimers()).metrics
+    assert names(log) == [
+        *["generate", "reward", "values", "logprobs", "reference"],
+        *["train_critic", "train_policy"] * 2,
+    ]
+    check_names(metrics)
+
+
+def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_itself():
+    log = []
+    trainer(log).step(1, PhaseTimers())
+    assert ("logprobs", 1) in log  # the second mini-batch alone
+    assert "reference" not in names(log)
+    assert [e for e in log if e[0] == "train_policy"] == [
+        ("train_policy", 1, False),
+        ("train_policy", 1, True),
+    ]
+
+
+def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
+    t = trainer()
+    t.config = dataclasses.replace(
+        t.config, model=dataclasses.replace(t.config.model, global_batch_size=2)
+    )
+    log = t.policy.log
+    t.step(1, PhaseTimers())
+    assert "logprobs" not in names(log)
+    assert [e for e in log if e[0] == "train_policy"] == [("train_policy", 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("ppo", "loop", "rows"),
+    [
+        ({}, {}, 1),
+        ({"ppo_epochs": 2}, {}, 0),
+        ({}, {"initial_policy_kl_penalty": 0.1}, 0),
+        ({"kl_loss": {"coef": 0.1}}, {}, 1),
+    ],
+)
+def test_rows_that_training_itself_scores(ppo, loop, rows):
+    assert trainer(ppo=ppo, loop=loop).rows_scored_by_training() == rows
+
+
+def test_the_reference_is_needed_by_either_kl_term():
+    assert not needs_reference(trainer().config)
+    assert needs_reference(trainer(loop={"initial_policy_kl_penalty": 0.1}).config)
+    assert needs_reference(trainer(ppo={"kl_loss": {"coef": 0.1}}).config)
+
+
+def test_advantages_and_returns_by_hand():
+    """Prompt lengths 1 and 2; rewards 2 and 0; values 0.5; gamma = lambda = 1, no KL."""
+    t = trainer(loop={"normalize_advantages": False})
+    t.step(1, PhaseTimers())
+    # The critic saw both rows: the return of every generated token is the reward.
+    assert t.value.trained["returns"].tolist() == [[0, 2, 2, 0], [0, 0, 0, 0]]
+    assert t.value.trained["token_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    # The policy's last mini-batch was row 1: advantage = return - value.
+    assert t.policy.trained["advantages"].tolist() == [[0, 0, -0.5, -0.5]]
+
+
+def test_kl_is_charged_per_token():
+    """k1 = -1 - -1.5 = 0.5; beta = 0.1: each token costs 0.05."""
+    t = trainer(loop={"initial_policy_kl_penalty": 0.1, "normalize_advantages": False})
+    metrics = t.step(1, PhaseTimers()).metrics
+    returns = t.value.trained["returns"]
+    torch.testing.assert_close(returns[0], torch.tensor([0, 1.9, 1.95, 0]))
+    assert metrics["train_rollouts/init_policy_kl"] == pytest.approx(0.5)
+    assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(1.0)
+    assert metrics["train_rollouts/kl_penalty"] == pytest.approx(0.1)
+    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(0.9)
+
+
+def test_masked_samples_do_not_count():
+    t = trainer(loop={"improper_end": {"mode": "mask"}, "normalize_advantages": False})
+    metrics = t.step(1, PhaseTimers()).metrics
+    assert t.value.trained["sample_mask"].tolist() == [1, 0]
+    assert metrics["train_rollouts/masked_samples"] == 1
+    assert metrics["train_rollouts/advantages_mean"] == pytest.approx(1.5)  # row 0: 2 - 0.5
+
+
+def test_metrics_of_the_updates():
+    metrics = trainer().step(1, PhaseTimers()).metrics
+    assert metrics["train_optim/loss"] == 1.0
+    assert metrics["critic/loss"] == 2.0
+    assert metrics["sampler/logprob_gap_max"] == pytest.approx(0.2)
+    assert metrics["train_optim/optimizer_steps"] == 2
+    assert metrics["train_rollouts/reward_parts/x"] == 2.0
+    assert metrics["train_rollouts/accuracy"] == 0.5  # rewards of at least 1
+    assert "critic/returns_square" not in metrics
+
+
+def test_warm_up_trains_the_critic_alone():
+    log = []
+    t = trainer(log, loop={"critic_warmup_steps": 1})
+    check_names(t.step(1, PhaseTimers()).metrics)
+    assert names(log) == ["generate", "reward", "values", "train_critic"]
+    log.clear()
+    t.step(2, PhaseTimers())
+    assert "train_policy" in names(log)
+
+
+def test_sample_ids_go_on_and_copies_of_a_prompt_are_adjacent():
+    log = []
+    t = trainer(log, ppo={"num_rollouts_per_prompt": 2})
+    t.step(1, PhaseTimers())
+    t.step(2, PhaseTimers())
+    assert [e[1:] for e in log if e[0] == "generate"] == [([0, 1], 5), ([2, 3], 5)]
+    assert t.value.trained["input_ids"].tolist() == [[1, 1, 7, 7], [1, 1, 7, 7]]  # prompt 1
+
+
+def test_validation_draws_the_same_numbers_every_time_and_never_trainings():
+    log = []
+    t = trainer(log, prompts=3)
+    first, second = t.validate(0, PhaseTimers()), t.validate(9, PhaseTimers())
+    drawn = [e[1:] for e in log if e[0] == "generate"]
+    assert drawn[:2] == drawn[2:]
+    assert [ids for ids, _ in drawn[:2]] == [[0, 1], [2]]
+    assert all(seed != 5 for _, seed in drawn)
+    assert first.metrics["val_rollouts/num_samples"] == 3
+    check_names(first.metrics)
+    assert second.samples[0].step == 9
+
+
+def test_adaptive_kl_coefficient_moves_and_survives_a_resume():
+    options = {
+        "initial_policy_kl_penalty": 0.1,
+        "kl_controller": {"mode": "adaptive", "target": 0.5, "horizon": 10},
+    }
+    t = trainer(loop=options)
+    t.step(1, PhaseTimers())
+    # KL per sample 1.0 is twice the target: error clipped to 0.2, times 2 samples / 10.
+    assert t.kl_controller.value == pytest.approx(0.1 * 1.04)
+    again = trainer(loop=options)
+    again.load(t.state_dict(), t.shard_dict())
+    assert again.kl_controller.value == t.kl_controller.value
+    assert again.consumed_samples == 2
+    assert again.sampler.next_batch() == t.sampler.next_batch()
+    assert names(again.policy.log) == ["load_policy", "load_value"]

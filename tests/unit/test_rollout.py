@@ -1,0 +1,61 @@
+"""Masks, reward shaping and update metrics, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.rollout import response_mask, shape_rewards
+from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.config import ImproperEndConfig, RewardShapingConfig
+
+
+def test_response_mask_comes_from_lengths():
+    mask = response_mask(torch.tensor([1, 3, 2]), torch.tensor([3, 3, 4]), 4)
+    assert mask.tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("shaping", "improper", "shaped", "counts"),
+    [
+        (RewardShapingConfig(), ImproperEndConfig(), [1.0, 4.0], [1, 1]),
+        (RewardShapingConfig(scale=2, shift=-1), ImproperEndConfig(), [1.0, 7.0], [1, 1]),
+        (RewardShapingConfig(scale=2, clip=3), ImproperEndConfig(), [2.0, 3.0], [1, 1]),
+        (
+            RewardShapingConfig(clip=3),
+            ImproperEndConfig(mode="penalize", penalty=0.5),
+            [1.0, 2.5],  # after the clip
+            [1, 1],
+        ),
+        (RewardShapingConfig(), ImproperEndConfig(mode="mask"), [1.0, 4.0], [1, 0]),
+    ],
+)
+def test_shape_rewards(shaping, improper, shaped, counts):
+    result, mask = shape_rewards(
+        torch.tensor([1.0, 4.0]), torch.tensor([True, False]), shaping, improper
+    )
+    assert result.tolist() == shaped
+    assert mask.tolist() == counts
+
+
+def test_update_metrics_average_updates_and_keep_extremes():
+    results = [
+        {"all_mb_metrics": {"loss": [1.0, 3.0], "ratio_max": [1.5, 2.0], "lr": [0.1, 0.2]}},
+        {"all_mb_metrics": {"loss": [5.0], "ratio_max": [1.0], "lr": [0.3], "grad_norm": [4.0]}},
+    ]
+    metrics = update_metrics(results)
+    assert metrics == {
+        "loss": 3.0,
+        "ratio_max": 2.0,
+        "lr": 0.3,
+        "grad_norm": 4.0,
+        "skipped_updates": 0,
+    }
+    assert count_updates(results) == 3
+
+
+def test_skipped_updates_are_counted_and_take_no_part_in_means():
+    results = [{"all_mb_metrics": {"loss": [math.nan, 2.0], "skipped": [1.0, 0.0]}}]
+    metrics = update_metrics(results)
+    assert metrics["loss"] == 2.0
+    assert metrics["skipped_updates"] == 1.0

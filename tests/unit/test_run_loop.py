@@ -1,0 +1,176 @@
+"""The life of a run, with a learner that is a counter.
+
+1. Validation before step 1, when due, and at the end; one metrics line per step.
+2. A run that was stopped anywhere and started again writes what an uninterrupted one does.
+3. SIGTERM saves after the current step and ends; max_time too, with a last validation.
+4. resume_if_exists=false never overwrites a run.
+"""
+
+import os
+import random
+import signal
+
+import pytest
+from rich.console import Console
+
+from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule, config_changes
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.errors import ConfigError
+from aligner.observe.metrics import MetricsWriter, read_metrics
+from aligner.observe.samples import Sample, SampleWriter, read_samples
+
+
+class Counter:
+    """Its number after a step depends on the state and on Python's random generator."""
+
+    def __init__(self, at_step=None):
+        self.total = 0.0
+        self.calls = []
+        self.at_step = at_step or {}
+
+    def step(self, step, timers):
+        with timers("work"):
+            self.total += random.random()
+        self.calls.append(("step", step))
+        self.at_step.get(step, lambda: None)()
+        sample = Sample(step, "train", "p", "r", 1.0, 1, 1, True)
+        return Outcome({"train_rollouts/rewards": self.total}, [sample])
+
+    def validate(self, step, timers):
+        self.calls.append(("validate", step))
+        return Outcome({"val_rollouts/accuracy": self.total})
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def shard_dict(self):
+        return {"rank": 0}
+
+    def load(self, state, shard):
+        self.total = state["total"]
+        assert shard == {"rank": 0}
+
+
+def run(folder, learner, *, total=6, resume=True, save=2, val=3, seconds=None, config=None):
+    loop = RunLoop(
+        learner,
+        Schedule(total, val, save, seconds),
+        store=RunStateStore(folder / "run_state", 1, "val_rollouts/accuracy"),
+        metrics=MetricsWriter(folder),
+        samples=SampleWriter(folder),
+        console=Console(quiet=True),
+        config=config or {"a": 1},
+        monitor="val_rollouts/accuracy",
+        resume=resume,
+    )
+    restored = loop.restore()
+    ended = loop.run(None if restored is None else restored.step)
+    loop.metrics.close()
+    loop.samples.close()
+    return ended, restored
+
+
+def lines(folder):
+    return [
+        {name: value for name, value in line.items() if not name.startswith("timers/")}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture
+def uninterrupted(tmp_path):
+    random.seed(3)
+    folder = tmp_path / "whole"
+    assert run(folder, Counter()) == (True, None)
+    return lines(folder)
+
+
+def test_validates_before_when_due_and_at_the_end(tmp_path):
+    learner = Counter()
+    run(tmp_path, learner, total=4, val=3)
+    assert [step for kind, step in learner.calls if kind == "validate"] == [0, 3, 4]
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
+    assert ["val_rollouts/accuracy" in line for line in written] == [True, False, False, True, True]
+    assert len(read_samples(tmp_path / "samples.jsonl")) == 4
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may be tidied up after it."""
+
+
+def die():
+    raise Killed
+
+
+@pytest.mark.parametrize("killed_in", [1, 2, 3, 4, 5, 6])
+def test_a_killed_run_continues_to_the_bit(tmp_path, uninterrupted, killed_in):
+    random.seed(3)
+    with pytest.raises(Killed):
+        run(tmp_path, Counter({killed_in: die}))
+    if killed_in > 2:
+        random.seed(99)  # the state restores the generator
+    else:
+        random.seed(3)  # nothing was saved: the run starts again
+    ended, restored = run(tmp_path, Counter())
+    assert ended
+    expected = (killed_in - 1) // 2 * 2
+    assert (restored.step if restored else 0) == expected
+    assert lines(tmp_path) == uninterrupted
+
+
+def test_sigterm_saves_and_ends_and_the_run_continues(tmp_path, uninterrupted):
+    random.seed(3)
+    before = signal.getsignal(signal.SIGTERM)
+    learner = Counter({3: lambda: os.kill(os.getpid(), signal.SIGTERM)})
+    ended, _ = run(tmp_path, learner)
+    assert not ended
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert learner.calls[-1] == ("validate", 3)  # due anyway
+    ended, restored = run(tmp_path, Counter())
+    assert ended
+    assert restored.step == 3
+    assert lines(tmp_path) == uninterrupted
+
+
+def test_max_time_validates_saves_and_ends(tmp_path):
+    learner = Counter()
+    ended, _ = run(tmp_path, learner, seconds=0.0)
+    assert ended
+    assert learner.calls == [("validate", 0), ("step", 1), ("validate", 1)]
+    assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [1]
+
+
+def test_a_finished_run_does_nothing_again(tmp_path, uninterrupted):
+    random.seed(3)
+    run(tmp_path, Counter())
+    learner = Counter()
+    ended, restored = run(tmp_path, learner)
+    assert (ended, restored.step, learner.calls) == (True, 6, [])
+    assert lines(tmp_path) == uninterrupted
+
+
+def test_a_longer_run_continues_and_says_what_changed(tmp_path):
+    run(tmp_path, Counter(), total=2, config={"trainer": {"max_steps": 2}})
+    ended, restored = run(tmp_path, Counter(), total=4, config={"trainer": {"max_steps": 4}})
+    assert ended
+    assert restored.changes == ["trainer.max_steps: 2 -> 4"]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_without_resume_a_run_is_not_overwritten(tmp_path):
+    run(tmp_path, Counter())
+    with pytest.raises(ConfigError, match="resume_if_exists=false"):
+        run(tmp_path, Counter(), resume=False)
+
+
+def test_interval_zero_means_only_the_ends(tmp_path):
+    learner = Counter()
+    run(tmp_path, learner, total=3, val=0, save=0)
+    assert [step for kind, step in learner.calls if kind == "validate"] == [0, 3]
+    assert [s.step for s in RunStateStore(tmp_path / "run_state").states()] == [3]
+
+
+def test_config_changes_names_leaves():
+    before, now = {"a": {"b": 1, "c": [1]}, "d": 0}, {"a": {"b": 2, "c": [1]}, "e": None}
+    assert config_changes(before, now) == ["a.b: 1 -> 2", "d: 0 -> None"]

@@ -1,0 +1,62 @@
+"""The local worker group on one process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from aligner.config import ParallelConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.worker_groups import LocalCluster, LocalWorkerGroup
+from aligner.errors import ConfigError, WorkerError
+from aligner.models.sharded import run_on_all, run_sharded
+
+PARALLEL = SimpleNamespace(config=ParallelConfig(), rank=0, world_size=1, dp_rank=0, dp_size=1)
+
+
+class Doubler:
+    def __init__(self, parallel, factor=2):
+        if factor == 0:
+            raise ConfigError("factor=0")
+        self.factor = factor
+        self.closed = False
+
+    def apply(self, data, offset):
+        return BatchedDataDict({"y": data["x"] * self.factor + offset})
+
+    def close(self):
+        self.closed = True
+
+
+def test_sharded_call_passes_shard_and_arguments():
+    group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
+    data = BatchedDataDict({"x": torch.tensor([1, 2, 3])})
+    results = run_sharded(group, "apply", data, offset=1)
+    assert results[0]["y"].tolist() == [3, 5, 7]
+
+
+def test_cluster_starts_a_class_by_name():
+    name = f"{Doubler.__module__}.Doubler"
+    group = LocalCluster(PARALLEL).start_workers(name, "doubler", factor=3)
+    assert group.worker.factor == 3
+    assert group.sharding_annotations.size == 1
+    with pytest.raises(ConfigError) as caught:
+        LocalCluster(PARALLEL).start_workers(name, "doubler", factor=0)
+    assert "while starting doubler on rank 0" in caught.value.__notes__
+
+
+def test_shutdown_calls_the_cleanup_method():
+    group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
+    assert group.shutdown(cleanup_method="close")
+    assert group.worker.closed
+    assert run_on_all(group, "close") == [None]
+
+
+def test_wrong_axes_and_shard_counts_are_refused():
+    group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
+    with pytest.raises(WorkerError, match="2 shards for 1"):
+        group.run_all_workers_sharded_data("apply", [1, 2], ["data_parallel"], [], [])
+    with pytest.raises(WorkerError, match="data_parallel alone"):
+        group.run_all_workers_sharded_data("apply", [1], ["tensor_parallel"], [], [])
+    with pytest.raises(WorkerError, match="cannot replicate over 'x'"):
+        group.run_all_workers_sharded_data("apply", [1], ["data_parallel"], ["x"], [])
