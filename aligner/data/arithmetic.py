@@ -58,7 +58,7 @@ def arithmetic_prompts(
     *,
     seed: int = 0,
     low: int = 0,
-    high: int = 20,
+    high: int = 12,
     operators: Sequence[str] = ("+",),
     shots: int = 2,
     validation_fraction: float = 0.25,

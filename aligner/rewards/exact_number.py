@@ -5,7 +5,7 @@ from typing import Any
 
 # A number has one spelling here: ASCII digits, no plus sign, no leading zero, no minus zero, no
 # separators, no trailing zeros after the point. Otherwise a policy could find odd spellings.
-_NUMBER = re.compile(r"(?!-0$)-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?", re.ASCII)
+_NUMBER = re.compile(r"(?!-0$)-?(0|[1-9][0-9]*)(\.[0-9]*[1-9])?")
 
 
 def reward(

@@ -34,9 +34,7 @@ def reward(
         gold = parse(_as_latex(ground_truth), parsing_timeout=limit)
         if not gold:
             raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
-        answer = []
-        if not boxed or r"\boxed{" in response:
-            answer = parse(response, _extraction(boxed), parsing_timeout=limit)
+        answer = parse(response, _extraction(boxed), parsing_timeout=limit)
         right = float(bool(answer) and verify(gold, answer, timeout_seconds=limit))
         scores.append({"reward": right, "accuracy": right, "well_formed": float(bool(answer))})
     return scores

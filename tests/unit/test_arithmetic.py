@@ -1,8 +1,10 @@
 """The arithmetic task: right answers, disjoint problems, nothing leaked."""
 
+import random
+
 import pytest
 
-from aligner.data.arithmetic import Problem, arithmetic_prompts, split_problems
+from aligner.data.arithmetic import Problem, _shuffled, arithmetic_prompts, split_problems
 from aligner.errors import ConfigError
 
 
@@ -72,7 +74,17 @@ def test_same_seed_same_rows_whatever_the_size():
     assert many[:10] == few
     assert list(arithmetic_prompts("train", 10, seed=4)) != few
     # written down once: another machine, another Python, the same prompts
-    assert few[0]["prompt"] == "1+17=18\n12+1=13\n10+7="
+    assert few[0]["prompt"] == "0+11=11\n4+12=16\n4+1="
+
+
+def test_lazy_shuffle_is_a_fair_permutation():
+    pool = [Problem(a, "+", 0) for a in range(4)]
+    rng = random.Random(0)
+    orders = [tuple(p.a for p in _shuffled(pool, rng)) for _ in range(2400)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    # 24 orders, 100 expected each, standard deviation 9.8
+    assert all(60 < orders.count(order) < 140 for order in set(orders))
+    assert len(set(orders)) == 24
 
 
 def test_format():
