@@ -49,17 +49,18 @@ _ROLLOUT = {
         "Share of a response's 3-grams that occurred in it before. Rising: degenerate text.",
         "mean over samples with at least 3 generated tokens",
     ),
-    "init_policy_kl": MetricInfo(
-        "KL divergence to the initial policy, estimated on the sampled tokens.", _TOKENS
-    ),
-    "init_policy_kl_per_sample": MetricInfo(
-        "The same, summed over a response; what the adaptive controller holds.", _SAMPLES
-    ),
     "num_samples": MetricInfo("Responses in this rollout.", "count"),
     "generated_tokens": MetricInfo("Tokens generated in this rollout.", "count"),
 }
 
 _TRAIN_ROLLOUT = {
+    "init_policy_kl": MetricInfo(
+        "KL divergence to the initial policy: the configured estimator on the sampled tokens.",
+        _TOKENS,
+    ),
+    "init_policy_kl_per_sample": MetricInfo(
+        "The same, summed over a response; what the adaptive controller holds.", _SAMPLES
+    ),
     "kl_penalty": MetricInfo(
         "What the KL takes off the reward: coefficient times KL, summed over a response.", _SAMPLES
     ),
@@ -80,7 +81,7 @@ _TRAIN_ROLLOUT = {
 _OPTIMIZER = {
     "loss": MetricInfo("The loss that was minimised.", _TRAINED),
     "grad_norm": MetricInfo("Norm of the whole gradient before clipping.", _MINI_BATCHES),
-    "lr": MetricInfo("Learning rate of the last update."),
+    "lr": MetricInfo("Learning rate of the step's last update."),
     "optimizer_steps": MetricInfo("Optimizer updates since the run began.", "count"),
     "skipped_updates": MetricInfo(
         "Updates of this step left out because loss or gradient was not finite.", "count"
@@ -88,13 +89,11 @@ _OPTIMIZER = {
 }
 
 _ACTOR = {
-    "policy_loss": MetricInfo("The clipped policy-gradient part of the loss.", _TRAINED),
     "kl_loss": MetricInfo("KL to the reference policy inside the loss, unweighted.", _TRAINED),
     "approx_kl": MetricInfo("KL (k3) from the policy that sampled to the one trained.", _TRAINED),
     "entropy": MetricInfo("Entropy of the next-token distribution, in nats.", _TRAINED),
     "ppo_ratio": MetricInfo("Probability ratio new/old policy. 1: on-policy.", _TRAINED),
     "ppo_ratio_max": MetricInfo("Largest ratio.", "maximum over trained tokens"),
-    "ppo_ratio_min": MetricInfo("Smallest ratio.", "minimum over trained tokens"),
     "ppo_ratio_clamped": MetricInfo("Ratio after clipping.", _TRAINED),
     "clip_fraction": MetricInfo(
         "Share of tokens whose gradient the clip removed. Above 0.3: learning rate too high.",
@@ -104,8 +103,6 @@ _ACTOR = {
     "importance_weight": MetricInfo(
         "Truncated importance weight trainer/sampler (1 where they agree).", _TRAINED
     ),
-    "importance_weight_max": MetricInfo("Largest such weight.", "maximum over trained tokens"),
-    "importance_truncated_fraction": MetricInfo("Share of weights that were truncated.", _TRAINED),
 }
 
 _CRITIC = {
@@ -125,9 +122,9 @@ _SAMPLER = {
     "logprob_gap_mean": MetricInfo(
         "Absolute difference of the sampler's and the trainer's log-prob of the same token. Above "
         "0.01: the two engines disagree.",
-        _TOKENS,
+        _TRAINED,
     ),
-    "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over counted tokens"),
+    "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over trained tokens"),
 }
 
 _PROGRESS = {

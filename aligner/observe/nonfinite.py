@@ -1,5 +1,6 @@
 """Evidence of a loss or gradient that is NaN or infinite: which samples, at which step."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def write_nonfinite(
             _row(row, place, tensors, texts) for place, row in enumerate(rows.nonzero()[:, 0])
         ],
     }
-    path = folder / "nonfinite" / f"step_{step:06d}_update_{update:03d}_rank_{rank:05d}.json"
+    path = _unused(folder / "nonfinite" / f"step_{step:06d}_update_{update:03d}_rank_{rank:05d}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,6 +79,13 @@ def write_nonfinite(
     write_tree(path.with_suffix(".pt"), normalise(tensors, "batch"))
     write_json(path, report)
     return path
+
+
+def _unused(stem: Path) -> Path:
+    """``stem.json``, or ``stem_2.json``, …: evidence is never written over (policy and critic)."""
+    names = (stem.name if n == 1 else f"{stem.name}_{n}" for n in itertools.count(1))
+    paths = (stem.with_name(f"{name}.json") for name in names)
+    return next(path for path in paths if not path.exists())
 
 
 def _row(

@@ -48,6 +48,8 @@ def test_the_evidence_is_written(tmp_path):
             "text": "2+2=5",
         }
     ]
+    again = write_nonfinite(tmp_path, 12, {"loss": math.nan}, batch(), texts, rank=3)
+    assert again.name == "step_000012_update_000_rank_00003_2.json"
     tensors = torch.load(path.with_suffix(".pt"), weights_only=True)
     assert tensors["input_ids"].tolist() == [[4, 5, 6, 7]]
     assert math.isnan(tensors["advantages"][0, 2])

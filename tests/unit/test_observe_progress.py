@@ -1,6 +1,8 @@
 """Timers and the progress display, on a clock that the test moves."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -92,3 +94,11 @@ def test_other_ranks_are_silent():
 
 def test_clock_time():
     assert [clock_time(s) for s in (0, 59.6, 3661)] == ["0:00:00", "0:01:00", "1:01:01"]
+
+
+def test_watching_costs_no_slow_imports_at_start_up():
+    modules = "metrics samples progress timers diagnostics nonfinite startup loggers report"
+    code = "import sys\n" + "".join(f"import aligner.observe.{m}\n" for m in modules.split())
+    code += "print([m for m in ('lightning', 'tensorboard', 'wandb', 'nemo') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
