@@ -1,7 +1,6 @@
 """Hugging Face model directories (safetensors) in and out, GGUF files in."""
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -72,6 +71,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._open_files: dict[str, Any] = {}
         index = folder / _INDEX
         if index.exists():
             listed = _read_json(index)["weight_map"]
@@ -86,9 +86,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                 "save the model with save_pretrained(..., safe_serialization=True)"
             )
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as its folder is read
     def _open(self, name: str) -> Any:
-        return safe_open(self._folder / name, framework="pt")
+        if name not in self._open_files:
+            self._open_files[name] = safe_open(self._folder / name, framework="pt")
+        return self._open_files[name]
 
     def __getitem__(self, key: str) -> Tensor:
         name = self._files[key]

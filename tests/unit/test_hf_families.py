@@ -1,0 +1,323 @@
+"""Every Hugging Face family: in, the same logits as transformers; out, the same file.
+
+Small random models whose norms and biases are random too, so that no tensor can stand for another.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aligner.checkpoint import hf
+from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.hf import read_hf, save_hf
+from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf
+from aligner.checkpoint.hf_tensors import join_qkv, part_qkv
+from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from aligner.models.gpt.build import build_gpt
+
+ROOT = Path(__file__).parents[2]
+LLAMA_SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 259,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear_rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "smollm": ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral_window": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+    "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
+    "gpt2_n_inner": ("gpt2", {"n_inner": 40}),
+}
+GPT2_SIZES = {
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 4,
+    "vocab_size": 259,
+    "n_positions": 64,
+    **dict.fromkeys(["attn_pdrop", "resid_pdrop", "embd_pdrop"], 0.0),
+}
+
+
+def random_model(model_type, changes):
+    """A transformers model with every parameter random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = GPT2_SIZES if model_type == "gpt2" else LLAMA_SIZES
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | changes)))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.empty(parameter.shape).normal_(0, 0.2, generator=generator)
+            parameter.copy_(noise + (1.0 if parameter.dim() == 1 else 0.0))
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def model_folder(request, tmp_path_factory):
+    model = random_model(*CASES[request.param])
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    model.save_pretrained(folder)
+    for name, content in byte_level_tokenizer().files().items():
+        (folder / name).write_bytes(content)
+    return model, folder
+
+
+def our_logits(weights, architecture, tokens):
+    initialize_parallel()
+    gpt = build_gpt(architecture).eval()
+    load_weights(gpt, weights, architecture)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        return gpt(tokens, positions, None)[..., : architecture.vocab_size]
+
+
+def test_logits_equal_transformers(model_folder):
+    model, folder = model_folder
+    tokens = torch.randint(259, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = read_hf(folder)
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert (our_logits(found.weights, found.architecture, tokens) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_through_nemo_is_exact(model_folder, tmp_path, dtype):
+    """Tensors bit for bit, tokenizer byte for byte, a configuration that reads alike."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, folder = model_folder
+    source = tmp_path / "source"
+    model.to(dtype).save_pretrained(source)
+    model.float()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((folder / name).read_bytes())
+
+    read = read_hf(source)
+    save_nemo(tmp_path / "m.nemo", read.weights, read.architecture, read.tokenizer_files)
+    with open_nemo(tmp_path / "m.nemo") as nemo:
+        assert nemo.architecture == dataclasses.replace(
+            read.architecture, make_vocab_size_divisible_by=128
+        )
+        save_hf(tmp_path / "back", nemo.weights, nemo.architecture, nemo.tokenizer_files)
+
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype
+        assert torch.equal(after[name], tensor), name
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
+        source / "tokenizer.json"
+    ).read_bytes()
+    original, returned = (AutoConfig.from_pretrained(f) for f in (source, tmp_path / "back"))
+    for key in read_keys(original):
+        assert getattr(returned, key) == getattr(original, key), key
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert again.dtype == dtype
+    for name, tensor in model.to(dtype).state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    model.float()
+
+
+def read_keys(config):
+    """What decides a model's numbers in a transformers configuration."""
+    names = [
+        *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+        *("rms_norm_eps", "layer_norm_epsilon", "rope_parameters", "sliding_window", "hidden_act"),
+        *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+        *("initializer_range", "n_layer", "n_head", "n_positions"),
+    ]
+    return [name for name in names if hasattr(config, name)]
+
+
+def test_query_groups_by_hand():
+    """Two heads in one group, head size 1: rows q0 q1 k v; two groups of one: q0 k0 v0 q1 k1 v1."""
+    base = dataclasses.replace(TINY_ARCHITECTURE, num_attention_heads=2, kv_channels=1)
+    grouped = dataclasses.replace(base, num_query_groups=1)
+    q, k, v = torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0]]), torch.tensor([[3.0]])
+    assert join_qkv([q, k, v], grouped).flatten().tolist() == [0, 1, 2, 3]
+    full = dataclasses.replace(base, num_query_groups=2)
+    k, v = torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])
+    joined = join_qkv([q, k, v], full)
+    assert joined.flatten().tolist() == [0, 2, 4, 1, 3, 5]
+    assert all(torch.equal(a, b) for a, b in zip(part_qkv(joined, full), [q, k, v], strict=True))
+
+
+def write_model(folder, config, tensors):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_an_unsupported_family_lists_the_supported(tmp_path):
+    write_model(tmp_path / "m", {"model_type": "mamba"}, {})
+    with pytest.raises(CheckpointError, match=r"'mamba'.*llama, mistral, qwen2, qwen3, gpt2"):
+        read_hf(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act='relu'"),
+        ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
+        ({"hidden_size": None}, "incomplete"),
+    ],
+)
+def test_unsupported_configurations_are_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        architecture_from_hf({"model_type": "llama", **LLAMA_SIZES, **changes})
+
+
+def test_older_rope_keys_are_understood():
+    old = {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 3.0}}
+    found = architecture_from_hf({"model_type": "llama", **LLAMA_SIZES, **old})
+    assert found.rotary_base == 7e4
+    assert (found.rope_scaling.kind, found.rope_scaling.factor) == ("linear", 3.0)
+
+
+def test_what_no_family_can_express_is_refused():
+    odd = dataclasses.replace(TINY_ARCHITECTURE, rotary_percent=0.5)
+    with pytest.raises(CheckpointError, match=r"llama cannot express rotary_percent=0\.5"):
+        config_to_hf(odd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "family"),
+    [
+        ({}, "llama"),
+        ({"window_size": 8}, "mistral"),
+        ({"bias_qkv": True}, "qwen2"),
+        ({"qk_layernorm": True}, "qwen3"),
+    ],
+)
+def test_a_family_is_found_for_foreign_nemo_files(changes, family):
+    architecture = dataclasses.replace(TINY_ARCHITECTURE, family=None, **changes)
+    assert config_to_hf(architecture)[0].model_type == family
+
+
+def test_damaged_directories(tmp_path):
+    config = {"model_type": "llama", **LLAMA_SIZES}
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        read_hf(tmp_path / "none")
+    (tmp_path / "m").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_hf(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        read_hf(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(b"\x10" + bytes(30))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_hf(tmp_path / "m")
+    write_model(tmp_path / "m", config, {"model.odd": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"missing \['model\.embed_tokens.*'model\.odd'"):
+        read_hf(tmp_path / "m")
+
+
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    weights = random_weights(TINY_ARCHITECTURE)
+    monkeypatch.setattr(hf, "_MAX_SHARD_BYTES", 200_000)
+    save_hf(tmp_path / "m", weights, TINY_ARCHITECTURE, byte_level_tokenizer().files())
+    assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 2
+    found = read_hf(tmp_path / "m").weights
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "mine").write_text("precious")
+    weights = random_weights(TINY_ARCHITECTURE)
+    with pytest.raises(StorageError, match="not empty"):
+        save_hf(tmp_path / "m", weights, TINY_ARCHITECTURE, {})
+    del weights["decoder.final_layernorm.weight"]
+    with pytest.raises(CheckpointError, match="final_layernorm"):
+        save_hf(tmp_path / "n", weights, TINY_ARCHITECTURE, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_conversion_scripts(tmp_path):
+    """Both command lines, one after the other, and an error without a traceback."""
+
+    def run(script, source, output):
+        command = [sys.executable, str(ROOT / "examples" / script)]
+        return subprocess.run(
+            [*command, "--input", str(source), "--output", str(output)],
+            env={"PYTHONPATH": str(ROOT), "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    nemo, folder = tmp_path / "m.nemo", tmp_path / "hf"
+    save_nemo(
+        nemo,
+        random_weights(TINY_ARCHITECTURE),
+        TINY_ARCHITECTURE,
+        {**byte_level_tokenizer().files()},
+    )
+    assert run("convert_nemo_to_hf.py", nemo, folder).returncode == 0
+    assert run("convert_hf_to_nemo.py", folder, tmp_path / "again.nemo").returncode == 0
+    with open_nemo(nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
+        assert one.tokenizer_files == two.tokenizer_files
+        assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    failed = run("convert_nemo_to_hf.py", tmp_path / "none.nemo", folder)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: checkpoint")
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.smollm2
+def test_smollm2_logits_equal_transformers(tmp_path):
+    """The converted SmolLM2, exported, is what transformers computes."""
+    from transformers import AutoModelForCausalLM
+
+    path = ROOT / "models" / "smollm2-135m-instruct.nemo"
+    if not path.exists():
+        pytest.skip("needs models/smollm2-135m-instruct.nemo; make it with `make` and that name")
+    with open_nemo(path) as nemo:
+        save_hf(tmp_path / "hf", nemo.weights, nemo.architecture, nemo.tokenizer_files)
+        tokenizer = nemo.tokenizer
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
+        # Digits stand alone and take no space with them.
+        assert tokenizer.encode("a  17") == tokenizer.encode("a  ") + tokenizer.encode("17")
+        tokens = torch.tensor([tokenizer.encode("2+3=5\n7+4=11\n6+3=9\n" * 4)])
+        found = our_logits(nemo.weights, nemo.architecture, tokens)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert (model(tokens).logits - found).abs().max() < 1e-4
