@@ -8,6 +8,7 @@ from torch import Tensor
 
 from aligner.observe.jsonl import JsonLines, read_lines
 from aligner.observe.metric_names import check_names
+from aligner.observe.run_lock import RunLock
 
 
 class Logger(Protocol):
@@ -21,7 +22,7 @@ class Logger(Protocol):
 
 
 class MetricsWriter:
-    """Writes ``metrics.jsonl`` in ``folder``.
+    """Writes ``metrics.jsonl`` in ``folder``, as the only process that does (`RunLock`).
 
     A line holds ``step`` and the step's metrics under their flat names (`metric_names`), sorted, so
     that two runs that computed the same numbers wrote the same bytes once ``timers/*`` is left out.
@@ -36,6 +37,7 @@ class MetricsWriter:
     def __init__(
         self, folder: Path, *, rank: int = 0, loggers: Callable[[], Sequence[Logger]] = tuple
     ) -> None:
+        self._lock = RunLock(folder) if rank == 0 else None
         self._lines = JsonLines(folder / "metrics.jsonl") if rank == 0 else None
         self._make_loggers = loggers
         self._loggers: Sequence[Logger] | None = None
@@ -66,11 +68,13 @@ class MetricsWriter:
         return None if self._lines is None else self._lines.truncate_after(step)
 
     def close(self) -> None:
-        """Finish the mirrors and release the file."""
+        """Finish the mirrors and release the file and the directory."""
         for logger in self._loggers or ():
             logger.finalize("success")
         if self._lines is not None:
             self._lines.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

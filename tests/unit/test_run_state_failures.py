@@ -17,9 +17,9 @@ from aligner.checkpoint import durable, run_state, state_files
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.errors import AlignerError, CheckpointError, StorageError
 
-# Children share one server that has imported torch already.
+# Children of all tests share one server, which has imported what takes time.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state"])
+CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state", "aligner.observe.metrics"])
 
 
 def state_of(step: int, numbers: int = 100_000) -> dict:
