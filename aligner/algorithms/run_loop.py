@@ -178,8 +178,8 @@ class RunLoop:
         self.metrics.write(step, metrics)
         self.samples.write(outcome.samples)
         progress.step(step, metrics)
-        if is_rank_zero():
-            print_samples(outcome.samples, self.console)
+        if is_rank_zero() and (step <= 1 or self.schedule.validates(step)):
+            print_samples(outcome.samples, self.console)  # samples.jsonl has those of every step
         return metrics
 
     def _save(self, step: int, metrics: Mapping[str, float]) -> None:
