@@ -51,18 +51,17 @@ def generalized_advantage_estimate(
     dtype = torch.promote_types(values.dtype, torch.float32)
     generated = mask.bool()
     batch, length = mask.shape
-    # Rows without their holes: the n-th generated token goes to column n, the rest to a last
-    # column that is then the zero value after the end.
+    # Rows without their holes: the n-th generated token goes to column n. The rest lands in one
+    # more column, which then holds the zero value and advantage after the end. In place where
+    # possible: at this size the time goes into fresh memory, not arithmetic.
     column = generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, length)
-    dense = torch.zeros(2, batch, length + 1, dtype=dtype, device=values.device)
-    dense[0].scatter_(1, column, values.to(dtype))
-    dense[1].scatter_(1, column, rewards.to(dtype))
-    dense[:, :, length] = 0
-    value, reward = dense
-    delta = torch.add(reward[:, :-1], value[:, 1:], alpha=gamma).sub_(value[:, :-1])
-    dense_advantages = torch.nn.functional.pad(discounted_sums(delta, gamma * lam), (0, 1))
-    advantages = dense_advantages.gather(1, column)
-    returns = torch.where(generated, advantages + values, 0)
+    value, delta = torch.zeros(2, batch, length + 1, dtype=dtype, device=values.device)
+    value.scatter_(1, column, values.to(dtype))
+    delta.scatter_(1, column, rewards.to(dtype))
+    value[:, length] = delta[:, length] = 0
+    delta[:, :-1].add_(value[:, 1:], alpha=gamma).sub_(value[:, :-1])
+    advantages = discounted_sums(delta, gamma * lam).gather(1, column)
+    returns = (advantages + values).masked_fill_(~generated, 0)
     return advantages, returns
 
 
