@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -24,7 +25,39 @@ from torch import Tensor, nn
 # as any from 1 to 64 rows here, and unlike the layout chosen for 1 they give the same bits.
 _EXPECTED_ROWS = 512
 
-Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Product:
+    """``x @ weight^T`` on a packed copy of the weight; later changes to it do not reach the copy.
+
+    Where torch cannot pack, the product is the plain one on the weight itself.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        """Pack ``weight`` [out, in]."""
+        weight = weight.detach()
+        self.packed = can_pack(weight)
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
+            if self.packed
+            else weight
+        )
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x`` [..., in] to [..., out]."""
+        if not self.packed:
+            return F.linear(x, self._weight, bias)
+        return _PRODUCT(x, self._weight, bias, "none", [], "")
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual + x @ weight^T`` in one pass over the result."""
+        if not self.packed:
+            return residual + F.linear(x, self._weight)
+        return _PRODUCT_AND_SUM(x, residual, self._weight, None, "add")
+
+
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+_PRODUCT_AND_SUM = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -36,51 +69,41 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def pack(weight: Tensor) -> Product:
-    """A function of ``x [..., in]`` and an optional bias ``[out]`` that computes ``x @ weight^T``.
-
-    Args:
-        weight: ``[out, in]``; later changes to it do not reach the function.
-    """
-    if not can_pack(weight):
-        fixed = weight.detach()
-        return lambda x, bias: torch.nn.functional.linear(x, fixed, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED_ROWS)
-    product = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x, bias: product(x, packed, bias, "none", [], "")
-
-
 @contextlib.contextmanager
-def packed_linears(model: nn.Module) -> Iterator[None]:
+def packed_linears(model: nn.Module) -> Iterator[dict[nn.Module, Product]]:
     """Run megatron-core's parallel linear layers in ``model`` on packed weights, without gradients.
 
-    Weights are packed on entry, so enter again after every update. Layers that cannot be packed,
-    and experts that do their own communication, keep their own way. Sequence parallelism must be
-    off: decoding passes are shorter than the group.
+    Yields the product of every layer so treated. Weights are packed on entry, so enter again after
+    every update. Layers that cannot be packed, and experts that do their own communication, keep
+    their own way. Sequence parallelism must be off: decoding passes are shorter than the group.
     """
-    replaced: list[nn.Module] = []
+    products: dict[nn.Module, Product] = {}
     try:
         for module in model.modules():
-            forward = _packed_forward(module)
-            if forward is not None:
-                module.forward = forward
-                replaced.append(module)
-        yield
+            if _is_replaceable(module):
+                products[module] = Product(module.weight)
+                module.forward = _forward_of(module, products[module])
+        yield products
     finally:
-        for module in replaced:
+        for module in products:
             del module.forward  # the class's own shows again
 
 
-def _packed_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.forward`` does, on packed weights; None if it is not to be replaced."""
+def _is_replaceable(module: nn.Module) -> bool:
     if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-        return None
-    if module.weight is None or module.explicit_expert_comm or not can_pack(module.weight):
-        return None
+        return False
+    if module.weight is None or module.explicit_expert_comm:
+        return False
+    return not isinstance(module, RowParallelLinear) or module.input_is_parallel
+
+
+def _forward_of(
+    module: ColumnParallelLinear | RowParallelLinear, product: Product
+) -> Callable[..., Any]:
     assert not module.sequence_parallel
     if isinstance(module, ColumnParallelLinear):
-        return _column_forward(module, pack(module.weight))
-    return _row_forward(module, pack(module.weight)) if module.input_is_parallel else None
+        return _column_forward(module, product)
+    return _row_forward(module, product)
 
 
 def _column_forward(module: ColumnParallelLinear, product: Product) -> Callable[..., Any]:
@@ -99,7 +122,7 @@ def _row_forward(module: RowParallelLinear, product: Product) -> Callable[..., A
     added, returned = (None, module.bias) if module.skip_bias_add else (module.bias, None)
 
     def forward(input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        output = product(input_, None)
+        output = product(input_)
         output = reduce_from_tensor_model_parallel_region(output, group=module.tp_group)
         return output if added is None else output + added, returned
 

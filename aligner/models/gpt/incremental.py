@@ -15,10 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
-from aligner.distributed.packed_linear import Product, pack, packed_linears
+from aligner.distributed.packed_linear import Product, packed_linears
 from aligner.distributed.vocab_shard import VocabShard
 from aligner.errors import LayoutError
 from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.decode_layers import DecodeLayer, Rotation, decode_layers
 from aligner.models.gpt.hidden_states import output_weight
 from aligner.models.gpt.kv_cache import KVCache, aligned
 
@@ -59,10 +60,15 @@ class IncrementalModel:
             window=architecture.window_size,
         )
         self._rope: Tensor | None = None
+        self._rotation: Rotation | None = None
         if architecture.position_embedding == "rope":
             # Not through the module's own cache: that would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
+            self._rotation = Rotation.table(
+                self._rope, architecture.kv_channels, parameter.dtype
+            )
         self._project: Product | None = None
+        self._layers: list[DecodeLayer] | None = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -75,14 +81,15 @@ class IncrementalModel:
         try:
             with (
                 _without_sequence_parallelism(self._gpt),
-                packed_linears(self._gpt),
+                packed_linears(self._gpt) as products,
                 self._attached_cache(),
                 torch.inference_mode(),
             ):
-                self._project = pack(output_weight(self._gpt)[: self._shard.columns or 1])
+                self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
+                self._layers = decode_layers(self._gpt, products)
                 yield
         finally:
-            self._project = None
+            self._project = self._layers = None
             self._gpt.train(was_training)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
@@ -115,8 +122,14 @@ class IncrementalModel:
             Final hidden states [n, H].
         """
         self.cache.begin_decode(positions, longest)
-        rope = None if self._rope is None else self._rope[positions].transpose(0, 1)
-        return self._forward(tokens[:, None], positions[:, None], rope)[0]
+        if self._layers is None:
+            rope = None if self._rope is None else self._rope[positions].transpose(0, 1)
+            return self._forward(tokens[:, None], positions[:, None], rope)[0]
+        hidden = self._embed(tokens[:, None], positions[:, None])[0]
+        rotation = None if self._rotation is None else self._rotation.at(positions)
+        for layer in self._layers:
+            hidden = layer(hidden, rotation, self.cache)
+        return self._gpt.decoder.final_layernorm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off."""
@@ -130,10 +143,13 @@ class IncrementalModel:
 
     def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
         """int64 [n, s] to final hidden states [s, n, H]."""
-        embedded = self._gpt.embedding(input_ids=tokens, position_ids=positions)
         return self._gpt.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rope
+            hidden_states=self._embed(tokens, positions), attention_mask=None, rotary_pos_emb=rope
         )
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """int64 [n, s] to embeddings [s, n, H]."""
+        return self._gpt.embedding(input_ids=tokens, position_ids=positions)
 
     @contextlib.contextmanager
     def _attached_cache(self) -> Iterator[None]:

@@ -42,13 +42,13 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class _Decode:
-    """Slot i takes one token at ``positions[i]`` (int64 [n]) and sees ``span`` tokens.
+    """The first n slots take one token each and see up to ``span`` tokens.
 
+    ``places`` int64 [n * G]: rows of the flat cache [slots * G * C, D] for the new tokens.
     ``bias`` float [n * G, 1, span]: 0 where visible, -inf elsewhere.
     """
 
-    positions: Tensor
-    rows: Tensor
+    places: Tensor
     span: int
     bias: Tensor
 
@@ -80,7 +80,8 @@ class KVCache:
             device: where they live.
             window: tokens seen by sliding-window attention, the current one included; None: all.
         """
-        shape = (num_slots, groups, aligned(capacity), head_dim)
+        self._capacity = aligned(capacity)
+        shape = (num_slots, groups, self._capacity, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not undo a NaN.
         self._keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
         self._values = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
@@ -118,9 +119,9 @@ class KVCache:
         dtype = next(iter(self._keys.values())).dtype
         bias = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
         bias.masked_fill_(~visible, -torch.inf)
+        heads = torch.arange(positions.shape[0] * self._groups, device=positions.device)
         self._pass = _Decode(
-            positions,
-            torch.arange(positions.shape[0], device=positions.device),
+            heads * self._capacity + positions.repeat_interleave(self._groups),
             span,
             bias.repeat_interleave(self._groups, dim=0)[:, None],
         )
@@ -142,25 +143,50 @@ class KVCache:
         Returns:
             ``[P or 1, n, G * R * D]``.
         """
-        keys, values = self._keys[layer_number], self._values[layer_number]
-        if isinstance(self._pass, _Decode):
-            return self._decode(self._pass, keys, values, query, key, value)
-        assert isinstance(self._pass, _Prefill)
-        return self._prefill(self._pass, keys, values, query, key, value)
+        if isinstance(self._pass, _Prefill):
+            return self._prefill(self._pass, layer_number, query, key, value)
+        head_dim = query.shape[3]
+        heads = key.shape[1] * self._groups
+        # [n * G, R, D] against views [n * G, span, D]: nothing is repeated for grouped queries.
+        attended = self.decode(
+            layer_number,
+            query.reshape(heads, -1, head_dim),
+            key.reshape(heads, head_dim),
+            value.reshape(heads, head_dim),
+        )
+        return attended.view(1, query.shape[1], -1)
+
+    def decode(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`attend` for one token per slot, with the heads in one dimension.
+
+        Args:
+            layer_number: megatron-core's global number of the layer.
+            query: ``[n * G, R, D]``.
+            key: ``[n * G, D]``.
+            value: ``[n * G, D]``.
+
+        Returns:
+            ``[n * G, R, D]``.
+        """
+        plan = self._pass
+        assert isinstance(plan, _Decode)
+        head_dim = key.shape[1]
+        stored = []
+        for cache, new in ((self._keys, key), (self._values, value)):
+            flat = cache[layer_number].view(-1, head_dim)
+            flat.index_copy_(0, plan.places, new)
+            by_head = flat.view(-1, self._capacity, head_dim)
+            stored.append(by_head[: key.shape[0], : plan.span])
+        scores = torch.baddbmm(plan.bias, query, stored[0].transpose(1, 2), alpha=self._scale)
+        return torch.bmm(scores.softmax(dim=-1), stored[1])
 
     def _prefill(
-        self,
-        plan: _Prefill,
-        keys: Tensor,
-        values: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        self, plan: _Prefill, layer_number: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         length, rows = query.shape[:2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        keys[plan.slots, :, :length] = k[plan.sources]
-        values[plan.slots, :, :length] = v[plan.sources]
+        self._keys[layer_number][plan.slots, :, :length] = k[plan.sources]
+        self._values[layer_number][plan.slots, :, :length] = v[plan.sources]
         windowed = self._window is not None and length > self._window
         out = F.scaled_dot_product_attention(
             q,
@@ -172,22 +198,3 @@ class KVCache:
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return out.permute(2, 0, 1, 3).reshape(length, rows, -1)
-
-    def _decode(
-        self,
-        plan: _Decode,
-        keys: Tensor,
-        values: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        rows, head_dim = query.shape[1], query.shape[3]
-        keys[plan.rows, :, plan.positions] = key[0]
-        values[plan.rows, :, plan.positions] = value[0]
-        # [n * G, R, D] against views [n * G, span, D]: nothing is repeated for grouped queries.
-        q = query.reshape(rows * self._groups, -1, head_dim)
-        k = keys[:rows, :, : plan.span].flatten(0, 1)
-        v = values[:rows, :, : plan.span].flatten(0, 1)
-        scores = torch.baddbmm(plan.bias, q, k.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(scores.softmax(dim=-1), v).view(1, rows, -1)

@@ -1,0 +1,221 @@
+"""Sampling against hand-worked numbers and exact distributions."""
+
+import math
+
+import pytest
+import torch
+
+from aligner.config import SamplingParams
+from aligner.distributed.kept_set import threshold
+from aligner.errors import NonFiniteError
+from aligner.models.gpt.sampling import (
+    _keep_threshold,
+    counter_uniforms,
+    inverse_cdf,
+    penalise_repetition,
+    sample_tokens,
+)
+
+PLAIN = SamplingParams()
+
+
+def even_uniforms(count):
+    """Midpoints of ``count`` equal parts of [0, 1): frequencies come out exact."""
+    return (torch.arange(count, dtype=torch.float64) + 0.5) / count
+
+
+def frequencies(logits, sampling, count=4000, **options):
+    """Share of each token when the unit interval is swept evenly, and one log-prob per token."""
+    rows = torch.tensor(logits).expand(count, -1)
+    drawn = sample_tokens(rows, even_uniforms(count), sampling, greedy=False, **options)
+    share = torch.bincount(drawn.tokens, minlength=len(logits)).double() / count
+    logprobs = torch.full((len(logits),), -torch.inf)
+    logprobs[drawn.tokens] = drawn.logprobs
+    return share, logprobs
+
+
+def splitmix64_uniform(seed, sample, position):
+    """The same hash in Python's unbounded integers."""
+    mask = 2**64 - 1
+
+    def mix(state):
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        return state ^ (state >> 31)
+
+    state = seed & mask
+    for counter in (sample, position):
+        state = mix((state + 0x9E3779B97F4A7C15) & mask) ^ mix(
+            (counter + 0xBF58476D1CE4E5B9) & mask
+        )
+    return (mix(state) >> 11) / 2**53
+
+
+@pytest.mark.parametrize("seed", [0, 1, -7, 2**63 - 1, 2**64 + 5])
+def test_uniforms_equal_the_same_hash_in_unbounded_integers(seed):
+    samples = torch.tensor([0, 1, 2**40, -3])
+    positions = torch.tensor([0, 5, 1000, 2])
+    expected = [
+        splitmix64_uniform(seed, s, p)
+        for s, p in zip(samples.tolist(), positions.tolist(), strict=True)
+    ]
+    assert counter_uniforms(seed, samples, positions).tolist() == expected
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    grid = torch.arange(300)
+    u = counter_uniforms(
+        5, grid.repeat_interleave(300), grid.repeat(300)
+    )  # 90,000 sample-position pairs
+    assert u.min() >= 0
+    assert u.max() < 1
+    counts = torch.histc(u, 100, 0, 1)
+    chi_square = ((counts - 900) ** 2 / 900).sum()
+    assert chi_square < 149  # 99.9 % point at 99 degrees of freedom is 148.2
+    table = u.view(300, 300) - 0.5
+    for shifted in (table.roll(1, 0), table.roll(1, 1), table.T):
+        correlation = (table * shifted).mean() * 12
+        assert abs(correlation) < 4.5 / 300  # several standard deviations of 1 / sqrt(90000)
+    assert torch.unique(u).numel() == u.numel()
+
+
+def test_uniforms_change_with_each_of_their_keys():
+    def one(seed, sample, position):
+        return counter_uniforms(seed, torch.tensor([sample]), torch.tensor([position])).item()
+
+    values = [one(1, 2, 3), one(2, 2, 3), one(1, 3, 3), one(1, 2, 4), one(1, 3, 2), one(2, 1, 3)]
+    assert len(set(values)) == len(values)
+
+
+def test_inverse_cdf_by_hand():
+    p = torch.zeros(6, 300)
+    p[:, 5], p[:, 130], p[:, 299] = 0.25, 0.5, 0.25
+    u = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert inverse_cdf(p, u).tolist() == [5, 5, 130, 130, 299, 299]
+
+
+def test_inverse_cdf_never_returns_a_token_of_probability_zero():
+    torch.manual_seed(0)
+    p = torch.rand(2000, 517) * (torch.rand(2000, 517) < 0.02)
+    p[:, 7] += 1e-30
+    u = torch.rand(2000, dtype=torch.float64)
+    u[:500], u[500:1000] = 0.0, 1 - 2**-53
+    assert (p.gather(1, inverse_cdf(p, u)[:, None]) > 0).all()
+
+
+def test_plain_sampling_follows_the_softmax():
+    logits = [2.0, 0.0, -1.0, 1.0]
+    expected = torch.tensor(logits).softmax(0)
+    share, logprobs = frequencies(logits, PLAIN)
+    assert torch.allclose(share, expected.double(), atol=1 / 4000)
+    assert torch.allclose(logprobs, expected.log(), atol=1e-6)
+
+
+def test_temperature_divides_logits():
+    share, logprobs = frequencies([math.log(1.0), math.log(4.0)], SamplingParams(temperature=2.0))
+    assert share.tolist() == pytest.approx([1 / 3, 2 / 3], abs=1 / 4000)
+    assert logprobs.tolist() == pytest.approx([math.log(1 / 3), math.log(2 / 3)], abs=1e-6)
+
+
+def test_top_k_renormalises_over_the_tokens_kept():
+    logits = [math.log(x) for x in (1.0, 6.0, 2.0, 3.0)]
+    share, logprobs = frequencies(logits, SamplingParams(top_k=2))
+    assert share.tolist() == pytest.approx([0, 6 / 9, 0, 3 / 9], abs=1 / 4000)
+    assert logprobs[1].item() == pytest.approx(math.log(6 / 9), abs=1e-6)
+
+
+def test_top_p_keeps_the_token_that_crosses():
+    logits = [math.log(x) for x in (0.1, 0.5, 0.15, 0.25)]
+    share, _ = frequencies(logits, SamplingParams(top_p=0.6))
+    assert share.tolist() == pytest.approx([0, 2 / 3, 0, 1 / 3], abs=1 / 4000)
+    share, _ = frequencies(logits, SamplingParams(top_p=0.4))
+    assert share.tolist() == [0, 1, 0, 0]
+
+
+def test_top_p_applies_to_what_top_k_leaves():
+    logits = [math.log(x) for x in (0.4, 0.3, 0.2, 0.1)]
+    # After top-k the first two have 4/7 and 3/7: 0.57 does not reach 0.58.
+    share, _ = frequencies(logits, SamplingParams(top_k=2, top_p=0.58))
+    assert share.tolist() == pytest.approx([4 / 7, 3 / 7, 0, 0], abs=1 / 4000)
+    share, _ = frequencies(logits, SamplingParams(top_k=2, top_p=0.57))
+    assert share.tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 10.0])
+def test_nucleus_without_a_full_sort_keeps_the_same_tokens(top_p, spread):
+    """Flat rows need the sorted path, steep ones do not; both equal the trainer's own."""
+    torch.manual_seed(0)
+    scores = torch.randn(5, 5000) * spread
+    scores[2] *= 0.01
+    expected = scores >= threshold(scores.clone(), 0, top_p)[:, None]
+    assert torch.equal(scores >= _keep_threshold(scores, 0, top_p)[:, None], expected)
+
+
+def test_repetition_penalty_by_hand():
+    logits = torch.tensor([[2.0, -1.0, 3.0, 0.0]])
+    seen = torch.tensor([[True, True, False, True]])
+    assert penalise_repetition(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0, 0.0]]
+
+
+def test_repetition_penalty_comes_before_the_temperature():
+    logits = torch.tensor([[2.0, -1.0]])
+    seen = torch.tensor([[True, True]])
+    sampling = SamplingParams(temperature=0.5, repetition_penalty=2.0)
+    drawn = sample_tokens(logits, torch.zeros(1).double(), sampling, greedy=False, seen=seen)
+    expected = torch.tensor([2.0, -4.0]).log_softmax(0)[0]  # (1, -2) / 0.5
+    assert drawn.tokens.tolist() == [0]
+    assert drawn.logprobs.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_greedy_takes_the_likeliest_with_its_log_prob():
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    drawn = sample_tokens(logits, torch.zeros(1).double(), SamplingParams(top_k=2), greedy=True)
+    assert drawn.tokens.tolist() == [1]
+    assert drawn.logprobs.item() == pytest.approx(-math.log(1 + math.exp(-1)), abs=1e-6)
+
+
+def test_banned_end_tokens_are_never_drawn_and_only_in_banned_rows():
+    logits = torch.zeros(200, 4)
+    logits[:, 3] = 50.0
+    banned = torch.arange(200) < 100
+    drawn = sample_tokens(
+        logits, even_uniforms(200), PLAIN, greedy=False, banned=banned, end_ids=(3, 1)
+    )
+    assert set(drawn.tokens[:100].tolist()) <= {0, 2}
+    assert set(drawn.tokens[100:].tolist()) == {3}
+    assert drawn.logprobs[:100].tolist() == pytest.approx([math.log(0.5)] * 100, abs=1e-6)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    torch.manual_seed(0)
+    logits, u = torch.randn(9, 1000), torch.rand(9, dtype=torch.float64)
+    for sampling in (PLAIN, SamplingParams(temperature=0.7, top_k=30), SamplingParams(top_p=0.8)):
+        together = sample_tokens(logits, u, sampling, greedy=False)
+        for row in range(9):
+            alone = sample_tokens(logits[row : row + 1], u[row : row + 1], sampling, greedy=False)
+            assert alone.tokens.item() == together.tokens[row].item()
+            assert alone.logprobs.item() == together.logprobs[row].item()
+
+
+def test_logits_are_left_alone():
+    logits = torch.randn(2, 50)
+    before = logits.clone()
+    for sampling in (PLAIN, SamplingParams(top_k=3), SamplingParams(top_p=0.5, temperature=0.3)):
+        sample_tokens(
+            logits,
+            torch.rand(2).double(),
+            sampling,
+            greedy=False,
+            banned=torch.ones(2, dtype=torch.bool),
+            end_ids=(4,),
+        )
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_logits_are_refused(bad):
+    logits = torch.zeros(3, 10)
+    logits[1, 4] = bad
+    with pytest.raises(NonFiniteError, match=r"rows \[1\]"):
+        sample_tokens(logits, torch.full((3,), 0.5).double(), PLAIN, greedy=False)
