@@ -249,4 +249,3 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
-

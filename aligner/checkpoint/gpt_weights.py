@@ -37,11 +37,11 @@ def canonical_parameters(
     """Parameters of this stage under their canonical (global) names.
 
     Layers are numbered by megatron-core's ``layer_number``. The last stage's copy of a tied
-    embedding appears as ``output_layer.weight``.
+    embedding appears as ``output_layer.weight``, a reward head as ``rm_head.weight``.
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
-        if name is None or name in REWARD_HEAD:
+        if name is None:
             continue
         match = _LAYER.match(name)
         if match is not None:
