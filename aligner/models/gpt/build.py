@@ -8,6 +8,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -128,7 +134,22 @@ def build_gpt(
     if architecture.rope_scaling is not None:
         rope = model.rotary_pos_emb
         rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)
+    if not initialize:
+        _mark_tensor_parallel(model)
     return model.to(accelerator.device())
+
+
+def _mark_tensor_parallel(model: GPTModel) -> None:
+    """Say which weights are split; megatron-core says so only where it initialises them.
+
+    Unmarked, a split weight passes for a copy, and all but rank 0's part would be missing from
+    the gradient norm.
+    """
+    split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        dim = split.get(type(module))
+        if dim is not None and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:

@@ -25,6 +25,8 @@ from torch import Tensor
 from aligner.models.gpt.attention import _window_mask
 
 ALIGNMENT = 16
+# torch multiplies matrices whose three sizes have a smaller product in a way of its own.
+_SMALL_PRODUCT = 400
 
 
 def aligned(length: int) -> int:
@@ -80,7 +82,9 @@ class KVCache:
             device: where they live.
             window: tokens seen by sliding-window attention, the current one included; None: all.
         """
-        self._capacity = aligned(capacity)
+        # Heads narrower than 25 see some masked positions more, so that all spans are computed alike.
+        self._least_span = aligned(-(-_SMALL_PRODUCT // head_dim))
+        self._capacity = max(aligned(capacity), self._least_span)
         shape = (num_slots, groups, self._capacity, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not undo a NaN.
         self._keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
@@ -111,7 +115,7 @@ class KVCache:
             positions: int64 [n], tokens that slot i holds already.
             longest: ``positions.max() + 1``, known to the caller without asking the device.
         """
-        span = aligned(longest)
+        span = max(aligned(longest), self._least_span)
         index = torch.arange(span, device=positions.device)
         visible = index <= positions[:, None]
         if self._window is not None:

@@ -1,5 +1,6 @@
 """Which token completes a stop string, found on decoded text at little cost per token."""
 
+import os
 from collections.abc import Sequence
 
 from aligner.data.tokenizer import Tokenizer
@@ -34,16 +35,17 @@ class StopStrings:
         response = response[-self._tail :]
         # Where the tail reaches back into the prompt its text is told apart by its length.
         context = list(prompt[len(prompt) - min(len(prompt), self._tail - len(response)) :])
-        start = len(self._tokenizer.decode(context)) if context else 0
-        before = len(self._tokenizer.decode([*context, *response[:-1]]))
+        context_text = self._tokenizer.decode(context) if context else ""
+        if context_text.endswith(_INCOMPLETE):
+            context, context_text = [], ""
+        before = self._tokenizer.decode([*context, *response[:-1]])
         text = self._tokenizer.decode([*context, *response])
-        return any(self._ends_after(text, string, start, before) for string in self._strings)
-
-    @staticmethod
-    def _ends_after(text: str, string: str, start: int, before: int) -> bool:
-        """Whether ``string`` occurs in ``text[start:]`` and ends beyond ``before``."""
-        found = text.find(string, max(start, before - len(string)))
-        return found >= 0
+        # What the last token changed; it may have turned U+FFFD into the character it completes.
+        old = len(os.path.commonprefix((before, text)))
+        return any(
+            text.find(string, max(len(context_text), old - len(string) + 1)) >= 0
+            for string in self._strings
+        )
 
     def _candidate(self, token: int) -> bool:
         known = self._may_complete.get(token)

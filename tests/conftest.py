@@ -1,0 +1,22 @@
+"""Fixtures that every folder of tests shares."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(scope="session")
+def tiny_nemo(tmp_path_factory) -> Path:
+    """The tiny random model of the tiny recipes."""
+    from aligner.checkpoint.tiny import write_tiny_nemo
+
+    path = tmp_path_factory.mktemp("models") / "tiny.nemo"
+    write_tiny_nemo(path)
+    return path

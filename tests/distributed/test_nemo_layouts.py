@@ -1,0 +1,95 @@
+"""Four gloo ranks: one `.nemo` into any TP x PP layout, and out of it unchanged.
+
+Each rank's parameters are compared with parts cut by the tests' own writer, so that splitting and
+merging cannot be wrong together.
+"""
+
+import dataclasses
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+import nemo_writers as writers
+from test_nemo_kinds import GPT, LLAMA, distinct_weights
+
+from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
+from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.distributed.parallel import ParallelConfig, initialize_parallel, shutdown_parallel
+from aligner.models.gpt.build import build_gpt
+
+RANKS = 4
+MODELS = {"llama": dataclasses.replace(LLAMA, num_query_groups=4), "gpt": GPT}  # GPT is tied
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def expected_part(name, architecture, weights, tp_rank, tp):
+    """What the rank file of this rank would hold; padding rows are zero in a model."""
+    source = EMBEDDING if name == "output_layer.weight" and architecture.tie_embeddings else name
+    tensor = weights[source]
+    if source in (EMBEDDING, "output_layer.weight"):
+        rows = -tensor.shape[0] % (architecture.make_vocab_size_divisible_by * tp)
+        tensor = torch.cat([tensor, torch.zeros(rows, tensor.shape[1])])
+    return writers._rank_part(source, tensor, architecture, tp_rank, tp)
+
+
+def check_layout(folder, name, tp, pp):
+    architecture = MODELS[name]
+    weights = distinct_weights(architecture)
+    parallel = initialize_parallel(ParallelConfig(tensor=tp, pipeline=pp))
+    gpt = build_gpt(
+        architecture,
+        parallel=parallel.config,
+        pre_process=parallel.is_first_stage,
+        post_process=parallel.is_last_stage,
+    )
+    with open_nemo(folder / f"{name}.nemo") as nemo:
+        load_weights(gpt, nemo.weights, architecture, tp_rank=parallel.tp_rank, tp_size=tp)
+    seen = dict(canonical_parameters(gpt, architecture))
+    per_stage = architecture.num_layers // pp
+    layers = {int(n.split(".")[2]) for n in seen if n.startswith("decoder.layers.")}
+    assert layers == set(range(parallel.pp_rank * per_stage, (parallel.pp_rank + 1) * per_stage))
+    for parameter_name, parameter in seen.items():
+        wanted = expected_part(parameter_name, architecture, weights, parallel.tp_rank, tp)
+        assert torch.equal(parameter, wanted), parameter_name
+
+    if parallel.is_last_stage:  # a head, whole on every tensor rank of the last stage
+        gpt.rm_head = torch.nn.Linear(architecture.hidden_size, 1)
+        torch.nn.init.ones_(gpt.rm_head.weight)
+    groups = {"tp_group": parallel.tp_group, "pp_group": parallel.pp_group}
+    gathered = gather_weights(gpt, architecture, **groups, keep=parallel.rank == 0)
+    if parallel.rank != 0:
+        assert gathered == {}
+        return
+    assert torch.equal(gathered.pop("rm_head.weight"), torch.ones(1, architecture.hidden_size))
+    gathered.pop("rm_head.bias")
+    assert list(gathered) == list(weights)
+    for key, tensor in weights.items():
+        assert torch.equal(gathered[key], tensor), key
+
+
+def run_rank(rank, port, folder):
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    for name in MODELS:
+        for tp, pp in [(2, 2), (4, 1), (1, 4), (2, 1), (1, 1)]:
+            check_layout(Path(folder), name, tp, pp)
+    shutdown_parallel()
+
+
+@pytest.mark.timeout(180)
+def test_every_layout_loads_its_share_and_gives_it_back(tmp_path):
+    for name, architecture in MODELS.items():
+        save_nemo(tmp_path / f"{name}.nemo", distinct_weights(architecture), architecture, {})
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=RANKS)

@@ -1,0 +1,354 @@
+"""Actor, critic and reference on the real megatron-core model.
+
+1. Log-probs and values are those of a plain float64 softmax and head, in the one frame.
+2. Values are shifted right; without the shift the test is red.
+3. Loss and gradient do not depend on the micro-batch size, on padding, or on masked samples.
+4. What is not finite never reaches the weights, and is written to disk.
+5. A restored role continues to the bit.
+6. The reference keeps the initial weights, whichever way they are held.
+"""
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.config import LengthParams, OptimConfig, SamplingParams, SchedConfig
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    LayoutError,
+    NonFiniteError,
+)
+from aligner.models.gpt import (
+    MegatronGPTActorModel,
+    MegatronGPTCriticModel,
+    MegatronGPTModel,
+    MegatronGPTRewardModel,
+    load_from_nemo,
+)
+from aligner.models.gpt.optimizer import learning_rate
+from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.value_head import ValueHead, right_shift
+
+LENGTHS = (9, 5, 12, 7)
+PROMPTS = (4, 3, 6, 2)
+
+
+def settings(**changes):
+    return RoleSettings(optim=OptimConfig(lr=1e-3), micro_batch_size=2, **changes)
+
+
+@pytest.fixture(scope="module")
+def actor(tiny_nemo):
+    return load_from_nemo(MegatronGPTActorModel, settings(), restore_path=tiny_nemo)
+
+
+def make_batch(width=max(LENGTHS)):
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, 250, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
+    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
+    position = torch.arange(width)
+    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+    noise = torch.randn(len(LENGTHS), max(LENGTHS), generator=generator)
+    noise = torch.nn.functional.pad(noise, (0, width - noise.shape[1]))
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": mask.float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
+
+
+def reference_hidden(model, ids):
+    """Hidden states after the final norm, one sequence at a time, through megatron-core itself."""
+    from aligner.models.gpt.hidden_states import bypassed_output_layer
+
+    with torch.no_grad(), bypassed_output_layer(model.gpt):
+        return model.gpt(ids[None], torch.arange(len(ids))[None], None)[0].double()
+
+
+def test_logprobs_equal_a_float64_softmax(actor):
+    batch = make_batch()
+    actual = actor.get_logprobs(batch)
+    weight = actor.gpt.output_layer.weight.detach().double()[: actor.architecture.vocab_size]
+    for row, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        ids = batch["input_ids"][row, :length]
+        logits = reference_hidden(actor, ids) @ weight.T
+        expected = [
+            (logits[t - 1] - logits[t - 1].logsumexp(0))[ids[t]] for t in range(prompt, length)
+        ]
+        assert torch.allclose(actual[row, prompt:length].double(), torch.stack(expected), atol=1e-5)
+        assert actual[row, :prompt].abs().sum() == 0
+        assert actual[row, length:].abs().sum() == 0
+
+
+def test_every_position_is_scored_when_no_mask_is_known(actor):
+    ids = make_batch()["input_ids"][2:3, : LENGTHS[2]]
+    every = actor.get_inference_log_probs(ids)
+    assert every.shape == ids.shape
+    assert every[0, 0] == 0
+    masked = actor.get_logprobs(make_batch())[2]
+    assert torch.allclose(every[0, PROMPTS[2] :], masked[PROMPTS[2] : LENGTHS[2]], atol=1e-6)
+
+
+def test_temperature_applies_to_logprobs(actor):
+    batch = make_batch()
+    plain = actor.get_logprobs(batch)
+    actor.configure_generation(LengthParams(), SamplingParams(temperature=2.0), 8)
+    try:
+        hot = actor.get_logprobs(batch)
+    finally:
+        actor.configure_generation(LengthParams(), SamplingParams(), 8)
+    assert not torch.allclose(plain, hot)
+
+
+def test_infer_returns_the_published_keys(actor):
+    actor.configure_generation(LengthParams(max_length=5), SamplingParams(), 8)
+    text = make_batch()["input_ids"][:, :6]
+    result = actor.infer({"text": text, "length": torch.tensor(PROMPTS)})
+    assert set(result) == {"response_tokens", "response_lengths", "prompt_lengths", "is_end"}
+    assert result["prompt_lengths"].tolist() == list(PROMPTS)
+    new = result["response_lengths"] - result["prompt_lengths"]
+    assert ((new >= 1) & (new <= 5)).all()
+    for row, prompt in enumerate(PROMPTS):
+        assert torch.equal(result["response_tokens"][row, :prompt], text[row, :prompt])
+    again = actor.infer({"text": text, "length": torch.tensor(PROMPTS)})
+    assert torch.equal(result["response_tokens"], again["response_tokens"])
+
+
+def make_critic(tiny_nemo, **changes):
+    critic = load_from_nemo(MegatronGPTCriticModel, settings(**changes), restore_path=tiny_nemo)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(3)
+        critic.gpt.rm_head.weight.normal_(generator=generator)
+        critic.gpt.rm_head.bias.fill_(0.25)
+    return critic
+
+
+def test_values_are_of_the_state_before_the_token(tiny_nemo):
+    critic = make_critic(tiny_nemo)
+    batch = make_batch()
+    values = critic.get_values(batch)
+    head = critic.gpt.rm_head
+    for row, length in enumerate(LENGTHS):
+        hidden = reference_hidden(critic, batch["input_ids"][row, :length])
+        raw = hidden @ head.weight.detach().double()[0] + head.bias.item()
+        expected = torch.cat([torch.zeros(1).double(), raw[:-1]])
+        assert torch.allclose(values[row, :length].double(), expected, atol=1e-5)
+
+
+def test_a_value_never_sees_its_own_token(tiny_nemo, monkeypatch):
+    """V(before token t) must not move when token t does; it does where the shift is left out."""
+    critic = make_critic(tiny_nemo)
+    ids = make_batch()["input_ids"][2:3]
+    changed = ids.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 250
+    lengths = torch.tensor([LENGTHS[2]])
+
+    def value_of(tokens):
+        return critic.get_values({"input_ids": tokens, "input_lengths": lengths})[0, 8]
+
+    assert value_of(ids) == value_of(changed)
+    monkeypatch.setattr("aligner.models.gpt.critic.right_shift", lambda raw: raw)
+    assert value_of(ids) != value_of(changed)
+
+
+def test_right_shift_by_hand():
+    assert right_shift(torch.tensor([[1.0, 2.0, 3.0]])).tolist() == [[0.0, 1.0, 2.0]]
+
+
+def test_a_fresh_head_values_everything_at_zero(tiny_nemo):
+    critic = load_from_nemo(MegatronGPTCriticModel, settings(), restore_path=tiny_nemo)
+    assert critic.get_values(make_batch()).abs().max() == 0
+    assert not any("output_layer" in name for name, _ in critic.gpt.named_parameters())
+    head = ValueHead(4)
+    assert head(torch.ones(2, 3, 4, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def gradients(role):
+    return {name: p.main_grad.clone() for name, p in role.gpt.named_parameters()}
+
+
+def loss_and_gradients(cls, tiny_nemo, batch, loss, mbs):
+    role = load_from_nemo(cls, settings(), restore_path=tiny_nemo)
+    role.setup_training()
+    role.loss_fn = loss
+    role.prepare_for_training()
+    role.optimizer.zero_grad()
+    value, metrics = role.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
+    return value, metrics, gradients(role)
+
+
+ROLES = [
+    (MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01)),
+    (MegatronGPTCriticModel, PPOValueLoss(value_clip=0.2)),
+]
+
+
+@pytest.mark.parametrize(("cls", "loss"), ROLES, ids=["actor", "critic"])
+def test_micro_batches_padding_and_masked_samples_change_nothing(cls, loss, tiny_nemo):
+    whole = loss_and_gradients(cls, tiny_nemo, make_batch(), loss, mbs=4)
+    assert math.isfinite(whole[0])
+    assert max(g.abs().max() for g in whole[2].values()) > 0
+    with_masked = {
+        key: torch.cat([value, value[:1]]) for key, value in make_batch(width=17).items()
+    }
+    with_masked["sample_mask"][-1] = 0
+    with_masked["advantages"][-1] = 1e6
+    with_masked["returns"][-1] = 1e6
+    for batch, mbs in ((make_batch(), 1), (make_batch(), 3), (with_masked, 2)):
+        value, _, grads = loss_and_gradients(cls, tiny_nemo, batch, loss, mbs)
+        assert value == pytest.approx(whole[0], rel=1e-5, abs=1e-7)
+        for name, gradient in grads.items():
+            scale = whole[2][name].abs().max().clamp(min=1e-4)
+            assert (gradient - whole[2][name]).abs().max() / scale < 1e-4, name
+
+
+def test_recomputed_activations_give_the_same_gradient(tiny_nemo):
+    plain = loss_and_gradients(
+        MegatronGPTCriticModel, tiny_nemo, make_batch(), PPOValueLoss(value_clip=0.2), mbs=2
+    )
+    for recompute in ("full", "selective"):
+        role = load_from_nemo(
+            MegatronGPTCriticModel, settings(recompute=recompute), restore_path=tiny_nemo
+        )
+        role.setup_training()
+        role.loss_fn = PPOValueLoss(value_clip=0.2)
+        role.prepare_for_training()
+        role.get_loss_and_metrics(make_batch(), forward_only=False)
+        for name, gradient in gradients(role).items():
+            assert torch.allclose(gradient, plain[2][name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("mode", ["skip", "stop"])
+def test_what_is_not_finite_never_reaches_the_weights(mode, tiny_nemo, tmp_path):
+    critic = make_critic(tiny_nemo, non_finite=mode, non_finite_dir=tmp_path)
+    critic.setup_training()
+    critic.loss_fn = PPOValueLoss(value_clip=None)
+    critic.prepare_for_training()
+    batch = make_batch()
+    batch["returns"][1, PROMPTS[1]] = float("nan")
+    before = [p.detach().clone() for p in critic.gpt.parameters()]
+    if mode == "stop":
+        with pytest.raises(NonFiniteError, match=r"trainer\.ppo\.non_finite"):
+            critic.training_update(batch)
+    else:
+        assert critic.training_update(batch)["skipped"] == 1
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, critic.gpt.parameters(), strict=True)
+    )
+    assert critic.optimizer.steps == 0
+    reports = list(tmp_path.rglob("*.json"))
+    assert len(reports) == 1
+    assert '"row": 1' in reports[0].read_text()
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_a_restored_role_continues_to_the_bit(precision, tiny_nemo, tmp_path):
+    def train(role, steps):
+        role.loss_fn = PPOPolicyLoss()
+        role.prepare_for_training()
+        return [role.training_update(make_batch()) for _ in range(steps)]
+
+    first = load_from_nemo(
+        MegatronGPTActorModel, settings(precision=precision), restore_path=tiny_nemo
+    )
+    first.setup_training()
+    train(first, 2)
+    torch.save(first.run_state(), tmp_path / "state.pt")
+    expected = train(first, 2)
+
+    second = load_from_nemo(
+        MegatronGPTActorModel, settings(precision=precision), restore_path=tiny_nemo
+    )
+    second.setup_training()
+    second.load_run_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert train(second, 2) == expected
+    for left, right in zip(first.gpt.parameters(), second.gpt.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_the_reference_keeps_the_initial_weights(tiny_nemo):
+    batch = make_batch()
+    answers = []
+    for mode in ("keep", "swap"):
+        role = load_from_nemo(MegatronGPTActorModel, settings(), restore_path=tiny_nemo)
+        initial = role.get_logprobs(batch)
+        role.keep_reference(mode)
+        role.setup_training()
+        role.loss_fn = PPOPolicyLoss()
+        role.prepare_for_training()
+        role.training_update(batch)
+        trained = role.get_logprobs(batch)
+        assert not torch.equal(trained, initial)
+        assert torch.equal(role.get_reference_logprobs(batch), initial)
+        assert torch.equal(role.get_logprobs(batch), trained)
+        answers.append(role.get_reference_logprobs(batch))
+    assert torch.equal(*answers)
+
+
+def test_save_to_and_restore_from_are_nemos(actor, tmp_path):
+    actor.save_to(str(tmp_path / "copy.nemo"))
+    copy = MegatronGPTActorModel.restore_from(str(tmp_path / "copy.nemo"))
+    assert torch.equal(copy.get_logprobs(make_batch()), actor.get_logprobs(make_batch()))
+    config = MegatronGPTModel.restore_from(str(tmp_path / "copy.nemo"), return_config=True)
+    assert config["num_layers"] == actor.architecture.num_layers
+
+
+def test_a_reward_model_brings_its_head(tiny_nemo, tmp_path):
+    critic = make_critic(tiny_nemo)
+    critic.save_to(str(tmp_path / "rm.nemo"))
+    reward = load_from_nemo(MegatronGPTRewardModel, restore_path=tmp_path / "rm.nemo")
+    batch = make_batch()
+    scores = reward.infer({key: batch[key] for key in ("input_ids", "input_lengths")})
+    assert scores.shape == (len(LENGTHS),)
+    hidden = reference_hidden(reward, batch["input_ids"][1, : LENGTHS[1]])[-1]
+    expected = hidden @ critic.gpt.rm_head.weight.detach().double()[0] + 0.25
+    assert scores[1].item() == pytest.approx(expected.item(), abs=1e-5)
+    with pytest.raises(CheckpointError, match=r"output_layer\.weight"):
+        load_from_nemo(MegatronGPTActorModel, restore_path=tmp_path / "rm.nemo")
+
+
+def test_bad_input_is_refused_by_name(tiny_nemo, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match=r"absent\.nemo"):
+        load_from_nemo(MegatronGPTActorModel, restore_path=tmp_path / "absent.nemo")
+    with pytest.raises(CheckpointNotFoundError, match="restore_from_path"):
+        load_from_nemo(MegatronGPTActorModel)
+    role = load_from_nemo(MegatronGPTActorModel, restore_path=tiny_nemo)
+    with pytest.raises(ConfigError, match="optim"):
+        role.prepare_for_training()
+    with pytest.raises(ConfigError, match="keep_reference"):
+        role.get_reference_logprobs(make_batch())
+    from aligner.config import ParallelConfig
+
+    with pytest.raises(LayoutError, match="3"):
+        load_from_nemo(
+            MegatronGPTActorModel,
+            RoleSettings(parallel=ParallelConfig(tensor=3)),
+            restore_path=tiny_nemo,
+        )
+
+
+def test_schedules_by_hand():
+    constant = SchedConfig(name="constant", warmup_steps=3)
+    assert [learning_rate(s, 1.0, constant, 10) for s in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    linear = SchedConfig(name="linear", min_lr=0.2)
+    assert [learning_rate(s, 1.0, linear, 4) for s in (0, 2, 4, 9)] == pytest.approx(
+        [1.0, 0.6, 0.2, 0.2]
+    )
+    cosine = SchedConfig(name="cosine", warmup_steps=1, constant_steps=2, min_lr=0.1, max_steps=7)
+    assert [learning_rate(s, 1.0, cosine, None) for s in range(8)] == pytest.approx(
+        [0.5, 1.0]
+        + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3)]
+        + [0.1, 0.1, 0.1]
+    )
