@@ -28,6 +28,7 @@ from aligner.models.reward.lm_reward import Reward
 from aligner.models.value.lm_value import Value
 from aligner.observe.environment import describe_environment
 from aligner.observe.loggers import make_loggers
+from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter
 from aligner.observe.report import write_report
 from aligner.observe.samples import SampleWriter
@@ -41,6 +42,7 @@ def train_ppo(config: RunConfig) -> None:
         config.model.parallel, seed=config.seed, timeout_s=config.cluster.timeout_s
     )
     console = Console(quiet=not is_rank_zero())
+    check_log_dir(config)
     tokenizer, architecture = describe_model(config)
     check_layout(architecture, config.model.parallel, parallel.world_size)
     check_batch_layout(config, parallel.dp_size)
@@ -168,7 +170,6 @@ def build_loop(
     """The run loop with its files below ``exp_manager.explicit_log_dir``."""
     exp = config.exp_manager
     folder = log_dir(config)
-    on_rank_zero(lambda: MetricsWriter(folder).close())  # unwritable: said once, on every rank
     store = RunStateStore(
         folder / "run_state",
         exp.save_top_k,
@@ -215,8 +216,6 @@ def build_loop(
 def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, ended: bool) -> None:
     """Write the report and, when the run came to its end, the trained model; say where all is."""
     folder = log_dir(config)
-    loop.metrics.close()
-    loop.samples.close()
     places = {
         "report": folder / "report.html",
         "samples": folder / "samples.jsonl",
@@ -237,9 +236,17 @@ def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, e
             artifacts={name: str(path) for name, path in places.items()},
             status="" if ended else "Stopped by a signal; the same command continues.",
         )
+    loop.metrics.close()
+    loop.samples.close()
     width = max(len(name) for name in places)
     for name, path in places.items():
         console.print(f"{name:>{width}}  {path}", highlight=False, soft_wrap=True)
+
+
+def check_log_dir(config: RunConfig) -> None:
+    """Refuse a directory that cannot be written or that another process writes, and bad names."""
+    check_names([config.exp_manager.monitor])
+    on_rank_zero(lambda: MetricsWriter(log_dir(config)).close())
 
 
 def log_dir(config: RunConfig) -> Path:
