@@ -36,6 +36,7 @@ from aligner.models.gpt.value_head import ValueHead, right_shift
 
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)
+WIDTH = max(LENGTHS)
 
 
 def settings(**changes):
@@ -47,7 +48,7 @@ def actor(tiny_nemo):
     return load_from_nemo(MegatronGPTActorModel, settings(), restore_path=tiny_nemo)
 
 
-def make_batch(width=max(LENGTHS)):
+def make_batch(width=WIDTH):
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(1, 250, (len(LENGTHS), max(LENGTHS)), generator=generator)
     ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
