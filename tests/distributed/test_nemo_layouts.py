@@ -80,12 +80,12 @@ def run_rank(rank, port, folder):
     )
     torch.set_num_threads(1)
     for name in MODELS:
-        for tp, pp in [(2, 2), (4, 1), (1, 4), (2, 1), (1, 1)]:
+        for tp, pp in [(2, 2), (4, 1), (1, 4)]:
             check_layout(Path(folder), name, tp, pp)
     shutdown_parallel()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_every_layout_loads_its_share_and_gives_it_back(tmp_path):
     for name, architecture in MODELS.items():
         save_nemo(tmp_path / f"{name}.nemo", distinct_weights(architecture), architecture, {})
