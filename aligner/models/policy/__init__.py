@@ -1,0 +1,1 @@
+"""The policy: its front `Policy` and its workers."""

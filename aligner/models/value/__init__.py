@@ -1,0 +1,1 @@
+"""The critic: its front `Value` and its workers."""

@@ -1,0 +1,1 @@
+"""Place of workers of trained reward models."""
