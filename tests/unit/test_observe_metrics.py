@@ -112,6 +112,7 @@ def test_disk_full_names_the_file_and_leaves_whole_lines(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"metrics\.jsonl: No space left.*bytes\) free"):
         writer.write(2, {"train_rollouts/rewards": 0.5})
     monkeypatch.undo()
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
     writer.write(2, {"train_rollouts/rewards": 0.5})
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 

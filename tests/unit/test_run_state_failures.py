@@ -159,7 +159,33 @@ def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-# SIGKILL
+# SIGKILL and power
+
+
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_old_state_goes(
+    tmp_path, monkeypatch
+):
+    RunStateStore(tmp_path, save_top_k=0).save(1, state_of(1, 10))
+    events = []
+
+    def spy(module, name: str, shown) -> None:
+        real = getattr(module, name)
+
+        def call(*args, **kwargs):
+            events.append((name, shown(*args)))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy(os, "fsync", lambda file: os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
+    spy(os, "rename", lambda old, new: f"{old.name} {new.name}")
+    RunStateStore(tmp_path, save_top_k=0).save(2, state_of(2, 10))
+    named = events.index(("rename", ".tmp-step_000002 step_000002"))
+    flushed = {what for name, what in events[:named] if name == "fsync"}
+    assert flushed == {"manifest.json", "state.json", "policy.pt", ".tmp-step_000002"}
+    assert events[named + 1] == ("fsync", tmp_path.name)
+    assert events[named + 2] == ("rename", "step_000001 .del-step_000001")
+
 
 CALLS = [(os, "fsync"), (os, "rename"), (state_files.shutil, "rmtree")]
 
