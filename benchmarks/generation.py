@@ -17,8 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
@@ -28,7 +30,7 @@ from aligner.checkpoint.tiny import random_weights
 from aligner.config import LengthParams, SamplingParams
 from aligner.distributed.parallel import initialize_parallel
 from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.generation import Generator
+from aligner.models.gpt.generation import GenerationOutput, Generator
 
 SMOLLM2 = Path("models/smollm2-135m-instruct.nemo")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -48,7 +50,7 @@ SHAPES = GPTArchitecture(
 )
 
 
-def load_both(path: Path):
+def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
     """One set of weights in a megatron-core model and in transformers' model."""
     from transformers import AutoModelForCausalLM
 
@@ -66,7 +68,9 @@ def load_both(path: Path):
     return gpt, architecture, peer.eval()
 
 
-def check_agreement(gpt, architecture: GPTArchitecture, peer, prompts: torch.Tensor) -> float:
+def check_agreement(
+    gpt: GPTModel, architecture: GPTArchitecture, peer: Any, prompts: torch.Tensor
+) -> float:
     """Largest difference between the log-probs of aligner's greedy tokens and transformers'."""
     output = make_generator(gpt, architecture, 8, prompts.shape[0])(prompts, greedy=True)
     with torch.no_grad():
@@ -76,7 +80,9 @@ def check_agreement(gpt, architecture: GPTArchitecture, peer, prompts: torch.Ten
     return difference.abs().max().item()
 
 
-def make_generator(gpt, architecture: GPTArchitecture, new_tokens: int, batch: int) -> Callable:
+def make_generator(
+    gpt: GPTModel, architecture: GPTArchitecture, new_tokens: int, batch: int
+) -> Callable[..., GenerationOutput]:
     generator = Generator(
         gpt,
         architecture,
@@ -87,7 +93,7 @@ def make_generator(gpt, architecture: GPTArchitecture, new_tokens: int, batch: i
         max_batch_size=batch,
     )
 
-    def run(prompts: torch.Tensor, seed: int = 0, greedy: bool = False):
+    def run(prompts: torch.Tensor, seed: int = 0, greedy: bool = False) -> GenerationOutput:
         lengths = torch.full((prompts.shape[0],), prompts.shape[1])
         ids = torch.arange(prompts.shape[0])
         return generator.generate(prompts, lengths, ids, seed, greedy=greedy)
@@ -95,7 +101,7 @@ def make_generator(gpt, architecture: GPTArchitecture, new_tokens: int, batch: i
     return run
 
 
-def run_peer(peer, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def run_peer(peer: Any, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
     return peer.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -110,7 +116,13 @@ def run_peer(peer, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
     )
 
 
-def measure(gpt, architecture, peer, batch: int, options: argparse.Namespace) -> dict[str, object]:
+def measure(
+    gpt: GPTModel,
+    architecture: GPTArchitecture,
+    peer: Any,
+    batch: int,
+    options: argparse.Namespace,
+) -> dict[str, object]:
     """Alternate the two ``--repeats`` times after one warm-up each."""
     torch.manual_seed(0)
     prompts = torch.randint(100, architecture.vocab_size, (batch, options.prompt_tokens))

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 _EXPECTED_ROWS = 512
 
 
-
 class Product:
     """``x @ weight^T`` on a packed copy of the weight; later changes to it do not reach the copy.
 

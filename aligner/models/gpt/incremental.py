@@ -45,9 +45,7 @@ class IncrementalModel:
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
-        self._attention = [
-            module for module in gpt.modules() if isinstance(module, CoreAttention)
-        ]
+        self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
         parameter = next(gpt.parameters())
         self.cache = KVCache(
             [module.layer_number for module in self._attention],
@@ -64,9 +62,7 @@ class IncrementalModel:
         if architecture.position_embedding == "rope":
             # Not through the module's own cache: that would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
-            self._rotation = Rotation.table(
-                self._rope, architecture.kv_channels, parameter.dtype
-            )
+            self._rotation = Rotation.table(self._rope, architecture.kv_channels, parameter.dtype)
         self._project: Product | None = None
         self._layers: list[DecodeLayer] | None = None
 

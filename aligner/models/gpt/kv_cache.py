@@ -82,7 +82,7 @@ class KVCache:
             device: where they live.
             window: tokens seen by sliding-window attention, the current one included; None: all.
         """
-        # Heads narrower than 25 see some masked positions more, so that all spans are computed alike.
+        # Narrow heads see some masked positions more, so that all spans are computed alike.
         self._least_span = aligned(-(-_SMALL_PRODUCT // head_dim))
         self._capacity = max(aligned(capacity), self._least_span)
         shape = (num_slots, groups, self._capacity, head_dim)

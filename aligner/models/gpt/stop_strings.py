@@ -1,6 +1,5 @@
 """Which token completes a stop string, found on decoded text at little cost per token."""
 
-import os
 from collections.abc import Sequence
 
 from aligner.data.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ class StopStrings:
         before = self._tokenizer.decode([*context, *response[:-1]])
         text = self._tokenizer.decode([*context, *response])
         # What the last token changed; it may have turned U+FFFD into the character it completes.
-        old = len(os.path.commonprefix((before, text)))
+        old = _common_prefix(before, text)
         return any(
             text.find(string, max(len(context_text), old - len(string) + 1)) >= 0
             for string in self._strings
@@ -51,9 +50,14 @@ class StopStrings:
         known = self._may_complete.get(token)
         if known is None:
             text = self._tokenizer.decode([token])
-            # Part of a character, or a space that only shows after other text: decode to be sure.
-            unsure = not text or _INCOMPLETE in text or any(c.isspace() for c in text[:1])
-            spaces = any(c.isspace() for c in self._last_characters)
-            known = unsure or spaces and not text.strip() or bool(self._last_characters & set(text))
+            # Part of a character, or a space that shows only after other text: decode to be sure.
+            unsure = not text.strip() or _INCOMPLETE in text or text[0].isspace()
+            known = unsure or not self._last_characters.isdisjoint(text)
             self._may_complete[token] = known
         return known
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
