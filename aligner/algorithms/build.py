@@ -1,6 +1,7 @@
 """Assembling a run from its configuration: processes, data, roles, trainer, loggers."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -37,6 +38,12 @@ from aligner.observe.startup import Restored, startup_report
 
 def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and say where everything is."""
+    with ExitStack() as closing:
+        _train_ppo(config, closing)
+
+
+def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
+    """``closing`` ends what must not outlive the run, also when it fails."""
     start_processes(config.trainer)
     parallel = initialize_parallel(
         config.model.parallel, seed=config.seed, timeout_s=config.cluster.timeout_s
@@ -57,6 +64,7 @@ def train_ppo(config: RunConfig) -> None:
         if prompts is not None:
             check_lengths(config, architecture, prompts.max_length)
     reward = Reward.load(config.reward, tokenizer)
+    closing.callback(reward.shutdown)
     reward.check_columns(train_prompts.column_names)
 
     sampler = PromptSampler(
@@ -67,10 +75,14 @@ def train_ppo(config: RunConfig) -> None:
     )
     steps = total_steps(config, sampler)
     policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps)
+    closing.callback(policy.shutdown)
+    closing.callback(value.shutdown)
     trainer = PPOTrainer(
         config, policy, value, reward, train_prompts, val_prompts, sampler, tokenizer.pad_id
     )
     loop = build_loop(config, trainer, parallel, console, steps)
+    closing.callback(loop.metrics.close)
+    closing.callback(loop.samples.close)
     restored = loop.restore()
     facts = startup_facts(
         config,
@@ -85,9 +97,6 @@ def train_ppo(config: RunConfig) -> None:
     console.print(startup_report(facts))
     ended = loop.run(None if restored is None else restored.step)
     finish(config, policy, loop, console, ended)
-    reward.shutdown()
-    value.shutdown()
-    policy.shutdown()
 
 
 def describe_model(config: RunConfig) -> tuple[Tokenizer, GPTArchitecture]:
@@ -236,8 +245,6 @@ def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, e
             artifacts={name: str(path) for name, path in places.items()},
             status="" if ended else "Stopped by a signal; the same command continues.",
         )
-    loop.metrics.close()
-    loop.samples.close()
     width = max(len(name) for name in places)
     for name, path in places.items():
         console.print(f"{name:>{width}}  {path}", highlight=False, soft_wrap=True)

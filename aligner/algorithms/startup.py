@@ -23,13 +23,19 @@ def check_lengths(config: RunConfig, architecture: GPTArchitecture, longest_prom
     """Refuse prompts that leave no room for a response in the model's positions."""
     response = config.model.ppo.length_params.max_length
     positions = architecture.max_position_embeddings
-    if longest_prompt + response > positions:
-        raise ConfigError(
-            f"the longest prompt has {longest_prompt} tokens and "
-            f"model.ppo.length_params.max_length={response} more may follow, but the model has "
-            f"{positions} positions; set data.max_prompt_length={max(1, positions - response)} to "
-            "drop longer prompts, or lower max_length"
-        )
+    if longest_prompt + response <= positions:
+        return
+    remedy = (
+        f"set data.max_prompt_length={positions - response} to drop longer prompts, or lower "
+        "max_length"
+        if positions > response
+        else f"lower max_length below {positions}"
+    )
+    raise ConfigError(
+        f"the longest prompt has {longest_prompt} tokens and "
+        f"model.ppo.length_params.max_length={response} more may follow, but the model has "
+        f"{positions} positions; {remedy}"
+    )
 
 
 def startup_facts(
