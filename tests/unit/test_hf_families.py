@@ -169,7 +169,9 @@ def test_query_groups_by_hand():
     base = dataclasses.replace(TINY_ARCHITECTURE, num_attention_heads=2, kv_channels=1)
     grouped = dataclasses.replace(base, num_query_groups=1)
     q, k, v = torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0]]), torch.tensor([[3.0]])
-    assert join_qkv([q, k, v], grouped).flatten().tolist() == [0, 1, 2, 3]
+    joined = join_qkv([q, k, v], grouped)
+    assert joined.flatten().tolist() == [0, 1, 2, 3]
+    assert [part.flatten().tolist() for part in part_qkv(joined, grouped)] == [[0, 1], [2], [3]]
     full = dataclasses.replace(base, num_query_groups=2)
     k, v = torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])
     joined = join_qkv([q, k, v], full)
