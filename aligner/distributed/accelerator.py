@@ -146,6 +146,7 @@ def prepare_megatron() -> None:
 
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[assignment]
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state

@@ -374,9 +374,6 @@ class MegatronGPTModel(ModelPT):
             pp_group=self.parallel.pp_group,
             keep=writes,
         )
-        head = getattr(self.gpt, "rm_head", None)
-        if head is not None:
-            weights.update({f"rm_head.{k}": v.detach().cpu() for k, v in head.named_parameters()})
         if writes:
             save_nemo(
                 path,
