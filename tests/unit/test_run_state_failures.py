@@ -43,8 +43,8 @@ def _save_with_size_limit(root: str, limit: int, answer) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         RunStateStore(root).save(2, state_of(2))
-    except StorageError as error:
-        answer.put((str(error), error.errno, isinstance(error, OSError)))
+    except Exception as error:
+        answer.put((str(error), getattr(error, "errno", None), isinstance(error, StorageError)))
     else:
         answer.put(("saved", 0, False))
 
@@ -54,10 +54,10 @@ def test_a_write_that_fails_half_way_leaves_the_previous_state(tmp_path):
     answer = CONTEXT.SimpleQueue()
     child = CONTEXT.Process(target=_save_with_size_limit, args=(str(tmp_path), 150_000, answer))
     child.start()
-    message, number, refined = answer.get()
+    message, number, is_storage_error = answer.get()
     child.join()
     assert number == errno.EFBIG
-    assert refined
+    assert is_storage_error
     assert str(tmp_path / ".tmp-step_000002" / "policy.pt") in message
     assert "bytes) needed" in message
     assert "bytes) free" in message
