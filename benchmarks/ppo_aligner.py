@@ -1,0 +1,187 @@
+"""aligner's side of `ppo_step`: `PPOTrainer` over its fronts, as a run builds them.
+
+A random `.nemo` and a word tokenizer are written to a temporary directory and the roles are loaded
+from there. Not measured: start-up, validation, and what the run loop writes.
+"""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import WordLevel
+
+from aligner.algorithms.build import build_roles, describe_model, load_prompts
+from aligner.algorithms.ppo import PPOTrainer
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.tiny import random_weights
+from aligner.config import RunConfig
+from aligner.config.load import parse_config
+from aligner.data.sampler import PromptSampler
+from aligner.data.tokenizer_hf import HuggingFaceTokenizer
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.reward.lm_reward import Reward
+from aligner.observe.timers import PhaseTimers
+from aligner.rewards.function import RewardFunction
+from benchmarks.common import stdout_reserved
+from benchmarks.ppo_shape import (
+    GAMMA,
+    INIT_STD,
+    KL_COEFFICIENT,
+    LAM,
+    LEARNING_RATE,
+    RATIO_CLIP,
+    SEED,
+    VALUE_CLIP,
+    Shape,
+    StepClock,
+    shape_of,
+)
+
+
+def measure(shape: Shape) -> dict[str, Any]:
+    """One step to warm up, then ``shape.steps`` of them."""
+    torch.set_num_threads(shape.threads)
+    clock, timers = StepClock(), PhaseTimers()
+    phases: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(shape, Path(folder))
+        clock.tick()
+        for step in range(1, shape.steps + 2):
+            outcome = trainer.step(step, timers)
+            clock.tick()
+            phases.append(timers.flush())
+            length = outcome.metrics["train_rollouts/generation_length"]
+            assert length == shape.response, f"responses of {length} tokens"
+    medians = {
+        name.removeprefix("timers/"): round(statistics.median(row[name] for row in phases[1:]), 4)
+        for name in phases[0]
+    }
+    return {**clock.report("aligner", shape), "phases_s": medians}
+
+
+def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
+    """Everything that a run makes before its first step, from the same functions."""
+    config = configuration(shape, folder)
+    write_model(shape, Path(config.model.restore_from_path))
+    parallel = initialize_parallel(config.model.parallel, seed=config.seed)
+    tokenizer, _ = describe_model(config)
+    prompts = load_prompts(config, config.data.train, tokenizer)
+    assert prompts.max_length == shape.prompt
+    policy, value = build_roles(config, tokenizer, LocalCluster(parallel), shape.steps + 1)
+    return PPOTrainer(
+        config,
+        policy,
+        value,
+        Reward(RewardFunction.wrap(constant_reward), tokenizer),
+        prompts,
+        None,
+        PromptSampler(len(prompts), shape.batch, seed=config.seed),
+        tokenizer.pad_id,
+    )
+
+
+def configuration(shape: Shape, folder: Path) -> RunConfig:
+    """The defaults, and what both sides were told to do."""
+    batches = {
+        "micro_batch_size": shape.micro_batch,
+        "global_batch_size": shape.batch,
+        "optim": {"lr": LEARNING_RATE, "betas": [0.9, 0.999]},
+    }
+    return parse_config(
+        {
+            "seed": SEED,
+            "model": {
+                "restore_from_path": str(folder / "model.nemo"),
+                **batches,
+                "ppo": {
+                    "num_rollout_samples": shape.batch,
+                    "rollout_micro_batch_size": shape.batch,
+                    "forward_micro_batch_size": shape.micro_batch,
+                    "ppo_epochs": 1,
+                    "ratio_eps": RATIO_CLIP,
+                    "length_params": {
+                        "max_length": shape.response,
+                        "min_length": shape.response,
+                    },
+                },
+            },
+            "critic": {
+                **batches,
+                "forward_micro_batch_size": shape.micro_batch,
+                "value_clip": VALUE_CLIP,
+            },
+            "trainer": {
+                "ppo": {
+                    "initial_policy_kl_penalty": KL_COEFFICIENT,
+                    "discount_factor": GAMMA,
+                    "gae_lambda": LAM,
+                }
+            },
+            "reward": {"function": "benchmarks.ppo_aligner:constant_reward"},
+            "data": {
+                "train": {
+                    "source": "benchmarks.ppo_aligner:prompt_rows",
+                    "arguments": {
+                        "count": shape.batch * (shape.steps + 1),
+                        "length": shape.prompt,
+                        "vocab": shape.vocab,
+                    },
+                },
+                "ground_truth_column": None,
+            },
+            "exp_manager": {"explicit_log_dir": str(folder / "run")},
+        }
+    )
+
+
+def write_model(shape: Shape, path: Path) -> None:
+    """A random Llama and its tokenizer as a `.nemo`."""
+    architecture = GPTArchitecture(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.heads,
+        kv_channels=shape.hidden // shape.heads,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.prompt + shape.response,
+        init_std=INIT_STD,
+        family="llama",
+    )
+    save_nemo(path, random_weights(architecture), architecture, word_tokenizer(shape.vocab).files())
+
+
+def word_tokenizer(vocab: int) -> HuggingFaceTokenizer:
+    """``vocab`` tokens: the words w0, w1, …, and ``</s>``, which ends and pads."""
+    words = {f"w{number}": number for number in range(vocab - 1)}
+    backend = RustTokenizer(WordLevel({**words, "</s>": vocab - 1}, unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return HuggingFaceTokenizer(backend, {"eos_token": "</s>"}, origin="the word tokenizer")
+
+
+def prompt_rows(count: int, length: int, vocab: int) -> Iterator[dict[str, str]]:
+    """Random prompts of ``length`` words."""
+    generator = torch.Generator().manual_seed(SEED)
+    for ids in torch.randint(0, vocab - 1, (count, length), generator=generator).tolist():
+        yield {"prompt": " ".join(f"w{number}" for number in ids)}
+
+
+def constant_reward(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:
+    """Nothing to compute."""
+    del prompts, ground_truths
+    return [1.0] * len(responses)
+
+
+if __name__ == "__main__":
+    with stdout_reserved():
+        result = measure(shape_of())
+    print(json.dumps(result))

@@ -1,0 +1,142 @@
+"""One PPO step of aligner against one of TRL 1.12.0: time, and peak memory of the process.
+
+    python -m benchmarks.ppo_step            # both shapes, both sides
+    python -m benchmarks.ppo_step --only aligner --layers 4 --hidden 128 --vocab 1024 --json
+
+The same job for both: a random Llama (float32, untied, 4 heads) as policy, as reference and, with a
+scalar head, as critic; 32 prompts of 32 tokens, 32 responses of exactly 64; KL to the reference in
+the reward; one epoch, one mini-batch, so one optimizer step of each model; clipping 0.2 on both
+losses; a reward that costs nothing. Every pass takes the 32 sequences at once unless
+``--micro-batch`` says otherwise. TRL's gradient checkpointing is off: that is its faster setting.
+
+What each does with it:
+
+* aligner (`ppo_aligner`): generate → reward → values → log-probs → reference log-probs →
+  advantages → critic update → policy update, each model with its optimizer and clipped gradients.
+* TRL (`ppo_trl`): generate, keeping every logit → log-probs from those → reference log-probs →
+  values → reward → advantages → one update of policy and critic together, gradients not clipped.
+
+Each reading is a process of its own; the two sides take turns, ``--rounds`` times. TRL lives in
+`.venv-bench`, made on the first run. Time is the median over the steps after the first; memory is
+the whole process's largest resident set, libraries included. Marks (aligner over TRL): at most 0.5
+of the time for 4 layers of 128 and 1,024 tokens; at most 0.25 of the time and 0.33 of the memory
+for 2 layers of 64 and 128,256 tokens.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, log, make_environment, read_json, stdout_reserved, verdict
+from benchmarks.ppo_shape import Shape, add_shape_arguments, given
+
+PEER = ROOT / ".venv-bench"
+# torch first: TRL's requirements would pull another build of it.
+PEER_PACKAGES = [["torch==2.13.0"], ["trl==1.12.0", "transformers==5.23.0"]]
+PEER_ENVIRONMENT = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+SIDES = ("aligner", "trl")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Largest ratios that count as kept; None: memory is not judged at this shape."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    time: float
+    memory: float | None
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether this mark is for ``shape``."""
+        return (self.layers, self.hidden, self.vocab) == (shape.layers, shape.hidden, shape.vocab)
+
+
+MARKS = (Mark(4, 128, 1024, 0.5, None), Mark(2, 64, 128_256, 0.25, 0.33))
+
+
+def read(side: str, shape: Shape, peer: Path | None) -> dict[str, Any]:
+    """One reading of one side, in a process of its own."""
+    if side == "trl":
+        assert peer is not None
+        return read_json(peer, "benchmarks.ppo_trl", shape.arguments(), PEER_ENVIRONMENT)
+    return read_json(sys.executable, "benchmarks.ppo_aligner", shape.arguments())
+
+
+def compare(shape: Shape, sides: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """The sides in turn; medians over the rounds, and their ratios where there are two sides."""
+    peer = make_environment(PEER, PEER_PACKAGES) if "trl" in sides else None
+    readings: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            result = read(side, shape, peer)
+            readings[side].append(result)
+            log(
+                f"{side} {shape.layers}x{shape.hidden} vocabulary {shape.vocab}: "
+                f"{result['median_step_s']} s, {result['maxrss_MB']} MB"
+            )
+    medians = {side: _medians(rows) for side, rows in readings.items()}
+    if len(sides) == 1:
+        return {**readings[sides[0]][-1], **medians[sides[0]]}
+    ours, theirs = (medians[side] for side in SIDES)
+    return {
+        "benchmark": "ppo_step",
+        **{key: readings["aligner"][0][key] for key in ("layers", "hidden", "vocab", "threads")},
+        **medians,
+        "time_ratio": round(ours["median_step_s"] / theirs["median_step_s"], 4),
+        "memory_ratio": round(ours["maxrss_MB"] / theirs["maxrss_MB"], 4),
+    }
+
+
+def _medians(rows: list[dict[str, Any]]) -> dict[str, float]:
+    keys = ("median_step_s", "median_step_cpu_s", "maxrss_MB")
+    return {key: round(statistics.median(row[key] for row in rows), 4) for key in keys}
+
+
+def report(shape: Shape, result: dict[str, Any]) -> str:
+    """One line: who took how long, and whether the marks are kept."""
+    ratios = [("time", result["time_ratio"]), ("memory", result["memory_ratio"])]
+    mark = next((mark for mark in MARKS if mark.fits(shape)), None)
+    limits = {} if mark is None else {"time": mark.time, "memory": mark.memory}
+    judged = [verdict(name, ratio, limits.get(name)) for name, ratio in ratios]
+    sides = [
+        f"{side} {result[side]['median_step_s']} s, {result[side]['maxrss_MB']:.0f} MB"
+        for side in SIDES
+    ]
+    shown = f"{shape.layers} layers of {shape.hidden}, vocabulary {shape.vocab}"
+    return "; ".join([f"{shown}: {sides[0]}", sides[1], *judged])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=SIDES, help="measure one side")
+    parser.add_argument("--rounds", type=int, help="readings of each side; default 3, --only 1")
+    parser.add_argument("--json", action="store_true", help="one line of JSON per shape")
+    add_shape_arguments(parser)
+    options = parser.parse_args()
+    wanted = given(options)
+    sides = SIDES if options.only is None else (options.only,)
+    rounds = options.rounds or (3 if options.only is None else 1)
+    own_shape = options.only is not None or wanted.keys() & {"layers", "hidden", "vocab"}
+    shapes = (
+        [{}]
+        if own_shape
+        else [{"layers": mark.layers, "hidden": mark.hidden, "vocab": mark.vocab} for mark in MARKS]
+    )
+    for sizes in shapes:
+        shape = Shape(**{**sizes, **wanted})
+        with stdout_reserved():
+            result = compare(shape, sides, rounds)
+        line = options.json or options.only is not None
+        print(json.dumps(result) if line else report(shape, result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
