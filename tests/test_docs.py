@@ -1,0 +1,113 @@
+"""What the documentation says of options, metrics, files and commands is so."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+import pytest
+
+from aligner.config import RunConfig
+from aligner.config.parse import field_types
+from aligner.observe.metric_names import markdown
+from aligner.rewards.function import RewardFunction
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PPO = (ROOT / "docs" / "ppo.md").read_text()
+PAGES = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def dataclass_in(hint):
+    """The dataclass of ``X`` or ``X | None``; None for plain values."""
+    if get_origin(hint) in (Union, UnionType, Annotated):
+        return next(filter(None, map(dataclass_in, get_args(hint))), None)
+    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+
+
+def options(cls, instance=None, prefix=""):
+    """Every dotted key below ``cls`` and its default as YAML shows it."""
+    for field in dataclasses.fields(cls):
+        key, inner = f"{prefix}{field.name}", dataclass_in(field_types(cls)[field.name])
+        default = dataclasses.MISSING
+        if instance is not None:
+            default = getattr(instance, field.name)
+        elif field.default is not dataclasses.MISSING:
+            default = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if inner is None or default is None:
+            yield key, shown(default)
+        if inner is not None:
+            known = default if dataclasses.is_dataclass(default) else None
+            yield from options(inner, known, f"{key}.")
+
+
+def shown(default):
+    if default is dataclasses.MISSING:
+        return "required"
+    return default if isinstance(default, str) else json.dumps(default)
+
+
+def test_every_option_stands_in_the_tables_with_its_default():
+    tables = PPO[PPO.index("## Options") : PPO.index("## Metrics")]
+    rows = re.findall(r"^\| `([\w.]+)` \| `?([^|`]+)`? \| \S", tables, re.MULTILINE)
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == dict(options(RunConfig))
+
+
+def test_every_metric_is_explained_as_the_registry_explains_it():
+    rows = [line for line in markdown().splitlines()[2:] if line not in PPO]
+    assert rows == [], "paste the output of: python -m aligner.observe.metric_names"
+
+
+def tree_entries():
+    """Paths of README's annotated tree: names, two blanks or more, what it is."""
+    block = re.search(
+        r"```text\n(.*?)```", README[README.index("## Where things are") :], re.DOTALL
+    )
+    folders = []
+    for line in block[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.split(r"\s{2,}", line.strip())[0].split()
+        for name in names:
+            yield "/".join([*folders[:depth], name])
+        folders[depth:] = [names[-1].rstrip("/")]
+
+
+def test_the_annotated_tree_is_the_tree():
+    entries = list(tree_entries())
+    assert [entry for entry in entries if not (ROOT / entry).exists()] == []
+    packages = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / "aligner").rglob("__init__.py")
+        if len(list(path.parent.glob("*.py"))) > 1
+    }
+    assert packages - {entry.rstrip("/") for entry in entries} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_commands_lead_somewhere(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"(?:`|^)make ([a-z]+)\b(?!/)", text, re.MULTILINE))
+    assert [target for target in targets if f"\n{target}:" not in makefile] == []
+    scripts = set(re.findall(r"(?:examples|conf|benchmarks)/[\w/]+\.(?:py|yaml)", text))
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+    modules = set(re.findall(r"python -m ((?:aligner|benchmarks)\.[\w.]+)", text))
+    assert [m for m in modules if not (ROOT / f"{m.replace('.', '/')}.py").exists()] == []
+
+
+def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):
+    source = re.search(r"```python\n# my_rewards\.py\n(.*?)```", PPO, re.DOTALL)[1]
+    (tmp_path / "my_rewards.py").write_text(source)
+    name, kwargs = f"{tmp_path}/my_rewards.py:reward", {"partial": 0.2}
+    with RewardFunction.load(name, kwargs=kwargs) as function:
+        ended = {"is_end": [True, True, False, True]}
+        scored = function(["p"] * 4, ["21", "22", "21", "no"], ["21"] * 4, ended)
+    assert scored.rewards.tolist() == pytest.approx([1.0, 0.2, 0.0, 0.0])
+    assert scored.metrics == {"accuracy": [1, 0, 0, 0], "is_number": [1, 1, 0, 0]}
