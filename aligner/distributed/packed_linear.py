@@ -26,6 +26,15 @@ from torch import Tensor, nn
 _EXPECTED_ROWS = 512
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether this build of torch and this processor have packed products for the weight."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
 class Product:
     """``x @ weight^T`` on a packed copy of the weight; later changes to it do not reach the copy.
 
@@ -46,26 +55,13 @@ class Product:
         """``x`` [..., in] to [..., out]."""
         if not self.packed:
             return F.linear(x, self._weight, bias)
-        return _PRODUCT(x, self._weight, bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, bias, "none", [], "")
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight^T`` in one pass over the result."""
         if not self.packed:
             return residual + F.linear(x, self._weight)
-        return _PRODUCT_AND_SUM(x, residual, self._weight, None, "add")
-
-
-_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
-_PRODUCT_AND_SUM = torch.ops.mkldnn._linear_pointwise.binary
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch and this processor have packed products for the weight."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, None, "add")
 
 
 @contextlib.contextmanager
