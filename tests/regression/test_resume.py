@@ -17,23 +17,37 @@ import pytest
 from aligner.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240
+PATIENCE_S = 600  # a start takes about ten seconds, many times that on a crowded machine
+# Starts of whole processes, seven in all.
+pytestmark = pytest.mark.timeout(1800)
 
 
-def start(folder, nemo):
-    command = [
-        *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
-        *("--config-name", "recipes/ppo_tiny_cpu"),
-        f"model.restore_from_path={nemo}",
-        f"exp_manager.explicit_log_dir={folder}",
-        "exp_manager.create_tensorboard_logger=false",
-        "trainer.ppo.max_steps=7",
-        "trainer.ppo.save_interval=2",
-        "trainer.ppo.val_check_interval=3",
-    ]
-    return subprocess.Popen(
-        command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+@pytest.fixture(scope="module")
+def start(tiny_nemo):
+    """``start(folder)`` begins or continues a run there; none outlives the tests."""
+    processes = []
+
+    def launch(folder):
+        command = [
+            *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
+            *("--config-name", "recipes/ppo_tiny_cpu"),
+            f"model.restore_from_path={tiny_nemo}",
+            f"exp_manager.explicit_log_dir={folder}",
+            "exp_manager.create_tensorboard_logger=false",
+            "trainer.ppo.max_steps=7",
+            "trainer.ppo.save_interval=2",
+            "trainer.ppo.val_check_interval=3",
+        ]
+        process = subprocess.Popen(
+            command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield launch
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
 
 
 def finished(process):
@@ -47,7 +61,7 @@ def wait_for(condition, process):
     while not condition():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def kill(process, number=signal.SIGKILL):
@@ -65,36 +79,36 @@ def result(folder):
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory, tiny_nemo):
+def left_alone(tmp_path_factory, start):
     folder = tmp_path_factory.mktemp("left_alone") / "run"
-    output = finished(start(folder, tiny_nemo))
+    output = finished(start(folder))
     ending = "\n".join(output.splitlines()[-5:])
     for word in ("report", "samples", "metrics", "checkpoint", "trained .nemo"):
         assert word in ending
     return result(folder)
 
 
-def test_killed_twice(tmp_path, tiny_nemo, left_alone):
+def test_killed_twice(tmp_path, start, left_alone):
     folder = tmp_path / "run"
     states = folder / "run_state"
 
-    process = start(folder, tiny_nemo)
+    process = start(folder)
     wait_for(lambda: len(read_metrics(folder / "metrics.jsonl")) > 3, process)  # step 3 is made
     kill(process)
-    process = start(folder, tiny_nemo)
+    process = start(folder)
     wait_for(lambda: any(states.glob(".tmp-step_*")), process)  # a state is being written
     kill(process)
-    output = finished(start(folder, tiny_nemo))
+    output = finished(start(folder))
     assert "resumed after step" in " ".join(output.split())
     assert result(folder) == left_alone
 
 
-def test_sigterm_saves_and_exits_cleanly(tmp_path, tiny_nemo, left_alone):
+def test_sigterm_saves_and_exits_cleanly(tmp_path, start, left_alone):
     folder = tmp_path / "run"
-    process = start(folder, tiny_nemo)
+    process = start(folder)
     wait_for(lambda: len(read_metrics(folder / "metrics.jsonl")) > 1, process)
     output = kill(process, signal.SIGTERM)
     assert process.returncode == 0, output
     assert "the same command continues" in " ".join(output.split())
-    finished(start(folder, tiny_nemo))
+    finished(start(folder))
     assert result(folder) == left_alone
