@@ -5,8 +5,10 @@ against the dataclasses before hydra sees them.
 """
 
 import dataclasses
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
@@ -28,6 +30,8 @@ def launch(fit: Callable[[RunConfig], None], conf_dir: Path, config_name: str) -
     set ``HYDRA_FULL_ERROR=1`` to see the traceback.
     """
 
+    _quiet_imports()
+
     def main(config: DictConfig) -> None:
         _report_errors(lambda: fit(load_config(config)))
 
@@ -35,6 +39,16 @@ def launch(fit: Callable[[RunConfig], None], conf_dir: Path, config_name: str) -
     hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
         main
     )()
+
+
+def _quiet_imports() -> None:
+    """Silence what megatron-core and NeMo say at import about packages they can do without.
+
+    The start-up report says which optional packages are missing and what that disables.
+    """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|nemo)\.")
+    warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|cuda_graph_scope).*")
+    logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
