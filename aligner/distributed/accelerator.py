@@ -144,11 +144,11 @@ def prepare_megatron() -> None:
         del device, graph_safe  # there is one CPU generator and no CUDA graph
         torch.set_rng_state(new_state)
 
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
 
     from megatron.core.tensor_parallel import random as megatron_random

@@ -50,7 +50,7 @@ class Norm(nn.Module):
             else nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         )
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension."""
