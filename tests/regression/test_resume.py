@@ -5,6 +5,7 @@ it is saving.
 """
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -71,9 +72,11 @@ def kill(process, number=signal.SIGKILL):
 
 
 def result(folder):
+    """The metrics as they stand in the file (NaN is a word there), times aside; the weights."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     lines = [
-        {name: value for name, value in line.items() if not name.startswith("timers/")}
-        for line in read_metrics(folder / "metrics.jsonl")
+        {name: value for name, value in record.items() if not name.startswith("timers/")}
+        for record in records
     ]
     return lines, hashlib.sha256((folder / "policy.nemo").read_bytes()).hexdigest()
 
