@@ -1,14 +1,19 @@
 """NeMo's door to our checkpoints: `restore_from` and `save_to` of a `ModelPT`."""
 
+import tempfile
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
+from nemo.utils.app_state import AppState
 
 from aligner.checkpoint.nemo import NemoCheckpoint, open_nemo
 
 
 class NemoModel(Protocol):
     """What the connector asks of a model class."""
+
+    artifact_folder: tempfile.TemporaryDirectory | None
 
     @classmethod
     def from_checkpoint(
@@ -49,7 +54,16 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
         with open_nemo(restore_path) as checkpoint:
             if return_config:
                 return checkpoint.config
-            return calling_cls.from_checkpoint(checkpoint, trainer=trainer, strict=strict)
+            folder = tempfile.TemporaryDirectory(prefix="nemo_artifacts_")
+            checkpoint.extract_artifacts(Path(folder.name))
+            state = AppState()
+            previous, state.nemo_file_folder = state.nemo_file_folder, folder.name
+            try:
+                model = calling_cls.from_checkpoint(checkpoint, trainer=trainer, strict=strict)
+            finally:
+                state.nemo_file_folder = previous
+            model.artifact_folder = folder  # removed with the model
+            return model
 
     def save_to(self, model: NemoModel, save_path: str) -> None:
         """Write the model to ``save_path``, atomically."""

@@ -13,6 +13,7 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from aligner.checkpoint.canonical import (
     expected_shapes,
     split,
 )
+from aligner.checkpoint.nemo_artifacts import extract_artifacts, write_artifacts
 from aligner.checkpoint.nemo_config import (
     Config,
     architecture_from_config,
@@ -53,6 +55,10 @@ class NemoCheckpoint:
         self._archive = archive
         self.config: Config = parse_config(archive.read(CONFIG_FILE))
         self.tokenizer_files: dict[str, bytes] = read_tokenizer_files(archive, self.config)
+
+    def extract_artifacts(self, folder: Path) -> bool:
+        """Copy files registered by users into ``folder``; whether there were any."""
+        return extract_artifacts(self._archive, self.config, folder)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -90,6 +96,7 @@ def save_nemo(
     architecture: GPTArchitecture,
     tokenizer_files: Mapping[str, bytes],
     extra_config: Mapping[str, Any] | None = None,
+    artifacts: Mapping[str, Path] | None = None,
 ) -> None:
     """Write a `.nemo`: atomic, and the same bytes for the same model.
 
@@ -100,12 +107,14 @@ def save_nemo(
         tokenizer_files: as ``Tokenizer.files()`` gives them.
         extra_config: further keys for ``model_config.yaml``; keys that describe the architecture
             or the tokenizer are ours and win.
+        artifacts: further files, by the configuration key that shall name them.
     """
     check_names(weights, architecture, "the model to be saved")
     config = {**(extra_config or {}), **config_from_architecture(architecture)}
     with atomic_file(path) as stream:
         archive = ArchiveWriter(stream)
         config["tokenizer"] = write_tokenizer_files(archive, tokenizer_files)
+        write_artifacts(archive, config, artifacts or {})
         archive.add(CONFIG_FILE, dump_config(config))
         write_torch_dist(archive, WEIGHTS_FOLDER, _boxes(weights, architecture))
         archive.finish()

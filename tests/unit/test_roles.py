@@ -9,6 +9,7 @@
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -304,6 +305,27 @@ def test_save_to_and_restore_from_are_nemos(actor, tmp_path):
     assert torch.equal(copy.get_logprobs(make_batch()), actor.get_logprobs(make_batch()))
     config = MegatronGPTModel.restore_from(str(tmp_path / "copy.nemo"), return_config=True)
     assert config["num_layers"] == actor.architecture.num_layers
+
+
+class ModelWithNotes(MegatronGPTActorModel):
+    """A user's model that brings a file of its own, as NeMo's models do."""
+
+    def __init__(self, cfg, *args, **kwargs):
+        super().__init__(cfg, *args, **kwargs)
+        self.notes = self.register_artifact("extra.notes", cfg.get("extra", {}).get("notes"))
+
+
+def test_registered_artifacts_travel_with_the_model(tiny_nemo, tmp_path):
+    (tmp_path / "notes.txt").write_text("remember the milk")
+    first = ModelWithNotes.restore_from(str(tiny_nemo))
+    assert first.notes is None
+    first.register_artifact("extra.notes", str(tmp_path / "notes.txt"))
+    first.save_to(str(tmp_path / "first.nemo"))
+    (tmp_path / "notes.txt").unlink()
+    second = ModelWithNotes.restore_from(str(tmp_path / "first.nemo"))
+    assert Path(second.notes).read_text() == "remember the milk"
+    second.save_to(str(tmp_path / "second.nemo"))
+    assert (tmp_path / "second.nemo").read_bytes() == (tmp_path / "first.nemo").read_bytes()
 
 
 def test_a_reward_model_brings_its_head(tiny_nemo, tmp_path):

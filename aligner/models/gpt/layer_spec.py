@@ -1,8 +1,9 @@
 """Which modules a transformer layer is made of.
 
-With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec; otherwise our
-local one: megatron-core's linear layers with a norm that admits sequence parallelism and a fused
-core attention (megatron-core's own local spec refuses the first and lacks the second).
+With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec with our core
+attention; otherwise our local one: megatron-core's linear layers with a norm that admits sequence
+parallelism and that core attention (megatron-core's own local spec refuses the first and has none
+that is fused).
 """
 
 import functools
@@ -106,6 +107,8 @@ def block_spec(config: TransformerConfig, num_local_layers: int) -> TransformerB
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
         )
+        # Generation keeps its cache in our core attention, which is flash attention on a GPU too.
+        layer.submodules.self_attention.submodules.core_attention = CoreAttention
         return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules(
         [local_layer_spec(config)] * num_local_layers, layer_norm=Norm

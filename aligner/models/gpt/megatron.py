@@ -5,7 +5,9 @@ between phases, and `.nemo` files. What a role computes from the hidden states i
 """
 
 import math
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -53,6 +55,7 @@ class MegatronGPTModel(ModelPT):
     """
 
     loss_fn: LossFunction | None = None
+    artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
     def __init__(
         self,
@@ -380,7 +383,17 @@ class MegatronGPTModel(ModelPT):
                 weights,
                 self.architecture,
                 self.tokenizer.files() if self.tokenizer is not None else {},
+                artifacts={
+                    key: Path(self.cfg_value(key)) for key in getattr(self, "artifacts", None) or {}
+                },
             )
+
+    def cfg_value(self, key: str) -> Any:
+        """Value of a dotted key of ``cfg``."""
+        value: Any = self.cfg
+        for name in key.split("."):
+            value = value[name]
+        return value
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo` through NeMo's connector; call it on every rank."""
