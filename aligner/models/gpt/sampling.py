@@ -116,8 +116,12 @@ def sample_tokens(
         limit = _keep_threshold(scores, sampling.top_k, sampling.top_p)
         scores = scores.masked_fill(scores < limit[:, None], -torch.inf)
     probabilities = scores.softmax(dim=-1)
-    tokens = scores.argmax(dim=-1) if greedy else inverse_cdf(probabilities, uniforms)
-    logprobs = probabilities.gather(1, tokens[:, None]).squeeze(1).log()
+    blocks, cumulative = _cumulative_blocks(probabilities)
+    tokens = scores.argmax(dim=-1) if greedy else _locate(blocks, cumulative, uniforms)
+    chosen = probabilities.gather(1, tokens[:, None]).squeeze(1).double()
+    # torch's float32 softmax adds up a row one by one: over 49,152 tokens its probabilities are off
+    # by a common factor, up to 2e-4 away from 1. Their accurate sum takes it out again.
+    logprobs = (chosen.log() - cumulative[:, -1].log()).float()
     if not bool(logprobs.isfinite().all()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
         raise NonFiniteError(
@@ -143,15 +147,25 @@ def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         probabilities: float32 [b, V], at least one above 0 per row; need not add up to 1.
         uniforms: float64 [b] in [0, 1).
     """
+    return _locate(*_cumulative_blocks(probabilities), uniforms)
+
+
+def _cumulative_blocks(probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [b, V / `_BLOCK`, `_BLOCK`] and float64 [b, V / `_BLOCK`], the sum up to each."""
     rows, columns = probabilities.shape
     if columns % _BLOCK:
         probabilities = torch.nn.functional.pad(probabilities, (0, -columns % _BLOCK))
     blocks = probabilities.view(rows, -1, _BLOCK)
-    cumulative = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    return blocks, blocks.sum(dim=-1).double().cumsum(dim=-1)
+
+
+def _locate(blocks: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """`inverse_cdf` on `_cumulative_blocks`."""
     target = uniforms.to(cumulative.device) * cumulative[:, -1]
     block = _first_above(cumulative, target)
     before = cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)
-    within = blocks[torch.arange(rows, device=block.device), block].double().cumsum(dim=-1)
+    rows = torch.arange(blocks.shape[0], device=block.device)
+    within = blocks[rows, block].double().cumsum(dim=-1)
     return block * _BLOCK + _first_above(within, target - before.masked_fill(block == 0, 0.0))
 
 
