@@ -33,6 +33,7 @@ from aligner.models.gpt.build import build_gpt
 from aligner.models.gpt.generation import GenerationOutput, Generator
 
 SMOLLM2 = Path("models/smollm2-135m-instruct.nemo")
+EOS = 2
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 # The same shapes, for a machine without the checkpoint.
 SHAPES = GPTArchitecture(
@@ -72,7 +73,9 @@ def check_agreement(
     gpt: GPTModel, architecture: GPTArchitecture, peer: Any, prompts: torch.Tensor
 ) -> float:
     """Largest difference between the log-probs of aligner's greedy tokens and transformers'."""
-    output = make_generator(gpt, architecture, 8, prompts.shape[0])(prompts, greedy=True)
+    # No end-of-sequence token: banning it would renormalise the log-probs.
+    generate = make_generator(gpt, architecture, 8, prompts.shape[0], eos_ids=())
+    output = generate(prompts, greedy=True)
     with torch.no_grad():
         logits = peer(output.tokens).logits[:, prompts.shape[1] - 1 : -1].double()
     expected = logits.log_softmax(-1).gather(2, output.tokens[:, prompts.shape[1] :, None])
@@ -81,13 +84,17 @@ def check_agreement(
 
 
 def make_generator(
-    gpt: GPTModel, architecture: GPTArchitecture, new_tokens: int, batch: int
+    gpt: GPTModel,
+    architecture: GPTArchitecture,
+    new_tokens: int,
+    batch: int,
+    eos_ids: tuple[int, ...] = (EOS,),
 ) -> Callable[..., GenerationOutput]:
     generator = Generator(
         gpt,
         architecture,
-        eos_ids=(2,),
-        pad_id=2,
+        eos_ids=eos_ids,
+        pad_id=EOS,
         length=LengthParams(max_length=new_tokens, min_length=new_tokens),
         sampling=SamplingParams(),
         max_batch_size=batch,
@@ -111,8 +118,8 @@ def run_peer(peer: Any, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
         top_p=1.0,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
-        eos_token_id=2,
-        pad_token_id=2,
+        eos_token_id=EOS,
+        pad_token_id=EOS,
     )
 
 

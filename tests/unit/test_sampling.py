@@ -153,7 +153,7 @@ def test_nucleus_without_a_full_sort_keeps_the_same_tokens(top_p, spread):
 
 
 def test_log_probs_are_exact_over_a_large_vocabulary():
-    """A float32 softmax of 49,152 tokens is off by up to 2e-4; the log-probs must not be."""
+    """A float32 softmax of 49,152 tokens is off by 7e-5 here; the log-probs must not be."""
     torch.manual_seed(0)
     logits = torch.randn(8, 49152) - 8.0
     logits[:, 0] = 9.0

@@ -120,7 +120,7 @@ def sample_tokens(
     tokens = scores.argmax(dim=-1) if greedy else _locate(blocks, cumulative, uniforms)
     chosen = probabilities.gather(1, tokens[:, None]).squeeze(1).double()
     # torch's float32 softmax adds up a row one by one: over 49,152 tokens its probabilities are off
-    # by a common factor, up to 2e-4 away from 1. Their accurate sum takes it out again.
+    # by a common factor, up to 1e-4 away from 1. Their accurate sum takes it out again.
     logprobs = (chosen.log() - cumulative[:, -1].log()).float()
     if not bool(logprobs.isfinite().all()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
