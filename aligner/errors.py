@@ -52,7 +52,3 @@ class NonFiniteError(AlignerError, FloatingPointError):
 
 class WorkerError(AlignerError, RuntimeError):
     """A worker process failed or died."""
-
-
-class CollectiveTimeoutError(WorkerError, TimeoutError):
-    """A collective operation did not complete in time."""

@@ -10,7 +10,6 @@ its GPT path makes unconditionally are answered by the CPU (`prepare_megatron`),
 import contextlib
 import functools
 import os
-import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,13 +53,6 @@ def release_memory() -> None:
     """Return cached device memory to the driver."""
     if has_gpu():
         torch.cuda.empty_cache()
-
-
-def peak_memory_bytes() -> int:
-    """Most device memory allocated so far; on CPU the process's largest resident set."""
-    if has_gpu():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_memory_bytes() -> int:

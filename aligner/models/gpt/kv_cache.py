@@ -94,13 +94,6 @@ class KVCache:
         self._groups = groups
         self._pass: _Prefill | _Decode | None = None
 
-    @staticmethod
-    def bytes_needed(
-        num_layers: int, num_slots: int, capacity: int, groups: int, head_dim: int, itemsize: int
-    ) -> int:
-        """Memory a cache of this size takes."""
-        return 2 * num_layers * num_slots * aligned(capacity) * groups * head_dim * itemsize
-
     def begin_prefill(self, slots: Tensor, sources: Tensor) -> None:
         """The next forward pass is over prompts; row ``sources[i]`` of it fills ``slots[i]``.
 
