@@ -2,14 +2,16 @@
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Generic, NotRequired, Self, TypedDict, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, Generic, NotRequired, Self, TypedDict, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from aligner.errors import DataError
+from aligner.data.packing import get_packer
+from aligner.distributed import columns, sharding
+from aligner.errors import ConfigError, DataError
 
 ColumnsT = TypeVar("ColumnsT")
 
@@ -17,7 +19,7 @@ ColumnsT = TypeVar("ColumnsT")
 class DynamicBatchingArgs(TypedDict):
     """How ``shard_by_batch_size`` forms micro-batches under a token budget."""
 
-    max_tokens_per_microbatch: int  # padded tokens, per rank
+    max_tokens_per_microbatch: int  # rows times padded length, per rank
     sequence_length_round: int  # padded lengths are rounded up to a multiple of it
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
@@ -27,16 +29,32 @@ class SequencePackingArgs(TypedDict):
     """How ``shard_by_batch_size`` packs several sequences into one row."""
 
     max_tokens_per_microbatch: int  # tokens of a packed row
-    input_key: str
-    input_lengths_key: str
+    input_key: str  # column of token ids [B, S]
+    input_lengths_key: str  # column of lengths [B]
     algorithm: str  # name of a packing algorithm
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of it
-    min_bin_count: NotRequired[int]
-    bin_count_multiple: NotRequired[int]
+    min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
+    bin_count_multiple: NotRequired[int]  # their number is a multiple of it
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
-    """Columns by name; each is a tensor ``[B, ...]`` or a list of B objects."""
+    """Columns by name; each is a tensor ``[B, ...]`` or a list of B objects.
+
+    A shard made by `shard_by_batch_size` knows more (None elsewhere):
+
+    ``elem_counts_per_gb``: its rows of each global batch, which follow each other.
+    ``largest_counts_per_gb``: the rows of the shard that has most, of each global batch.
+    ``micro_batch_indices``: [global batch][micro-batch] = [start, end), counted from the first
+    row of that global batch; start == end in a micro-batch without rows.
+    ``micro_batch_lengths``: [global batch][micro-batch], tokens: the width that the rows of a
+    dynamic micro-batch are padded to, the sum of the padded lengths of a packed one; 0 without
+    rows.
+    """
+
+    elem_counts_per_gb: list[int] | None = None
+    largest_counts_per_gb: list[int] | None = None
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
 
     @classmethod
     def from_batches(
@@ -59,7 +77,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
                     "all batches must have the same columns"
                 )
         pads = pad_value_dict or {}
-        return cls({key: _join([b[key] for b in batches], pads.get(key, 0)) for key in keys})
+        return cls({key: columns.join([b[key] for b in batches], pads.get(key, 0)) for key in keys})
 
     @property
     def size(self) -> int:
@@ -69,6 +87,31 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             raise DataError(f"columns of different lengths: {lengths}")
         return next(iter(lengths.values()), 0)
 
+    @overload
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> "list[SlicedDataDict]": ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        dynamic_batching_args: DynamicBatchingArgs,
+    ) -> "tuple[list[SlicedDataDict], list[int]]": ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        *,
+        sequence_packing_args: SequencePackingArgs,
+    ) -> "tuple[list[SlicedDataDict], list[int]]": ...
+
     def shard_by_batch_size(
         self,
         shards: int,
@@ -76,32 +119,48 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
-    ) -> "list[SlicedDataDict]":
-        """Cut every run of ``batch_size`` rows into ``shards`` parts; shard i gets the i-th parts.
+    ) -> "list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]":
+        """Give every shard its part of each run of ``batch_size`` rows (a global batch).
 
         So rank i sees its share of global batch 0, then of global batch 1, and so on. None as
-        ``batch_size`` means one batch of all rows. With ``allow_uneven_shards`` the first shards
-        get a row more where the rows do not divide, and some get none where they are too few.
+        ``batch_size`` means one batch of all rows.
+
+        Plain, a part is a contiguous run of rows, and all parts are of one size; with
+        ``allow_uneven_shards`` the first shards get a row more where the rows do not divide, and
+        some get none where they are too few.
+
+        With one of the other arguments rows are chosen so that all shards get about as many
+        tokens, whatever the number of rows, and micro-batches are formed: the same number on
+        every shard. Returned are then the shards and ``sorted_indices``: for each row of the
+        shards, one after the other, where it stood. ``results.reorder_data(sorted_indices)`` puts
+        joined results back in order. ``allow_uneven_shards`` allows a last global batch of fewer
+        rows.
+
+        Raises:
+            ConfigError: both modes at once, or an argument of theirs cannot work.
+            DataError: rows do not divide, a column is missing, a row is over the token budget.
         """
-        if dynamic_batching_args is not None or sequence_packing_args is not None:
-            raise NotImplementedError(
-                "dynamic batching and sequence packing are not in this version; "
-                "shard without dynamic_batching_args and sequence_packing_args"
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise ConfigError(
+                "dynamic_batching_args and sequence_packing_args are both given; a micro-batch is "
+                "either padded or packed: give one of them"
             )
         total = self.size
-        batch_size = total if batch_size is None else batch_size
+        size = total if batch_size is None else batch_size
+        _check_batches(total, size, allow_uneven_shards)
+        batches = sharding.global_batches(total, size)
+        if dynamic_batching_args is not None:
+            return self._planned_shards(self._plan_dynamic(dynamic_batching_args, batches, shards))
+        if sequence_packing_args is not None:
+            return self._planned_shards(self._plan_packed(sequence_packing_args, batches, shards))
         if not allow_uneven_shards:
-            _check_even(total, batch_size, shards)
-        rows: list[list[int]] = [[] for _ in range(shards)]
-        for start in range(0, total, max(1, batch_size)):
-            count = min(batch_size, total - start)
-            for shard, (low, high) in enumerate(_split(count, shards)):
-                rows[shard].extend(range(start + low, start + high))
-        return [SlicedDataDict(self.select_indices(indices).data) for indices in rows]
+            _check_even(size, shards)
+        parts = [sharding.split_evenly(batch, shards) for batch in batches]
+        return self._shards([[part[shard] for part in parts] for shard in range(shards)])
 
     def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
         """Part ``rank`` of ``chunks`` equal contiguous parts; refuses sizes that do not divide."""
-        _check_even(self.size, self.size, chunks)
+        _check_even(self.size, chunks)
         if not 0 <= rank < chunks:
             raise DataError(f"chunk {rank} is outside 0..{chunks - 1}")
         step = self.size // chunks
@@ -111,8 +170,20 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """Rows ``start`` to ``end`` (excluded); tensors are views."""
         return SlicedDataDict({key: column[start:end] for key, column in self.data.items()})
 
-    def get_batch(self, batch_idx: int, batch_size: int) -> "SlicedDataDict":
-        """Rows of the ``batch_idx``-th batch of ``batch_size``; the last one may be shorter."""
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
+        """Rows of the ``batch_idx``-th batch of ``batch_size``; the last one may be shorter.
+
+        None as ``batch_size`` means a shard's part of global batch ``batch_idx``, which brings its
+        micro-batches. A shard that has micro-batches is always read so: its parts differ in size.
+        """
+        counts = self.elem_counts_per_gb
+        if counts is not None and (batch_size is None or self.micro_batch_indices is not None):
+            return self._get_global_batch(batch_idx, counts)
+        if batch_size is None:
+            raise DataError(
+                f"batch {batch_idx} was asked for without batch_size, which only a shard made by "
+                "shard_by_batch_size can tell; pass batch_size"
+            )
         start = batch_idx * batch_size
         if batch_size < 1 or not 0 <= start < max(1, self.size):
             raise DataError(
@@ -120,10 +191,26 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         return self.slice(start, min(start + batch_size, self.size))
 
+    def _get_global_batch(self, number: int, counts: list[int]) -> "SlicedDataDict":
+        if not 0 <= number < len(counts):
+            raise DataError(f"global batch {number} is outside 0..{len(counts) - 1}")
+        start = sum(counts[:number])
+        batch = self.slice(start, start + counts[number])
+        only = slice(number, number + 1)
+        batch.elem_counts_per_gb = counts[only]
+        if self.largest_counts_per_gb is not None:
+            batch.largest_counts_per_gb = self.largest_counts_per_gb[only]
+        if self.micro_batch_indices is not None and self.micro_batch_lengths is not None:
+            batch.micro_batch_indices = self.micro_batch_indices[only]
+            batch.micro_batch_lengths = self.micro_batch_lengths[only]
+        return batch
+
     def select_indices(self, indices: Sequence[int] | Tensor) -> "BatchedDataDict[ColumnsT]":
         """The rows at ``indices``, in that order, repeated where an index is."""
         index = torch.as_tensor(indices, dtype=torch.int64)
-        return BatchedDataDict({key: _take(column, index) for key, column in self.data.items()})
+        return BatchedDataDict(
+            {key: columns.take(column, index) for key, column in self.data.items()}
+        )
 
     def reorder_data(self, reordered_indices: Sequence[int]) -> None:
         """Undo a reordering in place: row ``i`` moves to position ``reordered_indices[i]``."""
@@ -154,59 +241,162 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return self
 
     def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
-        """Consecutive runs of ``microbatch_size`` rows; the last one may be shorter."""
+        """Consecutive runs of ``microbatch_size`` rows; the last one may be shorter.
+
+        A shard's global batch yields as many as that of the largest shard, the last ones without
+        rows where need be, so that all ranks run the same number.
+        """
         if microbatch_size < 1:
             raise DataError(f"a micro-batch needs at least one row, got {microbatch_size}")
-        for start in range(0, self.size, microbatch_size):
-            yield self.slice(start, min(start + microbatch_size, self.size))
+        rows = self.size
+        most = rows
+        if self.largest_counts_per_gb is not None and len(self.largest_counts_per_gb) == 1:
+            most = self.largest_counts_per_gb[0]
+        for start in range(0, most, microbatch_size):
+            yield self.slice(min(start, rows), min(start + microbatch_size, rows))
+
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1
+    ) -> "Iterator[SlicedDataDict]":
+        """Micro-batches of a shard's global batch; tensors are cut to the micro-batch's width.
+
+        Where a tensor is narrower than that width (which is rounded up), it stays so.
+        """
+        bounds, lengths = self._only_global_batch()
+        for (start, end), length in zip(bounds, lengths, strict=True):
+            microbatch = self.slice(start, end)
+            microbatch.truncate_tensors(sequence_dim, length)
+            yield microbatch
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Number of micro-batches that `make_microbatch_iterator_with_dynamic_shapes` yields."""
+        return len(self._only_global_batch()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
+        """Micro-batches of a shard's global batch: rows that fit into one packed row together."""
+        for start, end in self._only_global_batch()[0]:
+            yield self.slice(start, end)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Number of micro-batches, and the tokens of the longest packed row."""
+        bounds, lengths = self._only_global_batch()
+        return len(bounds), max(lengths, default=0)
+
+    def all_gather(self, group: dist.ProcessGroup) -> Self:
+        """The rows of all ranks of ``group`` in rank order, the same on every rank.
+
+        Ranks may hold different numbers of rows, none included, and tensors of different widths
+        (right-padded with 0, as `from_batches` does); the columns must be the same.
+        """
+        return type(self).from_batches(columns.gather(self.data, group))
 
     def get_dict(self) -> dict[str, Any]:
         """The columns as a plain dict."""
         return dict(self.data)
+
+    def _plan_dynamic(
+        self, args: DynamicBatchingArgs, batches: list[range], shards: int
+    ) -> list[sharding.ShardPlan]:
+        return sharding.plan_dynamic(
+            self._row_lengths(args["input_key"], args["input_lengths_key"]),
+            batches,
+            shards,
+            _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"]),
+            _positive("sequence_length_round", args["sequence_length_round"]),
+        )
+
+    def _plan_packed(
+        self, args: SequencePackingArgs, batches: list[range], shards: int
+    ) -> list[sharding.ShardPlan]:
+        capacity = _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"])
+        return sharding.plan_packed(
+            self._row_lengths(args["input_key"], args["input_lengths_key"]),
+            batches,
+            shards,
+            get_packer(args["algorithm"], capacity),
+            _positive("sequence_length_pad_multiple", args["sequence_length_pad_multiple"]),
+            args.get("min_bin_count", 0),
+            _positive("bin_count_multiple", args.get("bin_count_multiple", 1)),
+        )
+
+    def _row_lengths(self, input_key: str, lengths_key: str) -> list[int]:
+        for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
+            if key not in self.data:
+                raise DataError(
+                    f"{name}={key!r}: there is no such column; the columns are {sorted(self.data)}"
+                )
+        lengths = torch.as_tensor(self.data[lengths_key]).tolist()
+        width = self.data[input_key].shape[1]
+        for row, length in enumerate(lengths):
+            if not 0 <= length <= width:
+                raise DataError(
+                    f"{lengths_key}[{row}]={length} is outside 0..{width}, the width of "
+                    f"{input_key}; give lengths in tokens, padding not counted"
+                )
+        return lengths
+
+    def _planned_shards(
+        self, plans: list[sharding.ShardPlan]
+    ) -> "tuple[list[SlicedDataDict], list[int]]":
+        rows = [[[row for part in batch for row in part.rows] for batch in plan] for plan in plans]
+        shards = self._shards(rows)
+        for shard, plan in zip(shards, plans, strict=True):
+            shard.micro_batch_lengths = [[part.length for part in batch] for batch in plan]
+            shard.micro_batch_indices = []
+            for batch in plan:
+                bounds = accumulate((len(part.rows) for part in batch), initial=0)
+                shard.micro_batch_indices.append([list(bound) for bound in pairwise(bounds)])
+        return shards, [row for shard in rows for batch in shard for row in batch]
+
+    def _shards(self, rows: Sequence[Sequence[Sequence[int]]]) -> "list[SlicedDataDict]":
+        """Shards with the given rows: ``rows[shard][global batch]``."""
+        shards = []
+        largest = [max(map(len, batch)) for batch in zip(*rows, strict=True)]
+        for batches in rows:
+            indices = [row for batch in batches for row in batch]
+            shard = SlicedDataDict(self.select_indices(indices).data)
+            shard.elem_counts_per_gb = [len(batch) for batch in batches]
+            shard.largest_counts_per_gb = list(largest)
+            shards.append(shard)
+        return shards
+
+    def _only_global_batch(self) -> tuple[list[list[int]], list[int]]:
+        """Bounds and lengths of the micro-batches of the one global batch in here."""
+        if self.micro_batch_indices is None or self.micro_batch_lengths is None:
+            raise DataError(
+                "this batch has no micro-batches; make shards with shard_by_batch_size and "
+                "dynamic_batching_args or sequence_packing_args"
+            )
+        if not self.micro_batch_indices:
+            return [], []
+        if len(self.micro_batch_indices) > 1:
+            raise DataError(
+                f"this shard holds {len(self.micro_batch_indices)} global batches; take one with "
+                "get_batch first"
+            )
+        return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
 
 class SlicedDataDict(BatchedDataDict[Any]):
     """Some rows of a batch: one rank's shard, or one micro-batch."""
 
 
-def _split(count: int, parts: int) -> list[tuple[int, int]]:
-    """Bounds of ``parts`` contiguous runs of ``count`` rows, sizes differing by at most one."""
-    base, extra = divmod(count, parts)
-    bounds = [0]
-    for part in range(parts):
-        bounds.append(bounds[-1] + base + (part < extra))
-    return list(pairwise(bounds))
+def _positive(key: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{key}={value} must be at least 1")
+    return value
 
 
-def _check_even(total: int, batch_size: int, shards: int) -> None:
+def _check_batches(total: int, batch_size: int, allow_short: bool) -> None:
+    if allow_short:
+        return
     if batch_size < 1 or total % batch_size:
         raise DataError(f"{total} rows are not a multiple of the batch size {batch_size}")
+
+
+def _check_even(batch_size: int, shards: int) -> None:
     if batch_size % shards:
         raise DataError(
             f"a batch of {batch_size} rows cannot be shared evenly by {shards} shards; "
             "change the batch size or pass allow_uneven_shards=True"
         )
-
-
-def _take(column: Any, index: Tensor) -> Any:
-    if isinstance(column, Tensor):
-        return column[index.to(column.device)]
-    return [column[i] for i in index.tolist()]
-
-
-def _join(columns: list[Any], pad_value: int | float) -> Any:
-    if not isinstance(columns[0], Tensor):
-        return [item for column in columns for item in column]
-    filled = [column for column in columns if len(column)] or columns[:1]
-    if filled[0].ndim < 2:
-        return torch.cat(filled)
-    width = max(column.shape[1] for column in filled)
-    return torch.cat([_pad(column, width, pad_value) for column in filled])
-
-
-def _pad(column: Tensor, width: int, value: int | float) -> Tensor:
-    """Right-pad dimension 1 of ``[B, S, ...]`` to ``width``."""
-    if column.shape[1] == width:
-        return column
-    trailing = [0, 0] * (column.ndim - 2)
-    return functional.pad(column, [*trailing, 0, width - column.shape[1]], value=value)

@@ -46,11 +46,6 @@ def test_uneven_shards_are_refused_unless_allowed():
         batch(8).shard_by_batch_size(1, batch_size=3)
 
 
-def test_modes_of_later_versions_say_so():
-    with pytest.raises(NotImplementedError, match="not in this version"):
-        batch().shard_by_batch_size(2, sequence_packing_args={"max_tokens_per_microbatch": 8})
-
-
 def test_from_batches_pads_to_the_right_with_the_columns_value():
     joined = BatchedDataDict.from_batches(
         [
