@@ -58,7 +58,9 @@ class GPTArchitecture:
     make_vocab_size_divisible_by: int = 128
     num_moe_experts: int | None = None
     moe_router_topk: int = 2
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: int | None = None  # of one expert; None: ffn_hidden_size
+    # Expert weights are a softmax over all experts, not over the chosen ones (Qwen3-MoE's option).
+    moe_router_pre_softmax: bool = False
     # The Hugging Face `model_type` this came from or should be exported as; None: not known.
     family: str | None = None
 
@@ -66,6 +68,11 @@ class GPTArchitecture:
     def gated(self) -> bool:
         """Whether fc1 holds ``[gate; up]``."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def expert_ffn_hidden_size(self) -> int:
+        """Inner width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
         """Rows of the embedding: the vocabulary rounded up to a multiple every rank can share."""

@@ -92,10 +92,10 @@ def _layer_shapes(architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:
     if architecture.num_moe_experts is None:
         yield from _mlp("mlp", architecture.ffn_hidden_size, architecture)
         return
-    yield "mlp.router.weight", (architecture.num_moe_experts, hidden)
-    ffn = architecture.moe_ffn_hidden_size or architecture.ffn_hidden_size
+    yield from _linear("mlp.router", architecture.num_moe_experts, hidden, bias=bias)
     for expert in range(architecture.num_moe_experts):
-        yield from _mlp(f"mlp.experts.local_experts.{expert}", ffn, architecture)
+        prefix = f"mlp.experts.local_experts.{expert}"
+        yield from _mlp(prefix, architecture.expert_ffn_hidden_size, architecture)
 
 
 def _mlp(prefix: str, ffn_size: int, architecture: GPTArchitecture) -> Iterator[tuple[str, Shape]]:

@@ -98,26 +98,44 @@ def gather_weights(
     *,
     tp_group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
+    ep_group: dist.ProcessGroup | None = None,
     keep: bool = True,
 ) -> dict[str, Tensor]:
     """Canonical weights of the whole model, on the CPU: the inverse of `load_weights`.
 
-    A reward head that is a submodule comes along. Collective over both groups (None: not split
-    that way). With ``keep=False`` a rank takes part and returns an empty dict, so that only the
-    one that writes holds the model twice.
+    A reward head that is a submodule comes along. Collective over the groups (None: not split
+    that way); experts that are shared out over ``ep_group`` are whole where they are. With
+    ``keep=False`` a rank takes part and returns an empty dict, so that only the one that writes
+    holds the model twice.
     """
     own: dict[str, Tensor] = {}
     for name, parameter in canonical_parameters(gpt, architecture):
         if name == OUTPUT_LAYER and architecture.tie_embeddings:
             continue
-        parts = _all_gather(parameter.detach(), tp_group)
-        if keep or (pp_group is not None and pp_group.size() > 1):
+        is_shared_out = ep_group is not None and ep_group.size() > 1 and ".local_experts." in name
+        parts = _all_gather(parameter.detach(), ep_group if is_shared_out else tp_group)
+        if not keep and (pp_group is None or pp_group.size() == 1):
+            continue
+        if is_shared_out:
+            for sibling, part in zip(_siblings(name, parts, architecture), parts, strict=True):
+                own[sibling] = part.to("cpu", copy=True)
+        else:
             own[name] = merge(name, parts, architecture).to("cpu", copy=True)
     if pp_group is not None and pp_group.size() > 1:
         own = _exchange_stages(own, pp_group, keep=keep)
     names = (*expected_shapes(architecture), *REWARD_HEAD)
     order = {name: place for place, name in enumerate(names)}
     return dict(sorted(own.items(), key=lambda item: order[item[0]]))
+
+
+def _siblings(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> list[str]:
+    """Names of the experts that stand at one place on all expert-parallel ranks."""
+    match = _EXPERT.match(name)
+    assert match is not None
+    assert architecture.num_moe_experts is not None
+    per_rank = architecture.num_moe_experts // len(parts)
+    place = int(match[2]) % per_rank
+    return [f"{match[1]}{rank * per_rank + place}{match[3]}" for rank in range(len(parts))]
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:

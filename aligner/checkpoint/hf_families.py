@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.architecture import Activation, GPTArchitecture, RopeScaling
-from aligner.checkpoint.hf_tensors import GPT2_TABLE, LLAMA_TABLE, Table
+from aligner.checkpoint.hf_tensors import (
+    GPT2_TABLE,
+    LLAMA_TABLE,
+    MIXTRAL_TABLE,
+    QWEN3_MOE_TABLE,
+    Table,
+)
 from aligner.errors import CheckpointError
 
 Config = dict[str, Any]
@@ -87,9 +93,29 @@ def _read_llama(config: Config) -> GPTArchitecture:
         rope_scaling=scaling,
         bias_linear=biases.pop(),
         bias_qkv=config["model_type"] == "qwen2",
-        qk_layernorm=config["model_type"] == "qwen3",
-        window_size=config.get("sliding_window") if config["model_type"] == "mistral" else None,
+        qk_layernorm=config["model_type"] in ("qwen3", "qwen3_moe"),
+        window_size=config.get("sliding_window") if config["model_type"] in _WINDOWED else None,
         family=config["model_type"],
+    )
+
+
+def _read_mixtral(config: Config) -> GPTArchitecture:
+    return dataclasses.replace(
+        _read_llama(config),
+        num_moe_experts=config["num_local_experts"],
+        moe_router_topk=config["num_experts_per_tok"],
+    )
+
+
+def _read_qwen3_moe(config: Config) -> GPTArchitecture:
+    """``num_experts`` became ``num_local_experts`` in transformers 5."""
+    experts = config.get("num_experts") or config.get("num_local_experts") or 128
+    return dataclasses.replace(
+        _read_llama(config),
+        num_moe_experts=experts,
+        moe_router_topk=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        moe_router_pre_softmax=not config["norm_topk_prob"],
     )
 
 
@@ -148,6 +174,24 @@ def _write_qwen(architecture: GPTArchitecture) -> Config:
     return {**_write_llama(architecture), "use_sliding_window": False}
 
 
+def _write_mixtral(architecture: GPTArchitecture) -> Config:
+    return {
+        **_write_mistral(architecture),
+        "num_local_experts": architecture.num_moe_experts,
+        "num_experts_per_tok": architecture.moe_router_topk,
+    }
+
+
+def _write_qwen3_moe(architecture: GPTArchitecture) -> Config:
+    return {
+        **_write_qwen(architecture),
+        "num_experts": architecture.num_moe_experts,
+        "num_experts_per_tok": architecture.moe_router_topk,
+        "moe_intermediate_size": architecture.expert_ffn_hidden_size,
+        "norm_topk_prob": not architecture.moe_router_pre_softmax,
+    }
+
+
 def _read_gpt2(config: Config) -> GPTArchitecture:
     fields: dict[str, Any] = {field: config.get(key) for field, key in _GPT2_KEYS.items()}
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -177,6 +221,7 @@ def _write_gpt2(architecture: GPTArchitecture) -> Config:
     return {**config, "embd_pdrop": architecture.hidden_dropout}
 
 
+_WINDOWED = ("mistral", "mixtral")
 _NO_WINDOW = {"use_sliding_window": False, "hidden_act": "silu"}
 _FIXED_GPT2 = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 _COMMON = {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
@@ -219,6 +264,26 @@ _FAMILIES = (
         _write_qwen,
         {**_QWEN_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
         {**_NO_WINDOW, "attention_bias": False},
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        MIXTRAL_TABLE,
+        _read_mixtral,
+        _write_mixtral,
+        {**_COMMON, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "rope_theta": 1e6}
+        | {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {"hidden_act": "silu", "router_jitter_noise": 0.0},
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        QWEN3_MOE_TABLE,
+        _read_qwen3_moe,
+        _write_qwen3_moe,
+        {**_QWEN_DEFAULTS, "num_key_value_heads": 4, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": False},
+        {**_NO_WINDOW, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     Family(
         "gpt2",
@@ -280,6 +345,8 @@ def config_to_hf(architecture: GPTArchitecture) -> tuple[Family, Config]:
 def _guess(architecture: GPTArchitecture) -> str:
     if architecture.position_embedding == "learned_absolute":
         return "gpt2"
+    if architecture.num_moe_experts is not None:
+        return "qwen3_moe" if architecture.qk_layernorm else "mixtral"
     if architecture.qk_layernorm:
         return "qwen3"
     if architecture.bias_qkv:
@@ -291,8 +358,13 @@ def _differences(wanted: GPTArchitecture, got: GPTArchitecture) -> list[str]:
     ignored = set(_NOT_CARRIED)
     if wanted.position_embedding != "rope":
         ignored |= {"rotary_base", "rotary_percent", "rope_scaling"}
-    if wanted.num_moe_experts is None:
-        ignored |= {"moe_router_topk", "moe_ffn_hidden_size"}
+    if wanted.num_moe_experts is not None:
+        wanted, got = (
+            dataclasses.replace(a, moe_ffn_hidden_size=a.expert_ffn_hidden_size)
+            for a in (wanted, got)
+        )
+    else:
+        ignored |= {"moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax"}
     return [
         f"{field.name}={getattr(wanted, field.name)!r}"
         for field in dataclasses.fields(wanted)

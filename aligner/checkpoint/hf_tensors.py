@@ -83,6 +83,24 @@ LLAMA_TABLE: Table = {
     "decoder.final_layernorm": (_COPY, ("model.norm",)),
     "output_layer": (_COPY, ("lm_head",)),
 }
+_DENSE_MLP = (f"{_L}.mlp.linear_fc1", f"{_L}.mlp.linear_fc2")
+_EXPERT = f"{_L}.mlp.experts.local_experts.{{e}}"
+
+
+def _experts_table(block: str, gate: str, up: str, down: str) -> Table:
+    """Llama's names with a mixture of experts in ``block`` for the MLP."""
+    one = f"{_H}.{block}.experts.{{e}}"
+    dense = {module: row for module, row in LLAMA_TABLE.items() if module not in _DENSE_MLP}
+    return {
+        **dense,
+        f"{_L}.mlp.router": (_COPY, (f"{_H}.{block}.gate",)),
+        f"{_EXPERT}.linear_fc1": (_GATE_UP, (f"{one}.{gate}", f"{one}.{up}")),
+        f"{_EXPERT}.linear_fc2": (_COPY, (f"{one}.{down}",)),
+    }
+
+
+MIXTRAL_TABLE = _experts_table("block_sparse_moe", "w1", "w3", "w2")
+QWEN3_MOE_TABLE = _experts_table("mlp", "gate_proj", "up_proj", "down_proj")
 _G = "transformer.h.{n}"
 GPT2_TABLE: Table = {
     "embedding.word_embeddings": (_COPY, ("transformer.wte",)),
@@ -97,19 +115,29 @@ GPT2_TABLE: Table = {
     "output_layer": (_COPY, ("lm_head",)),
 }
 _NUMBERED = re.compile(r"^decoder\.layers\.(\d+)\.")
+_NUMBERED_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 # Buffers that old transformers versions saved: causal masks and rope frequencies.
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     """Layout and Hugging Face names of one canonical tensor."""
-    match = _NUMBERED.match(name)
-    number = match[1] if match else ""
-    module, _, kind = _NUMBERED.sub("decoder.layers.{n}.", name).rpartition(".")
+    numbers = {}
+    for mark, pattern in (("{n}", _NUMBERED), ("{e}", _NUMBERED_EXPERT)):
+        match = pattern.search(name)
+        numbers[mark] = match[1] if match else ""
+    pattern = _NUMBERED.sub("decoder.layers.{n}.", name)
+    pattern = _NUMBERED_EXPERT.sub(".local_experts.{e}.", pattern)
+    module, _, kind = pattern.rpartition(".")
     if module not in table:
         raise CheckpointError(f"{name} has no place in this Hugging Face family")
     layout, sources = table[module]
-    return layout, [f"{source.replace('{n}', number)}.{kind}" for source in sources]
+    names = []
+    for source in sources:
+        for mark, number in numbers.items():
+            source = source.replace(mark, number)
+        names.append(f"{source}.{kind}")
+    return layout, names
 
 
 class HuggingFaceWeights(Mapping[str, Tensor]):

@@ -33,6 +33,16 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
 }
+# Kinds of experts other than Mixtral's and Qwen3-MoE's, by the value that says "not that".
+_PLAIN_EXPERTS: Config = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_expert_capacity_factor": None,
+}
 _INTERPOLATION = re.compile(r"^\$\{\.*(?:model\.)?(\w+)\}$")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -81,6 +91,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         value = config.get(key)
         return default if value is None else value
 
+    _check_experts(config)
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         return GPTArchitecture(
@@ -116,6 +127,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             num_moe_experts=config.get("num_moe_experts"),
             moe_router_topk=int(get("moe_router_topk", 2)),
             moe_ffn_hidden_size=config.get("moe_ffn_hidden_size"),
+            moe_router_pre_softmax=bool(get("moe_router_pre_softmax", False)),
             family=config.get("hf_model_type"),
         )
     except (TypeError, ValueError) as error:
@@ -124,6 +136,17 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
         raise CheckpointError(
             f"model_config.yaml holds a value of a wrong kind: {error}"
         ) from error
+
+
+def _check_experts(config: Config) -> None:
+    """Refuse mixtures of experts that megatron-core has and `GPTArchitecture` has not."""
+    if not config.get("num_moe_experts"):
+        return
+    for key, plain in _PLAIN_EXPERTS.items():
+        if config.get(key) not in (None, plain):
+            raise CheckpointError(
+                f"{key}={config[key]!r} in model_config.yaml is not supported; supported: {plain!r}"
+            )
 
 
 def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
@@ -229,6 +252,7 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "num_moe_experts": architecture.num_moe_experts,
         "moe_router_topk": architecture.moe_router_topk if architecture.num_moe_experts else None,
         "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax or None,
     }
     config |= {key: value for key, value in optional.items() if value is not None}
     if scaling is not None and scaling.kind == "linear":

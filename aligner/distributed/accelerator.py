@@ -123,11 +123,13 @@ def cuda_literals() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Let megatron-core run on CPU; call before its first use. Idempotent, nothing with a GPU.
+    """Let megatron-core run where it is; call before its first use. Idempotent.
 
     megatron-core asks for the current CUDA device, synchronises and keeps CUDA random states even
-    where tensors live on the CPU. These calls are answered by their CPU counterparts.
+    where tensors live on the CPU. These calls are answered by their CPU counterparts. Its router
+    reads a name that only exists beside Transformer Engine, on a GPU too.
     """
+    _prepare_router()
     if has_gpu():
         return
     cpu = torch.device("cpu")
@@ -146,6 +148,34 @@ def prepare_megatron() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     megatron_random._set_cuda_rng_state = set_cpu_rng_state
+    _prepare_dispatcher()
+
+
+def _prepare_router() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # what the router takes for "not there"
+
+
+def _prepare_dispatcher() -> None:
+    """Let the all-to-all dispatcher of experts do without its CUDA stream.
+
+    It copies token counts to the host on that stream; on CPU they are there already, and only
+    become the lists that a collective takes.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def counts_are_here(
+        self: Any, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
+        if point == "before_ep_alltoall" and self.input_splits is not None:
+            self.input_splits = self.input_splits.tolist()
+            self.output_splits = self.output_splits.tolist()
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # anything: it is never used
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_are_here
 
 
 @contextlib.contextmanager

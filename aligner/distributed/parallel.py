@@ -34,6 +34,7 @@ class ParallelState:
     cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
     model_parallel_group: dist.ProcessGroup
 
     @property
@@ -80,6 +81,12 @@ def initialize_parallel(
             f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}; "
             f"start a multiple of {config.model_parallel_size} processes or make an axis smaller"
         )
+    if world % (config.pipeline * config.expert):
+        raise LayoutError(
+            f"world size {world} is not a multiple of pipeline ({config.pipeline}) x expert "
+            f"({config.expert}) = {config.pipeline * config.expert}; start a multiple of it or "
+            "make an axis smaller"
+        )
 
     from megatron.core import parallel_state, tensor_parallel
 
@@ -111,6 +118,7 @@ def initialize_parallel(
         cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
         model_parallel_group=parallel_state.get_model_parallel_group(),
     )
 

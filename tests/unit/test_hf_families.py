@@ -43,6 +43,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+MIXTRAL = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 CASES = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -58,6 +65,10 @@ CASES = {
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", MIXTRAL),
+    "mixtral_window": ("mixtral", {**MIXTRAL, "num_local_experts": 3, "sliding_window": 5}),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe_normed": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
     "gpt2": ("gpt2", {}),
     "gpt2_erf": ("gpt2", {"activation_function": "gelu"}),
     "gpt2_n_inner": ("gpt2", {"n_inner": 40}),
@@ -160,6 +171,7 @@ def read_keys(config):
         *("rms_norm_eps", "layer_norm_epsilon", "rope_parameters", "sliding_window", "hidden_act"),
         *("activation_function", "tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("initializer_range", "n_layer", "n_head", "n_positions"),
+        *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     ]
     return [name for name in names if hasattr(config, name)]
 
@@ -187,7 +199,7 @@ def write_model(folder, config, tensors):
 
 def test_an_unsupported_family_lists_the_supported(tmp_path):
     write_model(tmp_path / "m", {"model_type": "mamba"}, {})
-    with pytest.raises(CheckpointError, match=r"'mamba'.*llama, mistral, qwen2, qwen3, gpt2"):
+    with pytest.raises(CheckpointError, match=r"'mamba'.*llama, .*qwen3, mixtral, qwen3_moe, gpt2"):
         read_hf(tmp_path / "m")
 
 
@@ -199,6 +211,7 @@ def test_an_unsupported_family_lists_the_supported(tmp_path):
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ({"hidden_size": None}, "incomplete"),
     ],
 )
@@ -227,6 +240,8 @@ def test_what_no_family_can_express_is_refused():
         ({"window_size": 8}, "mistral"),
         ({"bias_qkv": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
+        ({"num_moe_experts": 4}, "mixtral"),
+        ({"num_moe_experts": 4, "qk_layernorm": True}, "qwen3_moe"),
     ],
 )
 def test_a_family_is_found_for_foreign_nemo_files(changes, family):

@@ -69,10 +69,14 @@ def transformer_config(
         init_method_std=architecture.init_std,
         num_moe_experts=architecture.num_moe_experts,
         moe_router_topk=architecture.moe_router_topk,
-        moe_ffn_hidden_size=architecture.moe_ffn_hidden_size,
-        # The all-to-all dispatcher makes CUDA streams, which a CPU does not have.
-        moe_token_dispatcher_type="allgather" if on_cpu and is_moe else "alltoall",
-        moe_aux_loss_coeff=0.0,
+        moe_ffn_hidden_size=architecture.expert_ffn_hidden_size if is_moe else None,
+        moe_router_pre_softmax=architecture.moe_router_pre_softmax,
+        moe_router_dtype="fp32",
+        # Every token reaches its experts, and each rank may bring another number of them.
+        moe_token_dispatcher_type="alltoall",
+        # A balancing loss would add to the gradient what depends on how the batch is cut up, and
+        # an RL loss is not what balances a router that is trained already.
+        moe_router_load_balancing_type="none",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
