@@ -92,7 +92,7 @@ def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
         steps=steps,
         with_reference=needs_reference(config),
         restored=None if restored is None else _restored(restored),
-        notes=_notes(train_prompts, restored.changes if restored else []),
+        notes=_notes(train_prompts, restored, layout_in_words(parallel)),
     )
     console.print(startup_report(facts))
     ended = loop.run(None if restored is None else restored.step)
@@ -218,6 +218,7 @@ def build_loop(
         console=console,
         config=config.as_dict(),
         monitor=exp.monitor,
+        layout=layout_in_words(parallel),
         resume=exp.resume_if_exists,
     )
 
@@ -261,13 +262,37 @@ def log_dir(config: RunConfig) -> Path:
     return Path(config.exp_manager.explicit_log_dir).expanduser()
 
 
+def layout_in_words(parallel: ParallelState) -> str:
+    """Number of processes and size of every axis; what decides who holds which state."""
+    axes = parallel.config
+    sizes = {
+        "tensor": axes.tensor,
+        "pipeline": axes.pipeline,
+        "context": axes.context,
+        "expert": axes.expert,
+        "data": parallel.dp_size,
+    }
+    split = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    count = f"{parallel.world_size} process" + ("es" if parallel.world_size > 1 else "")
+    return f"{count} ({split})" if split else count
+
+
 def _restored(restoration: Restoration) -> Restored:
-    items = ("policy", "critic", "optimizers", "schedules", "data position", "random states")
+    items = ["policy", "critic", "optimizers", "schedules", "data position", "KL coefficient"]
+    if restoration.saved_layout is None:
+        items.append("random states")
     return Restored(restoration.step, str(restoration.path), items)
 
 
-def _notes(prompts: PromptDataset, changes: list[str]) -> list[str]:
-    notes = [f"changed since the saved run: {change}" for change in changes]
+def _notes(prompts: PromptDataset, restored: Restoration | None, layout: str) -> list[str]:
+    notes = []
+    if restored is not None:
+        notes += [f"changed since the saved run: {change}" for change in restored.changes]
+        if restored.saved_layout is not None:
+            notes.append(
+                f"saved on {restored.saved_layout}, continued on {layout}: weights and optimizer "
+                "states are the same, random generators (dropout) start from the seed"
+            )
     if prompts.dropped_too_long:
         notes.append(
             f"{prompts.dropped_too_long} training prompts are longer than data.max_prompt_length "

@@ -7,7 +7,7 @@
 Everything passes in one rollout batch whose columns are those of `aligner.types`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -303,18 +303,18 @@ class PPOTrainer:
         }
 
     def shard_dict(self) -> dict[str, Any]:
-        """Weights and optimizer states of this rank."""
+        """This rank's share of weights and optimizer states."""
         return {"policy": self.policy.state_dict(), "value": self.value.state_dict()}
 
-    def load(self, state: Mapping[str, Any], shard: Mapping[str, Any]) -> None:
-        """Inverse of the two above."""
+    def load(self, state: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of the two above; ``shards``: of every rank of the run that was saved."""
         self.consumed_samples = state["consumed_samples"]
         self.policy_updates = state["policy_updates"]
         self.critic_updates = state["critic_updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.policy.load_state_dict(shard["policy"])
-        self.value.load_state_dict(shard["value"])
+        self.policy.load_state_dict([shard["policy"] for shard in shards])
+        self.value.load_state_dict([shard["value"] for shard in shards])
 
 
 def needs_reference(config: RunConfig) -> bool:

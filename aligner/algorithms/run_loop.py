@@ -14,7 +14,7 @@ computed again, to the bit.
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.console import Console
 from aligner.checkpoint.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero
+from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.errors import ConfigError
 from aligner.observe.metrics import MetricsWriter
 from aligner.observe.progress import Progress
@@ -58,11 +58,11 @@ class Learner(Protocol):
         ...
 
     def shard_dict(self) -> dict[str, Any]:
-        """Weights and optimizer states of this rank."""
+        """This rank's share of weights and optimizer states."""
         ...
 
-    def load(self, state: Mapping[str, Any], shard: Mapping[str, Any]) -> None:
-        """Inverse of the two above."""
+    def load(self, state: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of the two above; ``shards``: of every rank of the saved run, on any layout."""
         ...
 
 
@@ -91,6 +91,7 @@ class Restoration:
     step: int
     path: Path
     changes: list[str]  # configuration keys that differ from the saved run's, in words
+    saved_layout: str | None  # in words, where it is another than this run's; else None
 
 
 class RunLoop:
@@ -107,12 +108,17 @@ class RunLoop:
         console: Console,
         config: Mapping[str, Any],
         monitor: str,
+        layout: str = "1 process",
         resume: bool = True,
     ) -> None:
-        """``config``: the run's, kept in the run state. ``monitor``: metric that ranks states."""
+        """What a run is made of.
+
+        ``config``: the run's, kept in the run state. ``monitor``: metric that ranks states.
+        ``layout``: number of processes and sizes of all parallel axes, in words.
+        """
         self.learner, self.schedule, self.store = learner, schedule, store
         self.metrics, self.samples, self.console = metrics, samples, console
-        self.config, self.monitor, self._resume = config, monitor, resume
+        self.config, self.monitor, self.layout, self._resume = config, monitor, layout, resume
         self._started = time.monotonic()
 
     def run(self, done: int | None) -> bool:
@@ -149,7 +155,8 @@ class RunLoop:
     def restore(self) -> Restoration | None:
         """Continue from the newest run state, if there is one.
 
-        What was written after that state is removed; without one, everything is.
+        What was written after that state is removed; without one, everything is. Random states
+        belong to a process: on another layout the generators stay as the seed left them.
         """
         path = self.store.latest()
         if path is not None and not self._resume:
@@ -160,23 +167,29 @@ class RunLoop:
         restored = None
         if path is not None:
             saved = self.store.load(path)
-            shard = self.store.load_shard(path)
-            self.learner.load(saved.state["learner"], shard["learner"])
-            restore_rng(shard["rng"], accelerator.set_rng_state)
+            shards = self.store.load_shards(path)
+            self.learner.load(saved.state["learner"], [shard["learner"] for shard in shards])
+            saved_layout = saved.state["layout"]
+            if saved_layout == self.layout:
+                restore_rng(shards[self.store.rank]["rng"], accelerator.set_rng_state)
             restored = Restoration(
-                saved.step, path, config_changes(saved.state["config"], self.config)
+                saved.step,
+                path,
+                config_changes(saved.state["config"], self.config),
+                None if saved_layout == self.layout else saved_layout,
             )
         last = -1 if restored is None else restored.step
-        self.metrics.truncate_after(last)
-        self.samples.truncate_after(last)
+        on_rank_zero(lambda: self.metrics.truncate_after(last))
+        on_rank_zero(lambda: self.samples.truncate_after(last))
         return restored
 
     def _record(
         self, step: int, outcome: Outcome, timers: PhaseTimers, progress: Progress
     ) -> dict[str, float]:
         metrics = {**outcome.metrics, **timers.flush()}
-        self.metrics.write(step, metrics)
-        self.samples.write(outcome.samples)
+        # A full disk is rank 0's trouble first; the others must not wait for it in the next step.
+        on_rank_zero(lambda: self.metrics.write(step, metrics))
+        on_rank_zero(lambda: self.samples.write(outcome.samples))
         progress.step(step, metrics)
         if is_rank_zero() and (step <= 1 or self.schedule.validates(step)):
             print_samples(outcome.samples, self.console)  # samples.jsonl has those of every step
@@ -185,7 +198,11 @@ class RunLoop:
     def _save(self, step: int, metrics: Mapping[str, float]) -> None:
         self.store.save(
             step,
-            {"learner": self.learner.state_dict(), "config": dict(self.config)},
+            {
+                "learner": self.learner.state_dict(),
+                "config": dict(self.config),
+                "layout": self.layout,
+            },
             metric=metrics.get(self.monitor),
             shard={
                 "learner": self.learner.shard_dict(),

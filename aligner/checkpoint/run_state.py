@@ -5,7 +5,8 @@
     <root>/step_000012/manifest.json   step, metric, number of ranks, size of every file
                        state.json      entries without tensors: counters, scheduler, config, …
                        policy.pt       one file per entry with tensors, written by rank 0
-                       rank_00003.pt   what rank 3 alone holds: optimizer shard, RNG states
+                       rank_00003.pt   what rank 3 alone holds: its share of weights and moments,
+                                       RNG states
 
 A state is written into ``.tmp-step_000012``, every file and directory is flushed to the disk, and
 only then it gets its name. A process that dies at any moment leaves the earlier states as they
@@ -73,8 +74,8 @@ class RunStateStore:
         mode: whether more (``max``) or less of the metric is better.
         rank, world_size, exchange: who writes what; the defaults are one process.
 
-    `save`, `writing` and `latest` are collective: every rank calls them, and an error on one rank
-    is raised on all.
+    `save`, `writing`, `latest` and `load_shards` are collective: every rank calls them, and an
+    error on one rank is raised on all.
     """
 
     def __init__(
@@ -242,16 +243,15 @@ class RunStateStore:
                 state[file.stem] = read_tree(file)
         return LoadedState(**vars(saved), state=state)
 
-    def load_shard(self, path: Path) -> Mapping[str, Any]:
-        """Read what this rank wrote; refused when the number of ranks is another."""
-        saved = self._complete(path)
-        if not saved.sharded or saved.world_size != self.world_size:
-            raise CheckpointError(
-                f"{path} was saved by {saved.world_size} rank(s), "
-                f"{'each with its own part' if saved.sharded else 'with no parts of their own'}, "
-                f"and this run has {self.world_size}; resume with the same number of processes"
-            )
-        return read_tree(path / _shard_name(self.rank))
+    def load_shards(self, path: Path) -> list[Mapping[str, Any]]:
+        """What each rank of the run that saved wrote, in rank order, however many read it now.
+
+        Memory-mapped: what is not touched is not read. Empty where nobody gave a shard.
+        """
+        with self._together():
+            saved = self._complete(path)
+            ranks = range(saved.world_size if saved.sharded else 0)
+            return [read_tree(path / _shard_name(rank)) for rank in ranks]
 
     def _complete(self, path: Path) -> SavedState:
         if not path.is_dir():

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.checkpoint.durable import sync_path
+from aligner.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -34,16 +35,26 @@ def is_step(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> SavedState | None:
-    """What the manifest says; None, with a warning, where the directory does not bear it out."""
+    """What the manifest says; None, with a warning, where the directory does not bear it out.
+
+    A complete state of another version of this format is refused, never passed over: the run in
+    its directory would begin anew.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']} is not {FORMAT}")
+        if isinstance(manifest["format"], int) and manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"the run state {path} has format {manifest['format']} and this version reads "
+                f"{FORMAT}; continue with the version that wrote it, or set "
+                "exp_manager.explicit_log_dir to another directory"
+            )
         for name, size in manifest["files"].items():
             if (path / name).stat().st_size != size:
                 raise ValueError(f"{name} does not have {size} bytes")
         fields = ("step", "world_size", "sharded", "monitor", "metric")
         return SavedState(path, **{name: manifest[name] for name in fields})
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("ignoring the incomplete run state %s: %s", path, error)
         return None

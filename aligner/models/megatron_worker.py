@@ -5,7 +5,7 @@ every process of a model-parallel group.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -109,12 +109,12 @@ class MegatronWorker(Generic[Role]):
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Exact weights and optimizer of this process."""
+        """This process's share of weights and optimizer, exact."""
         return self.model.run_state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self.model.load_run_state(state)
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`, from what every process of the saved run returned."""
+        self.model.load_run_state(states)
 
     def save_nemo(self, path: str) -> None:
         """Write the weights, configuration and tokenizer as a `.nemo`."""

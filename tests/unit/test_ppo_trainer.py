@@ -278,7 +278,7 @@ def test_adaptive_kl_coefficient_moves_and_survives_a_resume():
     # KL per sample 1.0 is twice the target: error clipped to 0.2, times 2 samples / 10.
     assert t.kl_controller.value == pytest.approx(0.1 * 1.04)
     again = trainer(loop=options)
-    again.load(t.state_dict(), t.shard_dict())
+    again.load(t.state_dict(), [t.shard_dict()])
     assert again.kl_controller.value == t.kl_controller.value
     assert again.consumed_samples == 2
     assert again.sampler.next_batch() == t.sampler.next_batch()

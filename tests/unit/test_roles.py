@@ -274,7 +274,7 @@ def test_a_restored_role_continues_to_the_bit(precision, tiny_nemo, tmp_path):
         MegatronGPTActorModel, settings(precision=precision), restore_path=tiny_nemo
     )
     second.setup_training()
-    second.load_run_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    second.load_run_state([torch.load(tmp_path / "state.pt", weights_only=True)])
     assert train(second, 2) == expected
     for left, right in zip(first.gpt.parameters(), second.gpt.parameters(), strict=True):
         assert torch.equal(left, right)

@@ -46,9 +46,9 @@ class Counter:
     def shard_dict(self):
         return {"rank": 0}
 
-    def load(self, state, shard):
+    def load(self, state, shards):
         self.total = state["total"]
-        assert shard == {"rank": 0}
+        assert shards == [{"rank": 0}]
 
 
 def run(folder, learner, *, total=6, resume=True, save=2, val=3, seconds=None, config=None):

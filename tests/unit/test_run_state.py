@@ -156,7 +156,7 @@ def test_rng_states_come_back(tmp_path):
     path = store.save(1, {}, shard={"rng": capture_rng(lambda: device)})
     expected = [draw(), random.gauss(0, 1)]
     restored = []
-    restore_rng(store.load_shard(path)["rng"], restored.append)
+    restore_rng(store.load_shards(path)[0]["rng"], restored.append)
     assert [draw(), random.gauss(0, 1)] == expected
     assert torch.equal(restored[0]["device"], device["device"])
 

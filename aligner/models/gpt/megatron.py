@@ -6,7 +6,7 @@ between phases, and `.nemo` files. What a role computes from the hidden states i
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +37,7 @@ from aligner.models.gpt.pipeline import (
     split_microbatches,
     train_microbatches,
 )
+from aligner.models.gpt.role_state import load_role_state, role_state
 from aligner.models.gpt.settings import RoleSettings
 from aligner.observe.nonfinite import write_nonfinite
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -294,25 +295,12 @@ class MegatronGPTModel(ModelPT):
     # Run state --------------------------------------------------------------------------------
 
     def run_state(self) -> dict[str, Any]:
-        """Weights and optimizer of this process, exact; tensors are not copied."""
-        weights = {name: value.detach() for name, value in self.gpt.named_parameters()}
-        optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
-        return {"weights": weights, "optimizer": optimizer}
+        """This process's share of weights and optimizer, exact; see `role_state`."""
+        return role_state(self.gpt, self.architecture, self.parallel, self.optimizer)
 
-    @torch.no_grad()
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `run_state`, bit for bit."""
-        parameters = dict(self.gpt.named_parameters())
-        if parameters.keys() != state["weights"].keys():
-            odd = sorted(parameters.keys() ^ state["weights"].keys())[:3]
-            raise CheckpointError(
-                f"run state does not fit the model: {odd} are on one side only; was "
-                "model.restore_from_path changed? Use another exp_manager.explicit_log_dir"
-            )
-        for name, parameter in parameters.items():
-            parameter.copy_(state["weights"][name])
-        if self.optimizer is not None and state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+    def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        load_role_state(self.gpt, self.architecture, self.parallel, self.optimizer, states)
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
 
@@ -375,6 +363,7 @@ class MegatronGPTModel(ModelPT):
             self.architecture,
             tp_group=self.parallel.tp_group,
             pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
             keep=writes,
         )
         if writes:

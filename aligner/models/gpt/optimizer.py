@@ -1,6 +1,7 @@
 """megatron-core's optimizer with a learning-rate schedule, a finite check and state offload."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,47 @@ class StepOutcome:
     grad_norm: float
     lr: float
     skipped: bool
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """The elements of a parameter that this process updates: all, or a run of them."""
+
+    parameter: nn.Parameter
+    start: int  # of the first in the flattened parameter
+    main: Tensor  # float32 weights that are updated, flat where they are a run
+    inner: torch.optim.Optimizer | None  # keeps the moments; None: the role does not learn
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The slice of a tensor that is shaped like the parameter, shaped like ``main``."""
+        run = tensor.reshape(-1)[self.start : self.start + self.main.numel()]
+        return run.view(self.main.shape)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Optimizer state that is shaped like ``main``; empty before the first update."""
+        state = {} if self.inner is None else self.inner.state.get(self.main, {})
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == self.main.shape and name != "step"
+        }
+
+    def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
+        """Put copies of ``moments`` in place, as they are after ``steps`` updates."""
+        assert self.inner is not None
+        self.inner.state.pop(self.main, None)
+        if not moments:
+            return
+        state = {name: value.to(self.main.device, copy=True) for name, value in moments.items()}
+        group = self.inner.param_groups[0]
+        if isinstance(self.inner, torch.optim.Adam):  # counts per parameter, others per group
+            on_device = group["fused"] or group["capturable"]
+            device = self.main.device if on_device else torch.device("cpu")
+            state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
+        else:
+            for group in self.inner.param_groups:
+                group["step"] = steps
+        self.inner.state[self.main] = state
 
 
 class RoleOptimizer:
@@ -169,13 +211,38 @@ class RoleOptimizer:
                     if isinstance(value, Tensor) and value.dim() > 0:
                         state[key] = move(value)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Moments, main weights (bf16) and step count."""
-        with accelerator.cuda_literals():
-            return {"steps": self.steps, "inner": self.inner.state_dict()}
+    # Run state --------------------------------------------------------------------------------
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; the weights are loaded separately and first."""
-        with accelerator.cuda_literals():
-            self.inner.load_state_dict(state["inner"])
-        self.steps = int(state["steps"])
+    @property
+    def is_distributed(self) -> bool:
+        """Whether weights and moments are shared out over the data-parallel ranks."""
+        return bool(self.model.ddp_config.use_distributed_optimizer)
+
+    def owned_slices(self) -> Iterator[OwnedSlice]:
+        """What this process updates, at most one slice of each parameter."""
+        if not self.is_distributed:
+            inner = {
+                id(main): part.optimizer
+                for part in self.inner.chained_optimizers
+                for main in part.get_parameters()
+            }
+            for parameter in self.model.parameters():
+                main = getattr(parameter, "main_param", parameter)
+                yield OwnedSlice(parameter, 0, main, inner[id(main)])
+            return
+        for part in self.inner.chained_optimizers:
+            groups = zip(
+                [*part.model_fp32_groups, *part.model_float16_groups],
+                [*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups],
+                strict=True,
+            )
+            for parameters, mains in groups:
+                for parameter, main in zip(parameters, mains, strict=True):
+                    buffer, dtypes, bucket = part.model_param_gbuf_map[parameter]
+                    ranges = part.gbuf_ranges[buffer][dtypes][bucket]["param_map"][parameter]
+                    yield OwnedSlice(parameter, ranges["param"].start, main, part.optimizer)
+
+    def resume_at(self, steps: int) -> None:
+        """Continue the schedule after ``steps`` updates; moments are on the device."""
+        self.steps = steps
+        self._offloaded = False

@@ -3,6 +3,7 @@
 Every method takes and returns global batches; the workers see their data-parallel shares.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.config import ModelConfig
@@ -146,12 +147,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         run_on_all(self.worker_group, "finish_training")
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and scheduler as the run state keeps them."""
+        """This process's share of weights, optimizer and schedule, as the run state keeps it."""
         return run_on_all(self.worker_group, "state_dict")[0]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        run_on_all(self.worker_group, "load_state_dict", state=state)
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`, from the shares of all processes of the run that was saved."""
+        run_on_all(self.worker_group, "load_state_dict", states=states)
 
     def save_checkpoint(
         self,

@@ -1,5 +1,6 @@
 """`Value`: the controller's front of a group of value workers."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.config import CriticConfig, ModelConfig
@@ -101,12 +102,12 @@ class Value(ValueInterface):
         run_on_all(self.worker_group, "finish_training")
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and scheduler as the run state keeps them."""
+        """This process's share of weights, optimizer and schedule, as the run state keeps it."""
         return run_on_all(self.worker_group, "state_dict")[0]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        run_on_all(self.worker_group, "load_state_dict", state=state)
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`, from the shares of all processes of the run that was saved."""
+        run_on_all(self.worker_group, "load_state_dict", states=states)
 
     def num_parameters(self) -> int:
         """Parameters of the whole critic."""
