@@ -190,7 +190,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 
 class _Pool:
-    """Sequences not packed yet, by length; of equal lengths the one given first goes first."""
+    """Sequences not packed yet, ready to be asked for by length."""
 
     def __init__(self, decreasing: Sequence[int], lengths: Sequence[int]) -> None:
         self.lengths = lengths

@@ -1,14 +1,22 @@
 """Columns of a batch: tensors ``[B, ...]`` or lists of B objects, taken, joined and gathered."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from aligner.distributed import accelerator
 from aligner.errors import DataError
+
+
+class _TensorKind(NamedTuple):
+    """What the other ranks must know of a tensor before it can be sent."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def take(column: Any, index: Tensor) -> Any:
@@ -35,7 +43,7 @@ def join(columns: Sequence[Any], pad_value: int | float) -> Any:
 def gather(columns: Mapping[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
     """The columns of every rank of ``group``, in rank order, the same on every rank.
 
-    Tensors arrive on the device they were sent from, bit for bit, whatever their shapes on the
+    Tensors arrive on the device of this rank's own column, bit for bit, whatever their shapes on the
     other ranks; each column must have one dtype. Every rank must call this.
 
     Raises:
@@ -43,7 +51,9 @@ def gather(columns: Mapping[str, Any], group: dist.ProcessGroup) -> list[dict[st
     """
     # Lists and shapes travel as objects, tensors as bytes.
     described = {
-        key: (str(column.dtype), tuple(column.shape)) if isinstance(column, Tensor) else column
+        key: _TensorKind(str(column.dtype), tuple(column.shape))
+        if isinstance(column, Tensor)
+        else column
         for key, column in columns.items()
     }
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -52,7 +62,7 @@ def gather(columns: Mapping[str, Any], group: dist.ProcessGroup) -> list[dict[st
     gathered: list[dict[str, Any]] = [{} for _ in everyone]
     for key in everyone[0]:
         if isinstance(columns[key], Tensor):
-            shapes = [described[key][1] for described in everyone]
+            shapes = [described[key].shape for described in everyone]
             parts: Sequence[Any] = _gather_tensors(columns[key], shapes, group)
         else:
             parts = [described[key] for described in everyone]
@@ -64,7 +74,7 @@ def gather(columns: Mapping[str, Any], group: dist.ProcessGroup) -> list[dict[st
 def _check_same_columns(everyone: Sequence[Mapping[str, Any]]) -> None:
     def kinds(described: Mapping[str, Any]) -> dict[str, str]:
         return {
-            key: value[0] if isinstance(value, tuple) else "list"
+            key: value.dtype if isinstance(value, _TensorKind) else "list"
             for key, value in described.items()
         }
 
@@ -83,12 +93,12 @@ def _gather_tensors(
     """One tensor per rank; every rank sends as many bytes as the largest has."""
     item = mine.element_size()
     sizes = [item * torch.Size(shape).numel() for shape in shapes]
-    sent = mine.new_zeros(max(sizes), dtype=torch.uint8)
-    sent[: mine.numel() * item] = mine.detach().contiguous().flatten().view(torch.uint8)
+    data = mine.detach().contiguous().flatten().view(torch.uint8).to(accelerator.device())
+    sent = functional.pad(data, [0, max(sizes) - len(data)])
     received = [torch.empty_like(sent) for _ in shapes]
     dist.all_gather(received, sent, group=group)
     return [
-        data[:size].clone().view(mine.dtype).reshape(shape)
+        data[:size].clone().view(mine.dtype).reshape(shape).to(mine.device)
         for data, size, shape in zip(received, sizes, shapes, strict=True)
     ]
 

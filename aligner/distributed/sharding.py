@@ -16,6 +16,7 @@ from math import ceil
 from typing import NamedTuple
 
 from aligner.data.packing import SequencePacker, bin_count, split_fullest
+from aligner.distributed.length_groups import LengthGroups
 from aligner.errors import DataError
 
 
@@ -82,9 +83,9 @@ def plan_dynamic(
     padded = _padded(lengths, multiple, max_tokens)
 
     def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        groups = [_group_by_length(rows, padded, max_tokens) for rows in parts]
-        count = max(len(shard) for shard in groups)
-        return [_split_longest(shard, count) for shard in groups]
+        groups = [LengthGroups(rows, padded, max_tokens) for rows in parts]
+        count = max(shard.fewest for shard in groups)
+        return [shard.cut(count) for shard in groups]
 
     def length(rows: list[int]) -> int:
         return max((padded[row] for row in rows), default=0)
@@ -167,32 +168,3 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
                 f"to at least {max(padded)} or drop the row"
             )
     return padded
-
-
-def _group_by_length(
-    rows: Sequence[int], padded: Sequence[int], max_tokens: int
-) -> list[list[int]]:
-    """Longest first, as many rows together as the budget of the longest of them allows."""
-    groups: list[list[int]] = []
-    room = 0
-    for row in sorted(rows, key=lambda row: -padded[row]):
-        if not room:
-            groups.append([])
-            # A micro-batch of empty sequences holds any number of them.
-            room = max_tokens // padded[row] if padded[row] else len(rows)
-        groups[-1].append(row)
-        room -= 1
-    return groups
-
-
-def _split_longest(groups: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the group with the most rows until there are ``count``, or all hold one row."""
-    groups = list(groups)
-    while len(groups) < count:
-        number = max(range(len(groups)), key=lambda i: len(groups[i]), default=None)
-        if number is None or len(groups[number]) < 2:
-            break
-        rows = groups[number]
-        middle = len(rows) // 2
-        groups[number : number + 1] = [rows[:middle], rows[middle:]]
-    return groups

@@ -105,10 +105,20 @@ class LocalFuture:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception on its way to the other ranks."""
+    """An exception on its way to the other ranks.
+
+    ``error`` is the exception itself where it is ours; others may not survive being sent, and a
+    rank that cannot send would leave its peers waiting.
+    """
 
     rank: int
-    error: Exception
+    words: str
+    error: AlignerError | None
+
+
+def _failure(rank: int, error: Exception) -> _Failure:
+    own = error if isinstance(error, AlignerError) else None
+    return _Failure(rank, f"{type(error).__name__}: {error}", own)
 
 
 class LocalWorkerGroup:
@@ -150,10 +160,17 @@ class LocalWorkerGroup:
         if self.parallel.dp_size == 1:
             return LocalFuture([method(data=shard, **(common_kwargs or {}))])
         try:
-            mine: Any = method(data=shard, **(common_kwargs or {}))
+            mine = method(data=shard, **(common_kwargs or {}))
         except Exception as error:
-            mine = _Failure(self.parallel.rank, error)
-        return LocalFuture(self._gather(method_name, mine))
+            self._gather(_failure(self.parallel.rank, error))
+            raise
+        results = self._gather(to_host(mine))
+        for result in results:
+            if isinstance(result, _Failure):
+                raise result.error or WorkerError(
+                    f"{method_name} failed on rank {result.rank}: {result.words}"
+                )
+        return LocalFuture(results)
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Results of a call, in data-parallel order."""
@@ -165,17 +182,9 @@ class LocalWorkerGroup:
             getattr(self.worker, cleanup_method)()
         return True
 
-    def _gather(self, method_name: str, mine: Any) -> list[Any]:
+    def _gather(self, mine: Any) -> list[Any]:
         results: list[Any] = [None] * self.parallel.dp_size
-        dist.all_gather_object(results, to_host(mine), group=self.parallel.dp_group)
-        for result in results:
-            if isinstance(result, _Failure):
-                if result.rank == self.parallel.rank or isinstance(result.error, AlignerError):
-                    raise result.error
-                raise WorkerError(
-                    f"{method_name} failed on rank {result.rank}: "
-                    f"{type(result.error).__name__}: {result.error}"
-                ) from result.error
+        dist.all_gather_object(results, mine, group=self.parallel.dp_group)
         return results
 
     def _check_axes(
@@ -220,4 +229,6 @@ def to_host(value: Any) -> Any:
         return value.detach().cpu()
     if isinstance(value, Mapping):
         return type(value)({key: to_host(item) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, list):
+        return [to_host(item) for item in value]
     return value
