@@ -1,5 +1,6 @@
 """Checks that involve more than one key."""
 
+import math
 import os
 
 from aligner.config.data import PromptSourceConfig
@@ -12,13 +13,19 @@ def check_config(config: RunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     _check_not_in_this_version(config)
     _check_lengths(config)
+    _check_token_budgets(config)
     _check_batches(config)
     _check_data(config)
     _check_max_time(config)
 
 
 def check_batch_layout(config: RunConfig, data_parallel_size: int) -> None:
-    """Refuse batch sizes that the data-parallel ranks cannot share evenly."""
+    """Refuse batch sizes that the data-parallel ranks cannot share evenly.
+
+    Token budgets level tokens instead: any number of sequences will do.
+    """
+    if config.model.token_budgets is not None:
+        return
     for role, batch in (("model", config.model), ("critic", config.critic)):
         per_pass = batch.micro_batch_size * data_parallel_size
         if batch.global_batch_size % per_pass:
@@ -31,20 +38,14 @@ def check_batch_layout(config: RunConfig, data_parallel_size: int) -> None:
 
 
 def _check_not_in_this_version(config: RunConfig) -> None:
-    model = config.model
     wanted = {
         "cluster.engine": (config.cluster.engine, "local"),
         "policy.backend": (config.policy.backend, "megatron"),
         "generation.backend": (config.generation.backend, "megatron"),
-        "model.sequence_packing.enabled": (model.sequence_packing.enabled, False),
-        "model.dynamic_batching.enabled": (model.dynamic_batching.enabled, False),
-        "model.context_parallel_size": (model.context_parallel_size, 1),
-        "model.expert_model_parallel_size": (model.expert_model_parallel_size, 1),
     }
     for key, (value, supported) in wanted.items():
         if value != supported:
-            shown = str(supported).lower() if isinstance(supported, bool) else supported
-            raise ConfigError(f"{key}={value}: not in this version; use {key}={shown}")
+            raise ConfigError(f"{key}={value}: not in this version; use {key}={supported}")
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -55,6 +56,57 @@ def _check_lengths(config: RunConfig) -> None:
             f"{key}.min_length={lengths.min_length} is more than "
             f"{key}.max_length={lengths.max_length}; lower the one or raise the other"
         )
+
+
+def check_longest_sequence(config: RunConfig, longest_prompt: int) -> None:
+    """Refuse a token budget that the longest possible sequence exceeds."""
+    longest = longest_prompt + config.model.ppo.length_params.max_length
+    for key, tokens in _token_budgets(config).items():
+        if tokens < longest:
+            raise ConfigError(
+                f"{key}={tokens}: a prompt of {longest_prompt} tokens and "
+                "model.ppo.length_params.max_length="
+                f"{config.model.ppo.length_params.max_length} more do not fit; raise it to at "
+                f"least {longest}"
+            )
+
+
+def _check_token_budgets(config: RunConfig) -> None:
+    model = config.model
+    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
+        raise ConfigError(
+            "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
+            "each other; set one of them to false (packing wastes less)"
+        )
+    parallel = model.parallel
+    multiple = math.lcm(
+        parallel.sequence_multiple,
+        parallel.context * parallel.row_multiple(model.sequence_length_round),
+    )
+    for key, tokens in _token_budgets(config).items():
+        if tokens % multiple:
+            raise ConfigError(
+                f"{key}={tokens} does not divide by {multiple}, which "
+                f"model.context_parallel_size={parallel.context}, "
+                f"model.tensor_model_parallel_size={parallel.tensor} with "
+                f"model.sequence_parallel={str(parallel.sequence_parallel).lower()} and lengths "
+                f"in multiples of {model.sequence_length_round} need; nearest that work: "
+                f"{_multiples(tokens, multiple)}"
+            )
+    check_longest_sequence(config, config.data.max_prompt_length or 1)
+
+
+def _token_budgets(config: RunConfig) -> dict[str, int]:
+    """The token budgets in force, by key."""
+    model = config.model
+    name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
+    budgets = model.token_budgets
+    if budgets is None:
+        return {}
+    found = {"train_mb_tokens": budgets.train_mb_tokens}
+    if budgets.logprob_mb_tokens is not None:
+        found["logprob_mb_tokens"] = budgets.logprob_mb_tokens
+    return {f"model.{name}.{key}": tokens for key, tokens in found.items()}
 
 
 def _check_batches(config: RunConfig) -> None:

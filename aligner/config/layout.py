@@ -1,5 +1,6 @@
 """Parallel layouts: what they are and which ones a model and a world size admit."""
 
+import math
 from dataclasses import dataclass
 
 from aligner.architecture import GPTArchitecture
@@ -20,6 +21,23 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Processes that hold one replica of the model (expert parallelism lives inside DP)."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Tokens of a sequence are padded to a multiple of it, so that it can be cut in chunks.
+
+        Context parallelism gives every rank two chunks of each sequence.
+        """
+        return 2 * self.context if self.context > 1 else 1
+
+    def row_multiple(self, sequence_length_round: int = 1) -> int:
+        """Lengths that the model runs at on one context-parallel rank are multiples of it.
+
+        Sequence parallelism shares a row out over the tensor-parallel ranks;
+        ``sequence_length_round`` is what dynamic batching asks for.
+        """
+        shares = self.tensor if self.sequence_parallel else 1
+        return math.lcm(shares, sequence_length_round)
 
     def data_size(self, world_size: int) -> int:
         """Data-parallel size in a world of ``world_size`` processes."""

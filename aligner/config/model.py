@@ -74,18 +74,36 @@ class ReferenceConfig:
     mode: Literal["keep", "swap"] = "keep"  # keep: a second model; swap: weights held on the host
 
 
+PackingAlgorithmName = Literal[
+    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+]
+
+
 @dataclass(frozen=True)
 class SequencePackingConfig:
-    """Several sequences in one row, without padding between them."""
+    """Micro-batches of several sequences in one row, without padding between them.
+
+    The critic follows. ``micro_batch_size`` then says nothing.
+    """
 
     enabled: bool = False
+    train_mb_tokens: Count = 4096  # tokens of a row in training; no sequence may be longer
+    logprob_mb_tokens: Count | None = None  # in log-probs and values; null: train_mb_tokens
+    algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"  # which sequences share a row
 
 
 @dataclass(frozen=True)
 class DynamicBatchingConfig:
-    """Micro-batches of a token budget instead of a number of sequences."""
+    """Padded micro-batches of a token budget instead of a number of sequences.
+
+    Sequences of similar length go together. The critic follows. ``micro_batch_size`` then says
+    nothing.
+    """
 
     enabled: bool = False
+    train_mb_tokens: Count = 4096  # tokens of a micro-batch in training, padding included
+    logprob_mb_tokens: Count | None = None  # in log-probs and values; null: train_mb_tokens
+    sequence_length_round: Count = 8  # padded lengths are rounded up to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -119,6 +137,18 @@ class ModelConfig:
             expert=self.expert_model_parallel_size,
             sequence_parallel=self.sequence_parallel,
         )
+
+    @property
+    def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
+        """What forms micro-batches by tokens; None: ``micro_batch_size`` forms them."""
+        if self.sequence_packing.enabled:
+            return self.sequence_packing
+        return self.dynamic_batching if self.dynamic_batching.enabled else None
+
+    @property
+    def sequence_length_round(self) -> int:
+        """What padded lengths of micro-batches are rounded up to a multiple of."""
+        return self.dynamic_batching.sequence_length_round if self.dynamic_batching.enabled else 1
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,30 @@ def test_configuration_is_frozen():
         ({"cluster__engine": "ray"}, ["cluster.engine=ray", "not in this version", "local"]),
         ({"policy__backend": "dtensor"}, ["policy.backend=dtensor", "megatron"]),
         ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
-        ({"model__sequence_packing__enabled": True}, ["model.sequence_packing.enabled", "false"]),
-        ({"model__dynamic_batching__enabled": True}, ["model.dynamic_batching.enabled", "false"]),
-        ({"model__context_parallel_size": 2}, ["model.context_parallel_size=2"]),
+        (
+            {
+                "model__sequence_packing__enabled": True,
+                "model__dynamic_batching__enabled": True,
+            },
+            ["model.sequence_packing.enabled", "model.dynamic_batching.enabled", "exclude"],
+        ),
+        (
+            {
+                "model__sequence_packing": {"enabled": True, "train_mb_tokens": 1001},
+                "model__context_parallel_size": 2,
+                "trainer__devices": 2,
+            },
+            ["model.sequence_packing.train_mb_tokens=1001", "by 4", "1000 or 1004"],
+        ),
+        (
+            {
+                "model__dynamic_batching": {"enabled": True, "logprob_mb_tokens": 64},
+                "model__ppo__length_params": {"max_length": 60},
+                "data__max_prompt_length": 10,
+            },
+            ["model.dynamic_batching.logprob_mb_tokens=64", "max_length=60", "at least 70"],
+        ),
+        ({"model__sequence_packing__algorithm": "best"}, ["model.sequence_packing.algorithm"]),
         (
             {"model__ppo__length_params": {"min_length": 9, "max_length": 8}},
             ["min_length=9", "max_length=8"],

@@ -12,7 +12,7 @@ from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.pipeline import Microbatch
+from aligner.models.gpt.pipeline import Microbatch, MicroBatches
 from aligner.models.gpt.reference import ReferencePolicy
 from aligner.models.gpt.token_logprobs import token_logprobs
 from aligner.models.interfaces import AlignableGenerativeInterface
@@ -35,14 +35,15 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
     # Scoring ----------------------------------------------------------------------------------
 
     def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, batch: Microbatch, with_entropy: bool
+        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
         """Log-probs (and entropy) where ``token_mask`` is 1."""
         return token_logprobs(
             gpt,
             hidden,
-            batch["input_ids"],
-            batch["token_mask"],
+            microbatch.columns["input_ids"],
+            microbatch.columns["token_mask"],
+            microbatch.layout,
             vocab_size=self.architecture.vocab_size,
             parallel=self.parallel,
             sampling=self.sampling_params,
@@ -50,22 +51,23 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
         )
 
     def get_logprobs(
-        self, batch: Mapping[str, Tensor], micro_batch_size: int | None = None
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """Log-probs under the current weights.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
                 ``[B, S]`` (1 where a log-prob is wanted).
-            micro_batch_size: sequences per forward pass; default ``forward_micro_batch_size``.
+            micro_batches: sequences per forward pass, or the rows of each; default
+                ``forward_micro_batch_size``.
 
         Returns:
             float32 ``[B, S]``, 0 where ``token_mask`` is 0.
         """
-        return self.infer_tokens(batch, micro_batch_size)
+        return self.infer_tokens(batch, micro_batches)
 
     def get_reference_logprobs(
-        self, batch: Mapping[str, Tensor], micro_batch_size: int | None = None
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """As `get_logprobs`, under the weights that training began with."""
         if self._reference is None:
@@ -74,7 +76,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
                 "loaded (a run does so when a KL coefficient is above 0)"
             )
         with self._reference.model() as initial:
-            return self.infer_tokens(batch, micro_batch_size, initial)
+            return self.infer_tokens(batch, micro_batches, initial)
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """Freeze the current weights as the reference policy."""

@@ -2,14 +2,17 @@
 
 megatron-core's own local core attention is unfused (it materialises ``[heads, S, S]`` scores) and
 is replaced by this one in our layer spec. The same module serves generation: with a key-value
-cache attached, attention is left to the cache.
+cache attached, attention is left to the cache. Packed and context-parallel passes come with the
+`Segments` that say who attends to whom.
 """
 
 import math
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.errors import LayoutError
+from aligner.models.gpt.segments import Segments
+from aligner.models.gpt.varlen import attend_varlen, can_attend_varlen
 
 
 class AttentionCache(Protocol):
@@ -25,6 +30,19 @@ class AttentionCache(Protocol):
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value, attend over everything stored; ``[S, B, heads * D]``."""
         ...
+
+
+@dataclass
+class SegmentParams(PackedSeqParams):
+    """Takes `Segments` through megatron-core's layers to `CoreAttention`.
+
+    It travels as an argument, not as a setting around the forward pass, because recomputed
+    activations call the attention again in the backward pass. ``qkv_format`` is not ``thd``:
+    the layers treat the rows as one ordinary sequence.
+    """
+
+    qkv_format: str = "sbhd"
+    segments: Segments | None = None
 
 
 class CoreAttention(MegatronModule):
@@ -51,11 +69,6 @@ class CoreAttention(MegatronModule):
             raise LayoutError(
                 f"core attention is causal self-attention; got {attention_type}, {attn_mask_type}"
             )
-        if config.context_parallel_size > 1:
-            raise LayoutError(
-                f"model.context_parallel_size={config.context_parallel_size} needs Transformer "
-                "Engine in this version; set it to 1"
-            )
         self.layer_number = max(1, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -70,7 +83,7 @@ class CoreAttention(MegatronModule):
         attention_mask: Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: SegmentParams | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -81,30 +94,77 @@ class CoreAttention(MegatronModule):
             attention_mask: must be None; see the class.
             attn_mask_type: causal.
             attention_bias: must be None.
-            packed_seq_params: must be None in this version.
+            packed_seq_params: the sequences that stand in the ``S`` rows (``B`` is 1); None: each
+                row of the batch is one.
 
         Returns:
             ``[S, B, heads * D]``.
         """
         assert attention_mask is None
         assert attention_bias is None
-        assert packed_seq_params is None
         assert attn_mask_type in (None, AttnMaskType.causal)
         if self.cache is not None:
             return self.cache.attend(self.layer_number, query, key, value)
-        length, batch, heads, _ = query.shape
+        length, batch = query.shape[:2]
+        if packed_seq_params is not None:
+            assert batch == 1
+            assert packed_seq_params.segments is not None
+            rows = self._packed(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.segments)
+            return rows.reshape(length, 1, -1)
         windowed = self.window is not None and length > self.window
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=_window_mask(length, self.window, query.device) if windowed else None,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=not windowed,
-            scale=self.scale,
-            enable_gqa=key.shape[2] != heads,
+        mask = _window_mask(length, self.window, query.device) if windowed else None
+        out = self._attend(
+            query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), mask
         )
         return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self._dropout,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        """Rows ``[R, heads, D]`` of packed sequences; rows that belong to none become 0."""
+        if not segments.buckets:
+            return query * 0.0
+        key, value = segments.gathered(key, value)
+        if can_attend_varlen(query, self._dropout):
+            return attend_varlen(query, key, value, segments, self.scale, self.window)
+        slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
+        key_slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]
+        parts = []
+        for bucket, queries, keys, values in zip(
+            segments.buckets,
+            segments.queries.to_slots(query).split(slots),
+            segments.keys.to_slots(key).split(key_slots),
+            segments.keys.to_slots(value).split(key_slots),
+            strict=True,
+        ):
+            out = self._attend(
+                _by_sequence(queries, bucket.sequences),
+                _by_sequence(keys, bucket.sequences),
+                _by_sequence(values, bucket.sequences),
+                bucket.mask(self.window, query.device),
+            )
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return segments.queries.to_rows(torch.cat(parts))
+
+
+def _by_sequence(slots: Tensor, sequences: int) -> Tensor:
+    """``[sequences * L, heads, D]`` to ``[sequences, heads, L, D]``."""
+    return slots.unflatten(0, (sequences, -1)).transpose(1, 2)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:

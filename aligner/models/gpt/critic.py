@@ -7,8 +7,8 @@ from torch import Tensor
 
 from aligner.models.gpt.hidden_states import OutputLayerBypass, full_hidden_states
 from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.pipeline import Microbatch
-from aligner.models.gpt.value_head import ValueHead, right_shift
+from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.value_head import ValueHead
 from aligner.models.interfaces import CriticModelInterface
 from aligner.types import TokenOutputs
 
@@ -28,26 +28,30 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
             gpt.rm_head = ValueHead(self.architecture.hidden_size)
 
     def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, batch: Microbatch, with_entropy: bool
+        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Right-shifted values of every position; ``with_entropy`` is a policy's matter."""
-        assert not with_entropy
-        raw = gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False)).squeeze(-1)
-        return TokenOutputs(right_shift(raw))
+        """The value before every token: what was read up to token j is the value of j + 1.
+
+        Without this shift the value of a state would be computed after its action was seen.
+        """
+        assert not with_entropy  # a policy's matter
+        rows, tokens = microbatch.layout.predicted_tokens()
+        return TokenOutputs(microbatch.layout.to_frame(head_output(gpt, hidden)[rows], tokens))
 
     def get_values(
-        self, batch: Mapping[str, Tensor], micro_batch_size: int | None = None
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """Values of the states before each token.
 
         Args:
             batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batch_size: sequences per forward pass; default ``forward_micro_batch_size``.
+            micro_batches: sequences per forward pass, or the rows of each; default
+                ``forward_micro_batch_size``.
 
         Returns:
-            float32 ``[B, S]``; positions beyond a sequence's length mean nothing.
+            float32 ``[B, S]``; 0 beyond a sequence's length.
         """
-        return self.infer_tokens(batch, micro_batch_size)
+        return self.infer_tokens(batch, micro_batches)
 
     def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Same as `get_values`."""
@@ -56,3 +60,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values under ``values``; rewards join them where a reward model shares the body."""
         return {"values": self.get_values(batch)}
+
+
+def head_output(gpt: GPTModel, hidden: Tensor) -> Tensor:
+    """What the scalar head makes of hidden states ``[n, L, H]``: ``[n * L]``."""
+    return gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False)).squeeze(-1)

@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from aligner.models.gpt.token_layout import TokenLayout
+
 
 class OutputLayerBypass(nn.Module):
     """Stands where the output layer was and hands the hidden states through."""
@@ -23,6 +25,42 @@ class OutputLayerBypass(nn.Module):
         """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
         del args, kwargs
         return hidden, None
+
+
+class PlacedRotary(nn.Module):
+    """Stands where the rotary embedding was and answers for the positions of one layout.
+
+    megatron-core's own counts from the start of the row, or cuts it as it would be cut for
+    Transformer Engine.
+    """
+
+    def __init__(self, rotary: nn.Module, layout: TokenLayout) -> None:
+        super().__init__()
+        self.angles = rotary.get_emb(layout.longest)[layout.positions[0]]
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Length to ask `forward` for; it does not matter."""
+        del args, kwargs
+        return self.angles.shape[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Angles ``[L, 1, 1, D]`` of the layout's rows."""
+        del args, kwargs
+        return self.angles
+
+
+@contextlib.contextmanager
+def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
+    """Give rotary embeddings the layout's positions; without segments they are those anyway."""
+    original = gpt._modules.get("rotary_pos_emb")
+    if layout.segments is None or original is None:
+        yield
+        return
+    gpt._modules["rotary_pos_emb"] = PlacedRotary(original, layout)
+    try:
+        yield
+    finally:
+        gpt._modules["rotary_pos_emb"] = original
 
 
 @contextlib.contextmanager
@@ -47,7 +85,9 @@ def output_weight(gpt: GPTModel) -> Tensor:
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
-    """Undo sequence parallelism on ``[B, S, H]`` and place the tensor-parallel gradient sum.
+    """Undo sequence parallelism on ``[n, L, H]`` and place the tensor-parallel gradient sum.
+
+    Returns ``[n * L, H]``, the rows that `TokenLayout` counts.
 
     ``vocab_parallel``: what follows is sharded over the vocabulary, so each rank's gradient is a
     partial one that must be summed. Otherwise every rank computes the same and none is summed.
@@ -56,5 +96,6 @@ def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -
         gathered = gather_from_sequence_parallel_region(
             hidden.transpose(0, 1), tensor_parallel_output_grad=vocab_parallel
         )
-        return gathered.transpose(0, 1)
-    return copy_to_tensor_model_parallel_region(hidden) if vocab_parallel else hidden
+        return gathered.transpose(0, 1).flatten(0, 1)
+    rows = hidden.flatten(0, 1)
+    return copy_to_tensor_model_parallel_region(rows) if vocab_parallel else rows

@@ -33,12 +33,15 @@ from aligner.models.gpt.build import build_gpt
 from aligner.models.gpt.optimizer import RoleOptimizer, StepOutcome, wrap_for_training
 from aligner.models.gpt.pipeline import (
     Microbatch,
+    MicroBatches,
     infer_microbatches,
+    row_bounds,
     split_microbatches,
     train_microbatches,
 )
 from aligner.models.gpt.role_state import load_role_state, role_state
 from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.token_layout import LayoutRules
 from aligner.observe.nonfinite import write_nonfinite
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
@@ -89,9 +92,9 @@ class MegatronGPTModel(ModelPT):
         """Let a role replace the output layer by a head of its own."""
 
     def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, batch: Microbatch, with_entropy: bool
+        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """What the role says of each token, from ``gpt``'s hidden states ``[B, S, H]``."""
+        """What the role says of each token, from ``gpt``'s hidden states ``[n, L, H]``."""
         raise NotImplementedError
 
     # The model -------------------------------------------------------------------------------
@@ -133,24 +136,29 @@ class MegatronGPTModel(ModelPT):
         self.model = wrapped
 
     def infer_tokens(
-        self, batch: Microbatch, rows: int | None = None, gpt: GPTModel | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        micro_batches: MicroBatches | None = None,
+        gpt: GPTModel | None = None,
     ) -> Tensor:
         """The role's `token_outputs` without gradients.
 
         Args:
             batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and what the role reads.
-            rows: sequences per forward pass; default ``forward_micro_batch_size``.
+            micro_batches: sequences per forward pass, or the rows of each pass (without gaps);
+                default ``forward_micro_batch_size``.
             gpt: the model to ask; default this role's own.
 
         Returns:
-            float32 ``[B, S]`` on every process of the model-parallel group; 0 where trimmed.
+            float32 ``[B, S]`` on every process of the model-parallel group; 0 beyond a sequence's
+            length.
         """
         model = gpt or self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> Tensor:
             return self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
 
-        microbatches = split_microbatches(batch, rows or self.settings.forward_micro_batch_size)
+        microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
         results = infer_microbatches(model, microbatches, head)
         total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         if self.parallel.is_last_stage:
@@ -165,10 +173,25 @@ class MegatronGPTModel(ModelPT):
             dist.broadcast(total, src=source, group=self.parallel.pp_group)
         return total
 
+    def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
+        """This rank's micro-batches, as many as the other data-parallel ranks have."""
+        bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
+        if self.settings.parallel.expert > 1:  # experts of the ranks meet in every micro-batch
+            count = torch.tensor(len(bounds), device=batch["input_ids"].device)
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.parallel.dp_group)
+            end = bounds[-1][1]
+            bounds += [(end, end)] * (int(count) - len(bounds))
+        rules = LayoutRules.of(
+            self.parallel,
+            packed=self.settings.sequence_packing,
+            sequence_length_round=self.settings.sequence_length_round,
+        )
+        return split_microbatches(batch, bounds, rules)
+
     # Learning ---------------------------------------------------------------------------------
 
     def get_loss_and_metrics(
-        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: int | None = None
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
@@ -184,10 +207,10 @@ class MegatronGPTModel(ModelPT):
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             outputs = self.token_outputs(gpt, hidden, microbatch, loss_fn.needs_entropy)
-            loss, metrics = loss_fn(outputs, microbatch, denominators)
+            loss, metrics = loss_fn(outputs, microbatch.columns, denominators)
             return loss, {**metrics, "loss": loss.detach()}
 
-        microbatches = split_microbatches(batch, mbs or self.settings.micro_batch_size)
+        microbatches = self._split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
             results = infer_microbatches(gpt, microbatches, lambda h, m: head(h, m)[1])
         else:
@@ -196,7 +219,7 @@ class MegatronGPTModel(ModelPT):
         return metrics["loss"], metrics
 
     def training_update(
-        self, batch: Mapping[str, Tensor], number: int = 0, mbs: int | None = None
+        self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
     ) -> dict[str, float]:
         """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
 
@@ -206,7 +229,8 @@ class MegatronGPTModel(ModelPT):
         Args:
             batch: this rank's share.
             number: which mini-batch of the pass this is, for the report of a non-finite one.
-            mbs: sequences per forward-backward; default ``micro_batch_size``.
+            mbs: sequences per forward-backward, or the rows of each; default
+                ``micro_batch_size``.
         """
         optimizer = self._trainable()
         optimizer.zero_grad()

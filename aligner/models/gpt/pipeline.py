@@ -3,12 +3,13 @@
 This is the only place that speaks megatron-core's schedule protocol: a forward step that returns
 ``(output, closure)``, where the closure turns the last stage's output into a loss or a result.
 
-    microbatches ─► forward_step ─► GPTModel (bypassed output layer) ─► hidden [B, S, H]
+    microbatches ─► forward_step ─► GPTModel (bypassed output layer) ─► hidden [n, L, H]
                                                                             │
                                       head(hidden, microbatch) ◄────────────┘
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,31 +19,55 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.distributed import accelerator
-from aligner.models.gpt.hidden_states import bypassed_output_layer
+from aligner.models.gpt.attention import SegmentParams
+from aligner.models.gpt.hidden_states import bypassed_output_layer, placed_positions
+from aligner.models.gpt.token_layout import LayoutRules, TokenLayout, build_layout
 
-Microbatch = Mapping[str, Tensor]
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Some rows of a batch, trimmed to the longest of them, and how they stand in the model."""
+
+    columns: Mapping[str, Tensor]
+    layout: TokenLayout
+
+
+# Sequences per micro-batch, or [first row, last row + 1] of each; a micro-batch may be empty.
+MicroBatches = int | Sequence[Sequence[int]]
 Result = TypeVar("Result")
 LossHead = Callable[[Tensor, Microbatch], tuple[Tensor, Result]]
 InferenceHead = Callable[[Tensor, Microbatch], Result]
 
 
-def split_microbatches(batch: Microbatch, size: int) -> list[dict[str, Tensor]]:
-    """Cut a batch into rows of ``size`` (the last may be smaller), each as long as it needs to be.
+def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
+    """Rows of each micro-batch; at least one micro-batch, which is empty if there are no rows."""
+    if isinstance(micro_batches, int):
+        starts = range(0, max(1, rows), micro_batches)
+        return [(start, min(start + micro_batches, rows)) for start in starts]
+    return [(start, end) for start, end in micro_batches] or [(0, 0)]
+
+
+def split_microbatches(
+    batch: Mapping[str, Tensor], bounds: Sequence[tuple[int, int]], rules: LayoutRules
+) -> list[Microbatch]:
+    """Cut a batch into micro-batches, each as long as it needs to be.
 
     Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
     ``input_lengths`` tells.
     """
-    rows, length = batch["input_ids"].shape
+    length = batch["input_ids"].shape[1]
+    lengths = batch["input_lengths"].cpu().numpy()
     microbatches = []
-    for start in range(0, rows, size):
-        part = {key: value[start : start + size] for key, value in batch.items()}
-        longest = int(part["input_lengths"].max())
-        microbatches.append(
-            {
-                key: value[:, :longest] if value.dim() > 1 and value.shape[1] == length else value
-                for key, value in part.items()
-            }
-        )
+    for start, end in bounds:
+        longest = int(lengths[start:end].max(initial=1))
+        columns = {
+            key: value[start:end, :longest]
+            if value.dim() > 1 and value.shape[1] == length
+            else value[start:end]
+            for key, value in batch.items()
+        }
+        layout = build_layout(columns["input_ids"], lengths[start:end], rules)
+        microbatches.append(Microbatch(columns, layout))
     return microbatches
 
 
@@ -83,13 +108,13 @@ def _run(
         data: Iterator[Microbatch], stage: nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch = next(data)
-        ids = microbatch["input_ids"]
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        with bypassed_output_layer(unwrap_model(stage)):
-            hidden = stage(ids, positions, None)
+        layout, gpt = microbatch.layout, unwrap_model(stage)
+        packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
+        with bypassed_output_layer(gpt), placed_positions(gpt, layout):
+            hidden = stage(layout.input_ids, layout.positions, None, packed_seq_params=packed)
         return hidden, partial(loss_closure, microbatch)
 
-    rows, length = microbatches[0]["input_ids"].shape
+    rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():
         return get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -10,8 +10,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.models.gpt.critic import MegatronGPTCriticModel
-from aligner.models.gpt.hidden_states import full_hidden_states
+from aligner.models.gpt.critic import MegatronGPTCriticModel, head_output
 from aligner.models.gpt.pipeline import Microbatch
 from aligner.types import TokenOutputs
 
@@ -20,13 +19,12 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     """Scores sequences; the head's output is not shifted, it speaks of the token just read."""
 
     def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, batch: Microbatch, with_entropy: bool
+        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Raw head output of every position."""
+        """Raw head output of every token."""
         assert not with_entropy
-        return TokenOutputs(
-            gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False)).squeeze(-1)
-        )
+        rows, tokens = microbatch.layout.held_tokens()
+        return TokenOutputs(microbatch.layout.to_frame(head_output(gpt, hidden)[rows], tokens))
 
     def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Reward of each sequence, float32 ``[B]``: the head's output at the last valid token."""

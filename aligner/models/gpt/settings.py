@@ -24,6 +24,8 @@ class RoleSettings:
     micro_batch_size: int = 8
     global_batch_size: int = 64
     forward_micro_batch_size: int = 16
+    sequence_packing: bool = False  # the sequences of a micro-batch stand in one row
+    sequence_length_round: int = 1  # padded micro-batches are as long as a multiple of it
     optim: OptimConfig | None = None
     max_optimizer_steps: int | None = None  # what a schedule without max_steps decays over
     gradient_clip_val: float = 1.0  # 0: off
@@ -60,6 +62,8 @@ def policy_settings(
         micro_batch_size=model.micro_batch_size,
         global_batch_size=model.global_batch_size,
         forward_micro_batch_size=model.ppo.forward_micro_batch_size,
+        sequence_packing=model.sequence_packing.enabled,
+        sequence_length_round=model.sequence_length_round,
         optim=model.optim,
         max_optimizer_steps=max_optimizer_steps,
         gradient_clip_val=run.gradient_clip_val,
@@ -81,6 +85,8 @@ def critic_settings(
         micro_batch_size=critic.micro_batch_size,
         global_batch_size=critic.global_batch_size,
         forward_micro_batch_size=critic.forward_micro_batch_size,
+        sequence_packing=model.sequence_packing.enabled,
+        sequence_length_round=model.sequence_length_round,
         optim=critic.optim,
         max_optimizer_steps=max_optimizer_steps,
         gradient_clip_val=run.gradient_clip_val,

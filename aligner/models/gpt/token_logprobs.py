@@ -1,6 +1,5 @@
 """Log-probs of selected tokens from hidden states, in the one frame of `aligner.types`."""
 
-import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -8,6 +7,7 @@ from aligner.config import SamplingParams
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
+from aligner.models.gpt.token_layout import TokenLayout
 from aligner.types import TokenOutputs
 
 
@@ -16,6 +16,7 @@ def token_logprobs(
     hidden: Tensor,
     input_ids: Tensor,
     selected: Tensor,
+    layout: TokenLayout,
     *,
     vocab_size: int,
     parallel: ParallelState,
@@ -29,10 +30,11 @@ def token_logprobs(
 
     Args:
         gpt: supplies the output weight.
-        hidden: ``[B, S, H]``, with gradients when they are wanted.
+        hidden: ``[n, L, H]``, rows of the layout, with gradients when they are wanted.
         input_ids: int64 ``[B, S]``.
         selected: bool or float ``[B, S]``, true where the log-prob of token t is wanted. Position
             0 has no predecessor and is never computed.
+        layout: which row holds which token.
         vocab_size: unpadded vocabulary.
         parallel: process groups.
         sampling: temperature, top-k and top-p of the distribution the tokens were drawn from.
@@ -41,12 +43,13 @@ def token_logprobs(
     Returns:
         float32 ``[B, S]`` each.
     """
-    chosen = selected[:, 1:].bool()
-    rows = full_hidden_states(gpt, hidden, vocab_parallel=True)[:, :-1][chosen]
+    rows, tokens = layout.predicted_tokens()
+    chosen = selected.flatten()[tokens].bool()
+    rows, tokens = rows[chosen], tokens[chosen]
     logprobs, entropy = hidden_states_to_logprobs(
-        rows,
+        full_hidden_states(gpt, hidden, vocab_parallel=True)[rows],
         output_weight(gpt),
-        input_ids[:, 1:][chosen],
+        input_ids.flatten()[tokens],
         tp_group=parallel.tp_group if parallel.config.tensor > 1 else None,
         vocab_size=vocab_size,
         temperature=sampling.temperature,
@@ -55,13 +58,6 @@ def token_logprobs(
         with_entropy=with_entropy,
     )
     return TokenOutputs(
-        _scatter(logprobs, chosen), None if entropy is None else _scatter(entropy, chosen)
+        layout.to_frame(logprobs, tokens),
+        None if entropy is None else layout.to_frame(entropy, tokens),
     )
-
-
-def _scatter(values: Tensor, chosen: Tensor) -> Tensor:
-    """Put ``[N]`` back where ``chosen`` ``[B, S - 1]`` is true, one position to the right."""
-    batch, length = chosen.shape
-    frame = torch.zeros(batch, length + 1, dtype=values.dtype, device=values.device)
-    where = torch.nn.functional.pad(chosen, (1, 0))
-    return frame.masked_scatter(where, values)

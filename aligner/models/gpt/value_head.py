@@ -1,4 +1,4 @@
-"""The scalar head of critics and reward models, and the shift that makes its output values."""
+"""The scalar head of critics and reward models."""
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,3 @@ class ValueHead(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """``[..., H]`` in any dtype to ``[..., 1]`` in the head's."""
         return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
-
-
-def right_shift(head_output: Tensor) -> Tensor:
-    """Raw head output ``[B, S]`` to values: what was read up to token j is the value of j + 1.
-
-    ``values[:, 0] = 0``. Without this shift the value of a state would be computed after its
-    action was seen.
-    """
-    return F.pad(head_output[:, :-1], (1, 0))

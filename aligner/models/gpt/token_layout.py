@@ -1,0 +1,166 @@
+"""How the tokens of a micro-batch stand in the model, and back.
+
+Masks, losses and results live in the frame ``[b, S]``. The model runs on rows: the frame itself
+(one row of the batch per sequence), or, packed or under context parallelism, one long row of all
+tokens of this rank without the padding:
+
+    frame [b, S] ─held tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
+
+A row's hidden state predicts the token after it, which may be held by another rank: every rank
+fills in what it knows and the frames are added up.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from aligner.config import ParallelConfig
+from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
+from aligner.distributed.parallel import ParallelState
+from aligner.models.gpt.segments import Segments, build_segments
+
+PADDING = -1
+Number = TypeVar("Number", int, IntArray)
+
+
+@dataclass(frozen=True)
+class LayoutRules:
+    """What decides how a role's micro-batches stand in the model."""
+
+    packed: bool
+    sequence_multiple: int  # tokens of a packed sequence, over all context-parallel ranks
+    row_multiple: int  # length of the model's rows on one rank
+    cp_rank: int = 0
+    cp_size: int = 1
+    cp_group: dist.ProcessGroup | None = None  # None: nothing to add up
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelState, *, packed: bool, sequence_length_round: int
+    ) -> "LayoutRules":
+        """Under context parallelism every pass is packed: it costs nothing and pads nothing."""
+        config: ParallelConfig = parallel.config
+        split = config.context > 1
+        return cls(
+            packed=packed or split,
+            sequence_multiple=config.sequence_multiple,
+            row_multiple=config.row_multiple(sequence_length_round),
+            cp_rank=parallel.cp_rank,
+            cp_size=config.context,
+            cp_group=parallel.cp_group if split else None,
+        )
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """One micro-batch as the model sees it."""
+
+    frame: tuple[int, int]  # b, S
+    input_ids: Tensor  # int64 [n, L]
+    positions: Tensor  # int64 [n, L], from 0 in every sequence
+    longest: int  # positions are below it
+    held: IntArray  # [n * L]: index into b * S of the token in each row, or PADDING
+    ends: IntArray  # [b * S] bool: no token of the sequence follows
+    segments: Segments | None  # None: every batch row is a sequence
+    cp_group: dist.ProcessGroup | None
+
+    def held_tokens(self) -> tuple[Tensor, Tensor]:
+        """Rows (into n * L) that hold a token, and its place in the frame (into b * S)."""
+        rows = np.flatnonzero(self.held != PADDING)
+        return self._indices(rows), self._indices(self.held[rows])
+
+    def predicted_tokens(self) -> tuple[Tensor, Tensor]:
+        """Rows (into n * L) that a token follows, and its place in the frame (into b * S)."""
+        rows = np.flatnonzero(self.held != PADDING)
+        rows = rows[~self.ends[self.held[rows]]]
+        return self._indices(rows), self._indices(self.held[rows] + 1)
+
+    def to_frame(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """Values ``[N]`` at ``tokens`` of the frame ``[b, S]``, 0 elsewhere, from all ranks."""
+        rows, length = self.frame
+        frame = values.new_zeros(rows * length).index_copy(0, tokens, values).view(rows, length)
+        return frame if self.cp_group is None else sum_over_ranks(frame, self.cp_group)
+
+    def _indices(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self.input_ids.device, non_blocking=True)
+
+
+def build_layout(input_ids: Tensor, lengths: IntArray, rules: LayoutRules) -> TokenLayout:
+    """Lay out a micro-batch.
+
+    Args:
+        input_ids: int64 ``[b, S]``, right-padded.
+        lengths: int64 ``[b]``, at most ``S``.
+        rules: see `LayoutRules`.
+    """
+    if rules.packed or not len(lengths):
+        return _packed(input_ids, lengths, rules)
+    rows, width = input_ids.shape
+    length = round_up(width, rules.row_multiple)
+    column = np.arange(length)
+    inside = column < lengths[:, None]
+    index = np.arange(rows)[:, None] * width + column
+    # A padding position is clamped, because learned positions end somewhere.
+    positions = torch.arange(length, device=input_ids.device).clamp(max=width - 1)
+    return TokenLayout(
+        frame=(rows, width),
+        input_ids=functional.pad(input_ids, (0, length - width)) if length > width else input_ids,
+        positions=positions.expand(rows, length),
+        longest=length,
+        held=np.where(inside, index, PADDING).ravel(),
+        ends=_ends(lengths, width),
+        segments=None,
+        cp_group=None,
+    )
+
+
+def _packed(input_ids: Tensor, lengths: IntArray, rules: LayoutRules) -> TokenLayout:
+    rows, width = input_ids.shape
+    device = input_ids.device
+    padded = round_up(lengths, rules.sequence_multiple)
+    local = padded // rules.cp_size
+    used = int(local.sum())
+    # A micro-batch without sequences still goes through the model, for the collectives there.
+    total = round_up(max(1, used), rules.row_multiple)
+    sequence = np.arange(rows).repeat(local)
+    position = np.arange(used) - (np.cumsum(local) - local).repeat(local)
+    if rules.cp_size > 1:
+        chunk = (local // 2).repeat(local)
+        position = local_position(position, chunk, rules.cp_rank, rules.cp_size)
+    held = np.full(total, PADDING)
+    held[:used] = np.where(position < lengths[sequence], sequence * width + position, PADDING)
+    positions = np.zeros(total, np.int64)
+    positions[:used] = np.minimum(position, width - 1)
+    index = torch.from_numpy(held.clip(0)).to(device, non_blocking=True)
+    ids = input_ids.flatten()[index] if input_ids.numel() else torch.zeros_like(index)
+    return TokenLayout(
+        frame=(rows, width),
+        input_ids=ids[None],
+        positions=torch.from_numpy(positions).to(device, non_blocking=True)[None],
+        longest=max(1, width),
+        held=held,
+        ends=_ends(lengths, width),
+        segments=build_segments(
+            padded,
+            total,
+            device,
+            cp_rank=rules.cp_rank,
+            cp_size=rules.cp_size,
+            cp_group=rules.cp_group,
+        ),
+        cp_group=rules.cp_group,
+    )
+
+
+def round_up(value: Number, multiple: int) -> Number:
+    """The multiple at or above ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def _ends(lengths: IntArray, width: int) -> IntArray:
+    return (np.arange(width) >= lengths[:, None] - 1).ravel()
