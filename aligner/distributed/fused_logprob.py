@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.distributed.kept_set import keep_thresholds
+from aligner.distributed.sampling_params import TrainingSamplingParams
 from aligner.distributed.vocab_shard import Tiles, VocabShard
-from aligner.errors import ConfigError
 
 # Stands for a logit outside the kept set. Not -inf: 0 · -inf would be NaN in the entropy.
 _EXCLUDED = -1e30
@@ -46,10 +46,14 @@ def row_statistics(
     shard: VocabShard,
     *,
     thresholds: Tensor | None = None,
+    keep_target: bool = True,
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> RowStatistics:
-    """Forward pass over ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N]."""
+    """Forward pass over ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
+
+    A target below its threshold counts as kept, or has log-prob -inf without ``keep_target``.
+    """
     tiles = Tiles(hidden, shard.columns, chunk_size)
     hidden = hidden.to(tiles.dtype)
     local, owned = shard.localize(target)
@@ -74,6 +78,8 @@ def row_statistics(
         sums = torch.stack([total] if weighted is None else [total, weighted])
         total, weighted = (*shard.sum(sums), None)[:2]
     if thresholds is not None:
+        if not keep_target:
+            target_logits = target_logits.masked_fill(target_logits < thresholds, -torch.inf)
         _add_targets(target_logits - maximum, total, weighted)
     log_total = total.log()
     log_normalizer = maximum + log_total
@@ -143,7 +149,7 @@ def _add_targets(shifted: Tensor, total: Tensor, weighted: Tensor | None) -> Non
     exponential = shifted.exp()
     total += exponential
     if weighted is not None:
-        weighted += exponential * shifted
+        weighted += exponential * shifted.clamp(min=_EXCLUDED)
 
 
 class LogitGradient(NamedTuple):
@@ -184,13 +190,14 @@ def logit_gradient(
     else:
         row_factor, scale = torch.ones_like(logprobs), grad_entropy
         offset = grad_logprobs + grad_entropy * entropy
-        target_value = grad_logprobs - probability * (offset + grad_entropy * logprobs)
+        surprise = grad_entropy * logprobs.clamp(min=_EXCLUDED)
+        target_value = grad_logprobs - probability * (offset + surprise)
     return LogitGradient(
         statistics.log_normalizer,
         row_factor,
         scale,
         offset,
-        torch.where(owned, target_value, 0),
+        torch.where(owned & ~logprobs.isneginf(), target_value, 0),
         local,
         owned,
     )
@@ -274,6 +281,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         target: Tensor,
         shard: VocabShard,
         thresholds: Tensor | None,
+        keep_target: bool,
         chunk_size: int | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -283,6 +291,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             target,
             shard,
             thresholds=thresholds,
+            keep_target=keep_target,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
         )
@@ -313,7 +322,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             need_hidden=ctx.needs_input_grad[0],
             need_weight=ctx.needs_input_grad[1],
         )
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def hidden_states_to_logprobs(
@@ -336,7 +345,7 @@ def hidden_states_to_logprobs(
     ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
     without padding rows; those take no part in the softmax and get gradient 0.
 
-    ``temperature`` divides the logits. ``top_k`` (0: off), then ``top_p`` (1: off), restrict the
+    ``temperature`` divides the logits. ``top_k`` (0 or -1: off), then ``top_p`` (1: off), restrict the
     distribution, renormalised over what is kept; the target always counts as kept, so that a token
     which left the set since it was sampled has a finite log-prob instead of -inf (NeMo-RL's -inf).
     ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.
@@ -347,32 +356,49 @@ def hidden_states_to_logprobs(
     of ``hidden`` is the *local part*: the caller sums it over the group (megatron-core's
     copy-to-region or gather-from-sequence-region does).
     """
+    sampling = TrainingSamplingParams(top_k, top_p, temperature, keep_target=True)
+    shard = VocabShard.of(weight, vocab_size, tp_group)
+    return shard_logprobs(
+        hidden,
+        weight,
+        target,
+        shard,
+        sampling,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+    )
+
+
+def shard_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    shard: VocabShard,
+    sampling: TrainingSamplingParams,
+    *,
+    chunk_size: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`hidden_states_to_logprobs` for any shard, and either fate of a target outside the set."""
     assert hidden.ndim == 2, hidden.shape
     assert weight.ndim == 2, weight.shape
     assert target.ndim == 1, target.shape
     assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
     assert hidden.shape[0] == target.shape[0], (hidden.shape, target.shape)
-    _check_sampling(temperature, top_k, top_p)
-    shard = VocabShard.of(weight, vocab_size, tp_group)
-    if temperature != 1.0:
+    if sampling.temperature != 1.0:
         # In float32: scaling bfloat16 states would round them.
-        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
     thresholds = None
-    if top_k > 0 or top_p < 1.0:
+    if sampling.restricts:
         with torch.no_grad():
-            thresholds = keep_thresholds(hidden, weight, shard, top_k, top_p)
+            thresholds = keep_thresholds(hidden, weight, shard, sampling.kept_count, sampling.top_p)
     return _HiddenStatesToLogprobs.apply(
-        hidden, weight, target, shard, thresholds, chunk_size, with_entropy
+        hidden,
+        weight,
+        target,
+        shard,
+        thresholds,
+        sampling.keep_target,
+        chunk_size,
+        with_entropy,
     )
-
-
-def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    if temperature <= 0:
-        raise ConfigError(
-            f"temperature={temperature} must be positive: log-probs at temperature 0 do not exist; "
-            "sample greedily with use_greedy and train at temperature 1"
-        )
-    if top_k < 0 or not 0 < top_p <= 1:
-        raise ConfigError(
-            f"top_k={top_k} must be at least 0 (0: off) and top_p={top_p} in (0, 1] (1: off)"
-        )

@@ -5,8 +5,12 @@ tiles can apply it without sorting again. Tokens of equal logit are kept or drop
 """
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.distributed.adjoint_collectives import gather_first
+from aligner.distributed.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.distributed.vocab_shard import Tiles, VocabShard
 
 _CHUNK_BYTES = 64 * 2**20
@@ -17,19 +21,33 @@ def keep_thresholds(
 ) -> Tensor:
     """Threshold of each row's logits, [N], for ``hidden`` [N, H] already divided by temperature.
 
-    Needs whole rows: under tensor parallelism the logits of a few tokens at a time are gathered.
+    The logits exist a few tokens at a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    ranks = 1 if shard.group is None else torch.distributed.get_world_size(shard.group)
-    row_bytes = weight.shape[0] * ranks * dtype.itemsize
-    rows = max(1, _CHUNK_BYTES // row_bytes)
+    rows = max(1, _CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
     thresholds = [hidden.new_empty(0, dtype=dtype)]
     for chunk in hidden.split(rows) if hidden.shape[0] else ():
         logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)
         for columns in Tiles(chunk, shard.columns, None).vocabulary():
             logits[:, columns] = chunk.to(dtype) @ weight[columns].to(dtype).t()
-        thresholds.append(threshold(shard.gather_columns(logits), top_k, top_p))
+        thresholds.append(shard_thresholds(logits, shard.group, top_k, top_p))
     return torch.cat(thresholds)
+
+
+def shard_thresholds(
+    logits: Tensor, group: dist.ProcessGroup | None, top_k: int, top_p: float
+) -> Tensor:
+    """Threshold of each row, [n], on every rank; ``logits`` float [n, V_local], overwritten.
+
+    Sorting needs whole rows: each rank gets those of its share of the tokens. All ranks hold the
+    same number of columns; those that are padding must be -inf.
+    """
+    if group is None:
+        return threshold(logits, top_k, top_p)
+    rows = logits.shape[0]
+    padded = F.pad(logits, (0, 0, 0, -rows % dist.get_world_size(group)))
+    own = threshold(all_to_all_vp2sq(padded, group), top_k, top_p)
+    return gather_first(own, group)[:rows]
 
 
 def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -49,5 +67,7 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         count = (before < top_p).sum(dim=1, keepdim=True).clamp(min=1)
     smallest = ordered.gather(1, count - 1)
     next_lower = logits.masked_fill_(logits >= smallest, -torch.inf).amax(dim=1, keepdim=True)
-    # Nothing lower: the gap is infinite and any distance does.
-    return (smallest - (smallest - next_lower).clamp(max=2.0) / 2).squeeze(1)
+    # Nothing lower: the gap is infinite and any distance does. A padding column among those kept:
+    # all others are kept, too.
+    limit = smallest - (smallest - next_lower).clamp(max=2.0) / 2
+    return torch.where(smallest.isneginf(), smallest, limit).squeeze(1)

@@ -17,6 +17,9 @@ _TILE_BYTES = {"cpu": 4 * 2**20}
 _TILE_BYTES_ACCELERATOR = 256 * 2**20
 _TILE_ROWS = {"cpu": 2048}
 _TILE_ROWS_ACCELERATOR = 8192
+# Logits that are there already are read in chunks of whole rows.
+_CHUNK_BYTES = {"cpu": 32 * 2**20}
+_CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class VocabShard:
         columns = min(max(vocab_size - start, 0), rows)
         return cls(start=start, columns=columns, group=group if ranks > 1 else None)
 
+    @classmethod
+    def between(cls, start: int, end: int, group: dist.ProcessGroup | None) -> "VocabShard":
+        """The shard whose first columns are the global ids from ``start`` up to ``end``."""
+        ranks = 1 if group is None else dist.get_world_size(group)
+        return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
+
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """Local row of each global id (0 where it is elsewhere), and bool: it is here."""
         local = target - self.start
@@ -60,13 +69,29 @@ class VocabShard:
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return value
 
-    def gather_columns(self, logits: Tensor) -> Tensor:
-        """[n, V_local] of every rank side by side: [n, V_local * ranks], in vocabulary order."""
+    def stack_ranks(self, value: Tensor) -> Tensor:
+        """``value`` of every rank, [ranks, ...]; each rank has the same shape."""
         if self.group is None:
-            return logits
-        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, logits, group=self.group)
-        return torch.cat(parts, dim=1)
+            return value.unsqueeze(0)
+        ranks = dist.get_world_size(self.group)
+        stacked = value.new_empty(ranks, *value.shape)
+        dist.all_gather(list(stacked), value.contiguous(), group=self.group)
+        return stacked
+
+
+def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
+    """Slices of the last but one dimension of [..., S, V_local], ``chunk_size`` positions each.
+
+    None: as many as keep a chunk's float32 form within the memory of some tiles. The same on every
+    rank whose logits have the same shape, so that collectives may stand inside the loop.
+    """
+    length = logits.shape[-2]
+    if chunk_size is None:
+        budget = _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ACCELERATOR)
+        chunk_size = budget // max(1, logits.numel() // max(1, length) * torch.float32.itemsize)
+    size = max(1, chunk_size)
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
 
 
 class Tiles:

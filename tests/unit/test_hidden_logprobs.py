@@ -212,7 +212,7 @@ def test_equal_logits_stay_together():
     [
         ({"temperature": 0.0}, "temperature=0.0 must be positive"),
         ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": -2}, "top_k=-2"),
     ],
 )
 def test_bad_sampling_is_refused(options, message):

@@ -1,0 +1,62 @@
+"""Collectives along the first dimension, and their adjoints as gradients."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[n, ...] of every rank one after the other: [ranks * n, ...]; no gradient."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if ranks == 1:
+        return local
+    whole = local.new_empty(local.shape[0] * ranks, *local.shape[1:])
+    dist.all_gather(list(whole.chunk(ranks)), local.contiguous(), group=group)
+    return whole
+
+
+def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum [ranks * n, ...] over the ranks and keep this rank's [n, ...]; no gradient."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if ranks == 1:
+        return whole
+    local = whole.new_empty(whole.shape[0] // ranks, *whole.shape[1:])
+    dist.reduce_scatter(local, list(whole.contiguous().chunk(ranks)), group=group)
+    return local
+
+
+class GatherFirst(torch.autograd.Function):
+    """`gather_first`; the gradients of all ranks are summed, and each takes its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """[n, ...] → [ranks * n, ...]."""
+        ctx.group = group
+        return gather_first(local, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        """Reduce-scatter."""
+        return reduce_scatter_first(grad_outputs[0], ctx.group), None
+
+
+class SumGradient(torch.autograd.Function):
+    """Identity on a tensor that every rank holds; the gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The tensor itself."""
+        ctx.group = group
+        return replicated.view_as(replicated)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        """All-reduce."""
+        total = grad_outputs[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,95 @@
+"""Logits sharded over the vocabulary and logits sharded over the tokens, one into the other.
+
+Shape legend: ``BS`` tokens (batch and sequence flattened), ``BS_local = BS / ranks``, ``V`` whole
+vocabulary, ``V_local = V / ranks``.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from aligner.errors import LayoutError
+
+
+def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """[BS, V_local] of each rank → [BS_local, V]: whole rows of this rank's share of the tokens.
+
+    Any dtype; differentiable (the gradient travels the way back). Rank r gets the r-th of the equal
+    parts of the flattened tokens, its columns in the order of the ranks.
+
+    Raises:
+        LayoutError: not two-dimensional, or BS is not a multiple of the group's size.
+    """
+    return _VocabToSequence.apply(vocab_parallel_logits, tp_group)
+
+
+def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
+    """[BS_local, V] of each rank → [BS, V_local]: the inverse of `all_to_all_vp2sq`.
+
+    Raises:
+        LayoutError: not two-dimensional, or V is not a multiple of the group's size.
+    """
+    return _SequenceToVocab.apply(seq_parallel_logits, tp_group)
+
+
+class _VocabToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _vocab_to_sequence(logits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _sequence_to_vocab(grad_outputs[0], ctx.group), None
+
+
+class _SequenceToVocab(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sequence_to_vocab(logits, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _vocab_to_sequence(grad_outputs[0], ctx.group), None
+
+
+def _vocab_to_sequence(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    _check(logits, "tokens", 0, ranks)
+    received = _exchange(logits.contiguous(), group)
+    columns = logits.shape[1]
+    return received.view(ranks, -1, columns).transpose(0, 1).reshape(-1, ranks * columns)
+
+
+def _sequence_to_vocab(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    _check(logits, "vocabulary columns", 1, ranks)
+    rows, columns = logits.shape
+    sent = logits.view(rows, ranks, columns // ranks).transpose(0, 1).contiguous()
+    return _exchange(sent, group).view(ranks * rows, columns // ranks)
+
+
+def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send the r-th of the equal parts of the memory to rank r, keep what comes in rank order."""
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return received
+
+
+def _check(logits: Tensor, what: str, dimension: int, ranks: int) -> None:
+    if logits.ndim != 2:
+        raise LayoutError(
+            f"logits of shape {list(logits.shape)} must have two dimensions: flatten batch and "
+            "sequence into one"
+        )
+    if logits.shape[dimension] % ranks:
+        raise LayoutError(
+            f"{logits.shape[dimension]} {what} cannot be shared equally by {ranks} tensor-parallel "
+            f"ranks: pad them to a multiple of {ranks}"
+        )
