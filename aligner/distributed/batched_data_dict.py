@@ -3,38 +3,24 @@
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NotRequired, Self, TypedDict, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.data.packing import get_packer
 from aligner.distributed import columns, sharding
+from aligner.distributed.microbatch_modes import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    dynamic_plan,
+    packed_plan,
+)
 from aligner.errors import ConfigError, DataError
 
+__all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
+
 ColumnsT = TypeVar("ColumnsT")
-
-
-class DynamicBatchingArgs(TypedDict):
-    """How ``shard_by_batch_size`` forms micro-batches under a token budget."""
-
-    max_tokens_per_microbatch: int  # rows times padded length, per rank
-    sequence_length_round: int  # padded lengths are rounded up to a multiple of it
-    input_key: str  # column of token ids [B, S]
-    input_lengths_key: str  # column of lengths [B]
-
-
-class SequencePackingArgs(TypedDict):
-    """How ``shard_by_batch_size`` packs several sequences into one row."""
-
-    max_tokens_per_microbatch: int  # tokens of a packed row
-    input_key: str  # column of token ids [B, S]
-    input_lengths_key: str  # column of lengths [B]
-    algorithm: str  # name of a packing algorithm
-    sequence_length_pad_multiple: int  # each sequence is padded to a multiple of it
-    min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
-    bin_count_multiple: NotRequired[int]  # their number is a multiple of it
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
@@ -150,9 +136,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         _check_batches(total, size, allow_uneven_shards)
         batches = sharding.global_batches(total, size)
         if dynamic_batching_args is not None:
-            return self._planned_shards(self._plan_dynamic(dynamic_batching_args, batches, shards))
+            return self._planned_shards(
+                dynamic_plan(self.data, dynamic_batching_args, batches, shards)
+            )
         if sequence_packing_args is not None:
-            return self._planned_shards(self._plan_packed(sequence_packing_args, batches, shards))
+            return self._planned_shards(
+                packed_plan(self.data, sequence_packing_args, batches, shards)
+            )
         if not allow_uneven_shards:
             _check_even(size, shards)
         parts = [sharding.split_evenly(batch, shards) for batch in batches]
@@ -294,47 +284,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """The columns as a plain dict."""
         return dict(self.data)
 
-    def _plan_dynamic(
-        self, args: DynamicBatchingArgs, batches: list[range], shards: int
-    ) -> list[sharding.ShardPlan]:
-        return sharding.plan_dynamic(
-            self._row_lengths(args["input_key"], args["input_lengths_key"]),
-            batches,
-            shards,
-            _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"]),
-            _positive("sequence_length_round", args["sequence_length_round"]),
-        )
-
-    def _plan_packed(
-        self, args: SequencePackingArgs, batches: list[range], shards: int
-    ) -> list[sharding.ShardPlan]:
-        capacity = _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"])
-        return sharding.plan_packed(
-            self._row_lengths(args["input_key"], args["input_lengths_key"]),
-            batches,
-            shards,
-            get_packer(args["algorithm"], capacity),
-            _positive("sequence_length_pad_multiple", args["sequence_length_pad_multiple"]),
-            args.get("min_bin_count", 0),
-            _positive("bin_count_multiple", args.get("bin_count_multiple", 1)),
-        )
-
-    def _row_lengths(self, input_key: str, lengths_key: str) -> list[int]:
-        for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
-            if key not in self.data:
-                raise DataError(
-                    f"{name}={key!r}: there is no such column; the columns are {sorted(self.data)}"
-                )
-        lengths = torch.as_tensor(self.data[lengths_key]).tolist()
-        width = self.data[input_key].shape[1]
-        for row, length in enumerate(lengths):
-            if not 0 <= length <= width:
-                raise DataError(
-                    f"{lengths_key}[{row}]={length} is outside 0..{width}, the width of "
-                    f"{input_key}; give lengths in tokens, padding not counted"
-                )
-        return lengths
-
     def _planned_shards(
         self, plans: list[sharding.ShardPlan]
     ) -> "tuple[list[SlicedDataDict], list[int]]":
@@ -379,12 +328,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
 
 class SlicedDataDict(BatchedDataDict[Any]):
     """Some rows of a batch: one rank's shard, or one micro-batch."""
-
-
-def _positive(key: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{key}={value} must be at least 1")
-    return value
 
 
 def _check_batches(total: int, batch_size: int, allow_short: bool) -> None:

@@ -43,8 +43,8 @@ def join(columns: Sequence[Any], pad_value: int | float) -> Any:
 def gather(columns: Mapping[str, Any], group: dist.ProcessGroup) -> list[dict[str, Any]]:
     """The columns of every rank of ``group``, in rank order, the same on every rank.
 
-    Tensors arrive on the device of this rank's own column, bit for bit, whatever their shapes on the
-    other ranks; each column must have one dtype. Every rank must call this.
+    Tensors arrive bit for bit on the device of this rank's own column, whatever their shapes
+    elsewhere; each column must have one dtype. Every rank must call this.
 
     Raises:
         DataError: ranks hold different columns, or one column in different types; on every rank.

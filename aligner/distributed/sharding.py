@@ -15,7 +15,8 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from aligner.data.packing import SequencePacker, bin_count, split_fullest
+from aligner.data.packing import SequencePacker
+from aligner.data.packing.bins import bin_count, split_fullest
 from aligner.distributed.length_groups import LengthGroups
 from aligner.errors import DataError
 
