@@ -23,6 +23,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
 
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by `ValueHead` on the last pipeline stage."""
+        gpt.share_embeddings_and_output_weights = False  # nothing is left to share them with
         if gpt.post_process:
             gpt.output_layer = OutputLayerBypass()
             gpt.rm_head = ValueHead(self.architecture.hidden_size)
