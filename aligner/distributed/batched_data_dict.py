@@ -133,7 +133,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             )
         total = self.size
         size = total if batch_size is None else batch_size
-        _check_batches(total, size, allow_uneven_shards)
+        _check_batches(total, size, shards, allow_uneven_shards)
         batches = sharding.global_batches(total, size)
         if dynamic_batching_args is not None:
             return self._planned_shards(
@@ -330,11 +330,14 @@ class SlicedDataDict(BatchedDataDict[Any]):
     """Some rows of a batch: one rank's shard, or one micro-batch."""
 
 
-def _check_batches(total: int, batch_size: int, allow_short: bool) -> None:
-    if allow_short:
-        return
-    if batch_size < 1 or total % batch_size:
-        raise DataError(f"{total} rows are not a multiple of the batch size {batch_size}")
+def _check_batches(total: int, batch_size: int, shards: int, allow_short: bool) -> None:
+    if shards < 1:
+        raise DataError(f"{shards} shards: a batch is shared by at least one")
+    if total and (batch_size < 1 or (total % batch_size and not allow_short)):
+        raise DataError(
+            f"{total} rows are not a multiple of the batch size {batch_size}; change the batch "
+            "size or pass allow_uneven_shards=True for a shorter last batch"
+        )
 
 
 def _check_even(batch_size: int, shards: int) -> None:

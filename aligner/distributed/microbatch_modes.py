@@ -55,8 +55,8 @@ def packed_plan(
         shards,
         get_packer(args["algorithm"], capacity),
         _positive("sequence_length_pad_multiple", args["sequence_length_pad_multiple"]),
-        args.get("min_bin_count") or 0,
-        args.get("bin_count_multiple") or 1,
+        args.get("min_bin_count", 0),
+        _positive("bin_count_multiple", args.get("bin_count_multiple", 1)),
     )
 
 

@@ -120,6 +120,71 @@ def test_microbatches_cover_all_rows_once():
     assert [p["length"].tolist() for p in parts] == [[0, 1], [2, 3], [4]]
 
 
+def test_ranks_with_fewer_rows_run_as_many_microbatches():
+    shards = batch(5).shard_by_batch_size(3, allow_uneven_shards=True)  # 2, 2 and 1 rows
+    for shard in (*shards, *(shard.get_batch(0) for shard in shards)):
+        sizes = [part.size for part in shard.make_microbatch_iterator(1)]
+        assert sizes == ([1, 1] if shard.size == 2 else [1, 0])
+    assert [len(list(shard.make_microbatch_iterator(2))) for shard in shards] == [1, 1, 1]
+
+
+def test_a_shard_knows_its_part_of_every_global_batch():
+    shards = batch(7).shard_by_batch_size(2, batch_size=5, allow_uneven_shards=True)
+    assert [shard.elem_counts_per_gb for shard in shards] == [[3, 1], [2, 1]]
+    parts = [shard.get_batch(1)["length"].tolist() for shard in shards]
+    assert parts == [[5], [6]]
+    assert shards[1].get_batch(1, 2)["length"].tolist() == [6]  # by rows, when told how many
+    with pytest.raises(DataError, match=r"global batch 2 is outside 0\.\.1"):
+        shards[0].get_batch(2)
+    with pytest.raises(DataError, match="pass batch_size"):
+        batch(4).get_batch(0)
+
+
+def tokens(lengths, budget=6, **batch_size):
+    lengths = torch.tensor(lengths)
+    data = BatchedDataDict({"ids": torch.ones(len(lengths), 6), "n": lengths, "x": [*lengths]})
+    return data.shard_by_batch_size(
+        1,
+        **batch_size,
+        dynamic_batching_args={
+            "max_tokens_per_microbatch": budget,
+            "sequence_length_round": 2,
+            "input_key": "ids",
+            "input_lengths_key": "n",
+        },
+    )
+
+
+def test_dynamic_microbatches_are_as_wide_as_they_must_be():
+    ((shard,), order) = tokens([1, 5, 3, 2])
+    parts = list(shard.make_microbatch_iterator_with_dynamic_shapes())
+    assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
+    assert [tuple(part["ids"].shape) for part in parts] == [(1, 6), (1, 4), (2, 2)]
+    assert shard.get_microbatch_iterator_dynamic_shapes_len() == 3
+    assert order == [1, 2, 0, 3]
+    assert shard["ids"].shape == (4, 6)  # the shard itself is left alone
+
+
+def test_packable_microbatches_are_runs_of_rows():
+    ((shard,), _) = tokens([1, 5, 3, 2])
+    parts = list(shard.make_microbatch_iterator_for_packable_sequences())
+    assert [part["n"].tolist() for part in parts] == [[5], [3], [1, 2]]
+    assert shard.get_microbatch_iterator_for_packable_sequences_len() == (3, 6)
+
+
+def test_a_global_batch_brings_its_own_microbatches():
+    ((shard,), _) = tokens([1, 5, 3, 2], batch_size=2)
+    assert shard.elem_counts_per_gb == [2, 2]
+    second = shard.get_batch(1, 1)  # the size of a batch is the shard's to say
+    assert second["n"].tolist() == [3, 2]
+    assert second.micro_batch_indices == [[[0, 1], [1, 2]]]
+    assert second.micro_batch_lengths == [[4, 2]]
+    with pytest.raises(DataError, match="2 global batches; take one with get_batch"):
+        shard.get_microbatch_iterator_dynamic_shapes_len()
+    with pytest.raises(DataError, match="no micro-batches; make shards with shard_by_batch_size"):
+        list(batch().make_microbatch_iterator_for_packable_sequences())
+
+
 def test_size_refuses_ragged_columns():
     data = BatchedDataDict({"a": [1, 2], "b": [1]})
     with pytest.raises(DataError, match="different lengths"):

@@ -1,0 +1,248 @@
+"""Rows to shards to micro-batches: nothing lost, level tokens, equal counts, budgets kept."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.data.packing import PackingAlgorithm
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.sharding import balance_rows
+from aligner.errors import ConfigError, DataError
+
+WIDTH = 40
+MODES = ["plain", "dynamic", "packed"]
+
+
+def batch(lengths, width=WIDTH):
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+    rows = torch.arange(len(lengths))
+    return BatchedDataDict(
+        {
+            "input_ids": rows[:, None].expand(-1, width).clone(),
+            "input_lengths": lengths,
+            "row": rows.tolist(),
+        }
+    )
+
+
+def dynamic(budget, multiple=1, **changes):
+    args = {
+        "max_tokens_per_microbatch": budget,
+        "sequence_length_round": multiple,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+    }
+    return {"dynamic_batching_args": args | changes}
+
+
+def packed(budget, multiple=1, algorithm="modified_first_fit_decreasing", **changes):
+    args = {
+        "max_tokens_per_microbatch": budget,
+        "sequence_length_pad_multiple": multiple,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "algorithm": algorithm,
+    }
+    return {"sequence_packing_args": args | changes}
+
+
+def microbatches(shard, number):
+    """(lengths of the rows, planned length) of each micro-batch of a global batch."""
+    part = shard.get_batch(number)
+    assert len(part.micro_batch_indices) == len(part.micro_batch_lengths) == 1
+    bounds = part.micro_batch_indices[0]
+    assert [0, *(end for _, end in bounds)] == [*(start for start, _ in bounds), part.size]
+    lengths = part["input_lengths"].tolist()
+    planned = part.micro_batch_lengths[0]
+    return [(lengths[a:b], size) for (a, b), size in zip(bounds, planned, strict=True)]
+
+
+def round_up(length, multiple):
+    return -(-length // multiple) * multiple
+
+
+@st.composite
+def cases(draw):
+    lengths = draw(st.lists(st.integers(0, WIDTH), max_size=30))
+    batch_size = draw(st.one_of(st.none(), st.integers(1, max(1, len(lengths)))))
+    return lengths, batch_size, draw(st.integers(1, 5)), draw(st.integers(1, 8))
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases(), mode=st.sampled_from(MODES), algorithm=st.sampled_from(PackingAlgorithm))
+def test_order_is_restored_and_each_rank_gets_its_part_of_each_global_batch(case, mode, algorithm):
+    lengths, batch_size, shards, multiple = case
+    data = batch(lengths)
+    modes = {"plain": {}, "dynamic": dynamic(96, multiple), "packed": packed(96, 4, algorithm)}
+    made = data.shard_by_batch_size(shards, batch_size, allow_uneven_shards=True, **modes[mode])
+    parts = made if mode == "plain" else made[0]
+    assert len(parts) == shards
+    # Global batch g is rows g * size ... of the caller, whoever holds them.
+    size = batch_size or max(1, len(lengths))
+    for number, start in enumerate(range(0, len(lengths), size)):
+        rows = [row for part in parts for row in part.get_batch(number)["row"]]
+        assert sorted(rows) == list(range(start, min(start + size, len(lengths))))
+    results = BatchedDataDict.from_batches([{"x": part["row"]} for part in parts])
+    if mode == "plain":
+        results = BatchedDataDict({"x": sorted(results["x"])})
+    else:
+        results.reorder_data(made[1])
+    assert results["x"] == data["row"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases(), spare=st.integers(0, 60))
+def test_dynamic_microbatches_keep_the_budget_and_their_number(case, spare):
+    lengths, batch_size, shards, multiple = case
+    budget = round_up(WIDTH, multiple) + spare
+    parts, _ = batch(lengths).shard_by_batch_size(
+        shards, batch_size, True, **dynamic(budget, multiple)
+    )
+    for number in range(len(parts[0].elem_counts_per_gb)):
+        seen = [microbatches(part, number) for part in parts]
+        assert len({len(shard) for shard in seen}) == 1
+        for rows, planned in (item for shard in seen for item in shard):
+            assert planned == max((round_up(length, multiple) for length in rows), default=0)
+            assert len(rows) * planned <= budget
+        # No more micro-batches than the rank that needs most: one of them has no empty one.
+        assert any(all(rows for rows, _ in shard) for shard in seen)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    case=cases(),
+    spare=st.integers(0, 60),
+    algorithm=st.sampled_from(PackingAlgorithm),
+    least=st.integers(0, 4),
+    count_multiple=st.integers(1, 3),
+)
+def test_packed_microbatches_keep_the_budget_and_their_number(
+    case, spare, algorithm, least, count_multiple
+):
+    lengths, batch_size, shards, multiple = case
+    budget = round_up(WIDTH, multiple) + spare
+    args = packed(
+        budget, multiple, algorithm, min_bin_count=least, bin_count_multiple=count_multiple
+    )
+    parts, _ = batch(lengths).shard_by_batch_size(shards, batch_size, True, **args)
+    for number in range(len(parts[0].elem_counts_per_gb)):
+        seen = [microbatches(part, number) for part in parts]
+        (count,) = {len(shard) for shard in seen}
+        assert count >= least
+        assert count % count_multiple == 0
+        for rows, planned in (item for shard in seen for item in shard):
+            assert planned == sum(round_up(length, multiple) for length in rows)
+            assert planned <= budget
+        # A rank has an empty micro-batch only when it has fewer rows than there are of them.
+        for shard in seen:
+            rows = sum(len(part) for part, _ in shard)
+            assert sum(not part for part, _ in shard) == max(0, count - rows)
+
+
+def log_normal_lengths(rows, seed, mean=600, longest=4096):
+    drawn = np.random.default_rng(seed).lognormal(0, 1, rows) / np.exp(0.5) * mean
+    return np.clip(drawn, 1, longest).astype(int)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_tokens_are_level_on_a_log_normal_mix(mode, seed, shards):
+    lengths = log_normal_lengths(256, seed)
+    args = dynamic(8192, 64) if mode == "dynamic" else packed(8192, 8)
+    parts, _ = batch(lengths, 4096).shard_by_batch_size(shards, **args)
+    tokens = np.array([int(part["input_lengths"].sum()) for part in parts])
+    assert tokens.sum() == lengths.sum()
+    assert np.ptp(tokens) / tokens.mean() < 0.05
+
+
+def test_level_tokens_may_mean_uneven_rows():
+    # One row of 30 tokens against six of 5.
+    parts, order = batch([5, 5, 30, 5, 5, 5, 5]).shard_by_batch_size(2, **packed(40))
+    assert [part["row"] for part in parts] == [[2], [0, 1, 3, 4, 5, 6]]
+    assert order == [2, 0, 1, 3, 4, 5, 6]
+    assert parts[0].micro_batch_lengths == parts[1].micro_batch_lengths == [[30]]
+
+
+def test_dynamic_shards_on_hand():
+    # 8 to the first, 7 and 6 to the second (13), 3 and 2 to the first (13), 1 to the second, which
+    # has fewer rows.
+    parts, order = batch([1, 2, 3, 6, 7, 8]).shard_by_batch_size(2, **dynamic(16, 4))
+    # Padded 8 | 4, 4 are 16 tokens (8, 4 | 4 would be 20), and 8, 8 | 4 are 20 (8 | 8, 4 is 24).
+    assert [part["row"] for part in parts] == [[5, 1, 2], [3, 4, 0]]
+    assert [part.micro_batch_lengths for part in parts] == [[[8, 4]], [[8, 4]]]
+    assert [part.micro_batch_indices for part in parts] == [[[[0, 1], [1, 3]]], [[[0, 2], [2, 3]]]]
+    assert order == [5, 1, 2, 3, 4, 0]
+
+
+def test_fewer_samples_than_shards():
+    for args in (dynamic(40), packed(40)):
+        parts, order = batch([7, 9]).shard_by_batch_size(4, **args)
+        assert [part.size for part in parts] == [1, 1, 0, 0]
+        assert [part.micro_batch_indices for part in parts[1:]] == [
+            [[[0, 1]]],
+            [[[0, 0]]],
+            [[[0, 0]]],
+        ]
+        assert [part.micro_batch_lengths[0] for part in parts] == [[9], [7], [0], [0]]
+        assert [next(iter(part.get_batch(0)["input_ids"].shape)) for part in parts] == [1, 1, 0, 0]
+        assert order == [1, 0]
+
+
+def test_no_samples_at_all():
+    for args in (dynamic(40), packed(40)):
+        parts, order = batch([]).shard_by_batch_size(2, **args)
+        assert order == []
+        assert [list(p.make_microbatch_iterator_with_dynamic_shapes()) for p in parts] == [[], []]
+        assert parts[0].get_microbatch_iterator_for_packable_sequences_len() == (0, 0)
+
+
+def test_the_largest_microbatch_comes_first():
+    for args in (dynamic(40), packed(40)):
+        parts, _ = batch([3, 30, 8, 22, 15]).shard_by_batch_size(1, **args)
+        (lengths,) = parts[0].micro_batch_lengths
+        assert all(a >= b for a, b in pairwise(lengths))
+
+
+def test_balance_is_within_the_lightest_row():
+    parts = balance_rows(range(100), [*range(1, 101)], 7)
+    sums = [sum(row + 1 for row in part) for part in parts]
+    assert max(sums) - min(sums) <= 7
+    assert all(part == sorted(part) for part in parts)
+
+
+def test_errors_name_key_value_and_remedy():
+    data = batch([5, 30])
+    with pytest.raises(ConfigError, match=r"both given.*give one of them"):
+        data.shard_by_batch_size(1, **dynamic(40), **packed(40))
+    for args in (dynamic(29), packed(29)):
+        with pytest.raises(
+            DataError, match=r"row 1 has 30 tokens.*max_tokens_per_microbatch=29; raise .* least 30"
+        ):
+            data.shard_by_batch_size(1, **args)
+    with pytest.raises(DataError, match="row 1 has 30 tokens, 32 when padded to a multiple of 8"):
+        data.shard_by_batch_size(1, **dynamic(31, 8))
+    with pytest.raises(DataError, match=r"input_lengths_key='n': there is no such column.*'row'"):
+        data.shard_by_batch_size(1, **packed(40, input_lengths_key="n"))
+    with pytest.raises(DataError, match="input_key='ids': there is no such column"):
+        data.shard_by_batch_size(1, **dynamic(40, input_key="ids"))
+    with pytest.raises(DataError, match=r"input_lengths\[1\]=30 is outside 0\.\.10"):
+        batch([5, 30], width=10).shard_by_batch_size(1, **dynamic(40))
+    for args in (dynamic(0), packed(0)):
+        with pytest.raises(ConfigError, match="max_tokens_per_microbatch=0 must be at least 1"):
+            data.shard_by_batch_size(1, **args)
+    with pytest.raises(ConfigError, match="sequence_length_round=0"):
+        data.shard_by_batch_size(1, **dynamic(40, 0))
+    with pytest.raises(ConfigError, match="algorithm='best'"):
+        data.shard_by_batch_size(1, **packed(40, algorithm="best"))
+    with pytest.raises(ConfigError, match="bin_count_multiple=-1"):
+        data.shard_by_batch_size(1, **packed(40, bin_count_multiple=-1))
+    for args in ({}, dynamic(40), packed(40)):
+        with pytest.raises(DataError, match="2 rows are not a multiple of the batch size 3"):
+            data.shard_by_batch_size(1, batch_size=3, **args)
+        with pytest.raises(DataError, match="0 shards"):
+            data.shard_by_batch_size(0, **args)
