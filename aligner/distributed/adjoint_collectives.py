@@ -1,4 +1,4 @@
-"""Collectives along the first dimension, and their adjoints as gradients."""
+"""Collectives along the first dimension whose gradients are their exact adjoints."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.distributed.context_parallel import gather_rows
+
 
 def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n, ...] of every rank one after the other: [ranks * n, ...]; no gradient."""
-    ranks = 1 if group is None else dist.get_world_size(group)
-    if ranks == 1:
-        return local
-    whole = local.new_empty(local.shape[0] * ranks, *local.shape[1:])
-    dist.all_gather(list(whole.chunk(ranks)), local.contiguous(), group=group)
-    return whole
+    """[n, ...] of every rank one after the other: [ranks * n, ...].
+
+    Differentiable: the gradients of all ranks are summed, and each takes its own part.
+    """
+    return local if group is None or dist.get_world_size(group) == 1 else gather_rows(local, group)
 
 
 def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -26,22 +26,6 @@ def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tens
     local = whole.new_empty(whole.shape[0] // ranks, *whole.shape[1:])
     dist.reduce_scatter(local, list(whole.contiguous().chunk(ranks)), group=group)
     return local
-
-
-class GatherFirst(torch.autograd.Function):
-    """`gather_first`; the gradients of all ranks are summed, and each takes its own part."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """[n, ...] → [ranks * n, ...]."""
-        ctx.group = group
-        return gather_first(local, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """Reduce-scatter."""
-        return reduce_scatter_first(grad_outputs[0], ctx.group), None
 
 
 class SumGradient(torch.autograd.Function):

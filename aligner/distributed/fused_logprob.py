@@ -345,7 +345,7 @@ def hidden_states_to_logprobs(
     ``target``: int64 [N], global ids below ``vocab_size``. ``vocab_size``: the global vocabulary
     without padding rows; those take no part in the softmax and get gradient 0.
 
-    ``temperature`` divides the logits. ``top_k`` (0 or -1: off), then ``top_p`` (1: off), restrict the
+    ``temperature`` divides the logits. ``top_k`` (0, -1: off), then ``top_p`` (1: off) restrict the
     distribution, renormalised over what is kept; the target always counts as kept, so that a token
     which left the set since it was sampled has a finite log-prob instead of -inf (NeMo-RL's -inf).
     ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.

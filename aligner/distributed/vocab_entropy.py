@@ -66,7 +66,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
-    """``-Σ_v p_v log q_v`` of a target distribution p and a student q: forward KL + entropy of p."""
+    """``-Σ_v p_v log q_v`` of target p and student q: forward KL plus the entropy of p."""
 
     @staticmethod
     def forward(

@@ -1,0 +1,105 @@
+"""Softmax and log-softmax of logits whose vocabulary is spread over tensor-parallel ranks.
+
+Arithmetic is float32 (float64 for float64 logits) whatever the dtype of the logits, chunk by chunk
+over the sequence, so that no float32 copy of them is made. A logit of -inf has probability 0.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from aligner.distributed.vocab_shard import VocabShard, sequence_chunks
+
+
+def arithmetic_dtype(logits: Tensor) -> torch.dtype:
+    """float32, or the dtype of the logits where that is wider."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def log_normalizer(logits: Tensor, shard: VocabShard) -> Tensor:
+    """``log Σ_v exp(l_v)`` over the whole vocabulary, [..., S], of float [..., S, V_local]."""
+    dtype = arithmetic_dtype(logits)
+    local = logits.new_empty(logits.shape[:-1], dtype=dtype)
+    for rows in sequence_chunks(logits, None):
+        chunk = logits[..., rows, : shard.columns].to(dtype)
+        local[..., rows] = chunk.logsumexp(dim=-1)
+    return shard.stack_ranks(local).logsumexp(dim=0)
+
+
+def _compute_distributed_log_softmax(
+    vocab_parallel_logits: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Log-probs over the whole vocabulary of float [B, S, V_local], of the same shape and dtype.
+
+    Differentiable: each rank gives the gradient of its own columns of the output.
+    """
+    shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
+    return _DistributedLogSoftmax.apply(vocab_parallel_logits, shard)
+
+
+def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Probabilities over the whole vocabulary of float [B, S, V_local], same shape and dtype.
+
+    Differentiable: each rank gives the gradient of its own columns of the output.
+    """
+    shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
+    return _DistributedSoftmax.apply(vocab_parallel_logits, shard)
+
+
+class _DistributedLogSoftmax(torch.autograd.Function):
+    """``y = l - log Σ exp(l)``; ``dl = g - p · Σ_v g_v``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        normalizer = log_normalizer(logits, shard)
+        ctx.save_for_backward(logits, normalizer)
+        ctx.shard = shard
+        output = torch.empty_like(logits)
+        for rows in sequence_chunks(logits, None):
+            output[..., rows, :] = logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        logits, normalizer = ctx.saved_tensors
+        upstream = grad_outputs[0]
+        total = ctx.shard.sum(upstream.sum(dim=-1, dtype=normalizer.dtype)).unsqueeze(-1)
+        grad = torch.empty_like(logits)
+        for rows in sequence_chunks(logits, None):
+            probability = (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
+            grad[..., rows, :] = upstream[..., rows, :] - probability.mul_(total[..., rows, :])
+        return grad, None
+
+
+class _DistributedSoftmax(torch.autograd.Function):
+    """``p = exp(l - log Σ exp(l))``; ``dl = p · (g - Σ_v p_v g_v)``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+        normalizer = log_normalizer(logits, shard)
+        ctx.save_for_backward(logits, normalizer)
+        ctx.shard = shard
+        output = torch.empty_like(logits)
+        for rows in sequence_chunks(logits, None):
+            shifted = logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)
+            output[..., rows, :] = shifted.exp_()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        logits, normalizer = ctx.saved_tensors
+        upstream, mean = grad_outputs[0], torch.empty_like(normalizer)
+        for rows in sequence_chunks(logits, None):
+            probability = (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
+            mean[..., rows] = probability.mul_(upstream[..., rows, :]).sum(dim=-1)
+        mean = ctx.shard.sum(mean).unsqueeze(-1)
+        grad = torch.empty_like(logits)
+        for rows in sequence_chunks(logits, None):
+            probability = (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
+            grad[..., rows, :] = probability.mul_(upstream[..., rows, :] - mean[..., rows, :])
+        return grad, None

@@ -1,0 +1,38 @@
+"""Hidden states out of a megatron-core GPTModel in place of its logits."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+
+class OutputLayerBypass(nn.Module):
+    """Stands where the output layer was and hands the hidden states through."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
+        del args, kwargs
+        return hidden, None
+
+
+@contextlib.contextmanager
+def bypassed_output_layer(gpt: GPTModel) -> Iterator[None]:
+    """Let ``gpt(...)`` return hidden states ``[B, S, H]`` (on the last pipeline stage)."""
+    original = gpt._modules.get("output_layer")
+    if original is None or isinstance(original, OutputLayerBypass):
+        yield
+        return
+    gpt._modules["output_layer"] = OutputLayerBypass()
+    try:
+        yield
+    finally:
+        gpt._modules["output_layer"] = original
+
+
+def output_weight(gpt: GPTModel) -> Tensor:
+    """This rank's ``[V / tp, H]`` rows of the output layer (the embedding's, when tied)."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
