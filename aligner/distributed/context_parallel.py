@@ -4,7 +4,7 @@ A sequence is cut into ``2 * size`` chunks and rank r holds chunks r and ``2 * s
 a causal mask every rank then has the same amount of attention to compute.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,22 +14,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IntArray = NDArray[np.int64]
+Positions = TypeVar("Positions", IntArray, Tensor)
 
 
-def local_position(offset: IntArray, chunk: IntArray, rank: int, size: int) -> IntArray:
+def local_position(offset: Positions, chunk: Positions, rank: int, size: int) -> Positions:
     """Position in its sequence of the ``offset``-th token that ``rank`` holds of it.
 
-    ``chunk``: tokens of a chunk of that sequence. Both broadcast; int64.
+    ``chunk``: tokens of a chunk of that sequence. Both broadcast; int64, numpy or torch.
     """
-    late = offset >= chunk
-    return offset + np.where(late, 2 * size - 2 - rank, rank) * chunk
+    late = (offset >= chunk) * 1
+    return offset + (rank + late * (2 * size - 2 - 2 * rank)) * chunk
 
 
-def holder(position: IntArray, chunk: IntArray, size: int) -> tuple[IntArray, IntArray]:
+def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions, Positions]:
     """Inverse of `local_position`: the rank that holds a position, and its offset there."""
     number = position // chunk
     late = number >= size
-    rank = np.where(late, 2 * size - 1 - number, number)
+    rank = number + late * (2 * size - 1 - 2 * number)
     return rank, position - number * chunk + late * chunk
 
 

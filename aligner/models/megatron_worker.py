@@ -5,16 +5,18 @@ every process of a model-parallel group.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from aligner.distributed import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
 from aligner.models.gpt.megatron import MegatronGPTModel
+from aligner.models.gpt.pipeline import MicroBatches
 from aligner.types import LossFunction
 
 Role = TypeVar("Role", bound=MegatronGPTModel)
@@ -29,6 +31,12 @@ def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches | None:
+    """The micro-batches that a share of one global batch brings; else ``size`` rows each."""
+    brought = data.micro_batch_indices if isinstance(data, BatchedDataDict) else None
+    return size if brought is None else brought[0]
+
+
 class MegatronWorker(Generic[Role]):
     """What policy and value workers share: training, phases, and run state."""
 
@@ -38,7 +46,7 @@ class MegatronWorker(Generic[Role]):
 
     def train(
         self,
-        data: Mapping[str, Any],
+        data: SlicedDataDict,
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -47,30 +55,27 @@ class MegatronWorker(Generic[Role]):
         """One pass over this rank's rows: one optimizer step for every ``gbs`` global rows.
 
         Args:
-            data: the columns that ``loss_fn`` and the role read; rows of global mini-batch i are
-                this rank's i-th run of ``gbs / data-parallel size`` rows.
+            data: a shard that `BatchedDataDict.shard_by_batch_size` made, of the columns that
+                ``loss_fn`` and the role read.
             loss_fn: the loss.
             eval_mode: forward only, no update.
-            gbs: rows of a global mini-batch; default the role's.
-            mbs: rows per forward-backward; default the role's.
+            gbs: rows of a global mini-batch, over all ranks; default the role's.
+            mbs: rows per forward-backward where the shard does not bring its micro-batches;
+                default the role's.
 
         Returns:
             ``global_loss`` and ``grad_norm`` (means over the pass's steps), ``lr`` of the last
             step, ``skipped`` (a step was left out because it was not finite) and
             ``all_mb_metrics``: by name, one value per step, reduced over the global mini-batch.
         """
-        gbs = gbs or self.model.settings.global_batch_size
-        self._check_divides(gbs)
-        batch = tensors_on_device(data)
-        rows, total = gbs // self.parallel.dp_size, batch["input_ids"].shape[0]
         self.model.loss_fn = loss_fn
         history: dict[str, list[float]] = defaultdict(list)
-        for number, start in enumerate(range(0, total, rows)):
-            part = {key: value[start : start + rows] for key, value in batch.items()}
+        for number, part in enumerate(self._global_batches(data, gbs)):
+            batch, passes = tensors_on_device(part), micro_batches_of(part, mbs)
             if eval_mode:
-                _, metrics = self.model.get_loss_and_metrics(part, forward_only=True, mbs=mbs)
+                _, metrics = self.model.get_loss_and_metrics(batch, forward_only=True, mbs=passes)
             else:
-                metrics = self.model.training_update(part, number, mbs=mbs)
+                metrics = self.model.training_update(batch, number, mbs=passes)
             for key, value in metrics.items():
                 history[key].append(value)
         return {
@@ -80,6 +85,16 @@ class MegatronWorker(Generic[Role]):
             "skipped": any(history.get("skipped", [])),
             "all_mb_metrics": dict(history),
         }
+
+    def _global_batches(self, data: SlicedDataDict, gbs: int | None) -> Iterator[SlicedDataDict]:
+        """This rank's share of each global mini-batch."""
+        if data.elem_counts_per_gb is not None:
+            yield from (data.get_batch(number) for number in range(len(data.elem_counts_per_gb)))
+            return
+        gbs = gbs or self.model.settings.global_batch_size
+        self._check_divides(gbs)
+        rows = gbs // self.parallel.dp_size
+        yield from (data.get_batch(number, rows) for number in range(-(-data.size // rows)))
 
     def _check_divides(self, gbs: int) -> None:
         if gbs % self.parallel.dp_size:

@@ -1,10 +1,52 @@
 """How a front spreads a global batch over its workers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.config import ModelConfig
+from aligner.distributed.batched_data_dict import (
+    BatchedDataDict,
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+)
 from aligner.distributed.worker_groups import MODEL_AXES, WorkerGroup
+
+
+class MicroBatching(TypedDict, total=False):
+    """What forms micro-batches by tokens: one of these, or neither."""
+
+    dynamic_batching_args: DynamicBatchingArgs
+    sequence_packing_args: SequencePackingArgs
+
+
+def micro_batching(
+    model: ModelConfig, *, training: bool, micro_batch_size: int | None = None
+) -> MicroBatching:
+    """The configured way to form micro-batches; none where a caller gives their size."""
+    budgets = model.token_budgets
+    if budgets is None or micro_batch_size is not None:
+        return {}
+    tokens = budgets.train_mb_tokens
+    if not training and budgets.logprob_mb_tokens is not None:
+        tokens = budgets.logprob_mb_tokens
+    if model.sequence_packing.enabled:
+        return {
+            "sequence_packing_args": {
+                "max_tokens_per_microbatch": tokens,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+                "algorithm": model.sequence_packing.algorithm,
+                "sequence_length_pad_multiple": model.parallel.sequence_multiple,
+            }
+        }
+    return {
+        "dynamic_batching_args": {
+            "max_tokens_per_microbatch": tokens,
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "sequence_length_round": model.parallel.row_multiple(model.sequence_length_round),
+        }
+    }
 
 
 def run_sharded(
@@ -12,18 +54,34 @@ def run_sharded(
     method_name: str,
     data: BatchedDataDict,
     batch_size: int | None = None,
+    batching: MicroBatching | None = None,
     **kwargs: Any,
-) -> list[Any]:
-    """Call a worker method with each data-parallel rank's share; one result per rank, in order.
+) -> tuple[list[Any], list[int]]:
+    """Call a worker method with each data-parallel rank's share.
 
-    ``batch_size``: rows of a global mini-batch that every rank must get its share of; None where
-    rows are independent, which also allows shares of different sizes, or empty ones.
+    Args:
+        group: the workers.
+        method_name: the method.
+        data: global batches.
+        batch_size: rows of a global mini-batch that every rank must get its share of; None where
+            rows are independent, which also allows shares of different sizes, or empty ones.
+        batching: what forms the micro-batches that the shares bring; default nothing.
+        kwargs: passed on to the method.
+
+    Returns:
+        One result per rank, in order; and where the rows of the results, one after the other,
+        stood in ``data``.
     """
-    shards = data.shard_by_batch_size(
+    # The overloads tell a mode by its argument's name, which an unpacked mapping hides.
+    shards: Any = data.shard_by_batch_size(  # type: ignore[call-overload]
         group.sharding_annotations.get_axis_size("data_parallel"),
         batch_size=batch_size,
         allow_uneven_shards=batch_size is None,
+        **(batching or {}),
     )
+    order = list(range(data.size))
+    if batching:
+        shards, order = shards
     future = group.run_all_workers_sharded_data(
         method_name,
         data=shards,
@@ -32,7 +90,27 @@ def run_sharded(
         output_is_replicated=MODEL_AXES,
         common_kwargs=kwargs,
     )
-    return group.get_all_worker_results(future)
+    return group.get_all_worker_results(future), order
+
+
+def score_sharded(
+    group: WorkerGroup,
+    method_name: str,
+    data: BatchedDataDict,
+    model: ModelConfig,
+    micro_batch_size: int | None = None,
+) -> BatchedDataDict:
+    """Call a worker method that scores rows; the scores in the order of ``data``.
+
+    ``micro_batch_size``: sequences per forward pass; default what ``model`` says.
+    """
+    batching = micro_batching(model, training=False, micro_batch_size=micro_batch_size)
+    results, order = run_sharded(
+        group, method_name, data, batching=batching, micro_batch_size=micro_batch_size
+    )
+    scores: BatchedDataDict = BatchedDataDict.from_batches(results)
+    scores.reorder_data(order)
+    return scores
 
 
 def run_on_all(group: WorkerGroup, method_name: str, **kwargs: Any) -> list[Any]:

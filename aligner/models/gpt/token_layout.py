@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,6 +26,7 @@ from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.segments import Segments, build_segments
 
 PADDING = -1
+BoolArray = NDArray[np.bool_]
 Number = TypeVar("Number", int, IntArray)
 
 
@@ -65,7 +67,7 @@ class TokenLayout:
     positions: Tensor  # int64 [n, L], from 0 in every sequence
     longest: int  # positions are below it
     held: IntArray  # [n * L]: index into b * S of the token in each row, or PADDING
-    ends: IntArray  # [b * S] bool: no token of the sequence follows
+    ends: BoolArray  # [b * S]: no token of the sequence follows
     segments: Segments | None  # None: every batch row is a sequence
     cp_group: dist.ProcessGroup | None
 
@@ -162,5 +164,5 @@ def round_up(value: Number, multiple: int) -> Number:
     return -(-value // multiple) * multiple
 
 
-def _ends(lengths: IntArray, width: int) -> IntArray:
+def _ends(lengths: IntArray, width: int) -> BoolArray:
     return (np.arange(width) >= lengths[:, None] - 1).ravel()

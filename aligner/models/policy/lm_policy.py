@@ -13,7 +13,14 @@ from aligner.distributed.worker_groups import Cluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
-from aligner.models.sharded import columns_of, run_on_all, run_sharded, train_result
+from aligner.models.sharded import (
+    columns_of,
+    micro_batching,
+    run_on_all,
+    run_sharded,
+    score_sharded,
+    train_result,
+)
 from aligner.types import LossFunction
 
 WORKERS = {
@@ -64,20 +71,20 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         [B, S] (1 where the log-prob is wanted). Returns ``logprobs`` float32 [B, S]: position t
         speaks of token t, 0 at t = 0 and where the mask is 0.
         """
-        results = run_sharded(self.worker_group, "get_logprobs", columns_of(data, LOGPROB_COLUMNS))
-        return BatchedDataDict.from_batches(results)
+        columns = columns_of(data, LOGPROB_COLUMNS)
+        return score_sharded(self.worker_group, "get_logprobs", columns, self.config)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
-        results = run_sharded(
+        return score_sharded(
             self.worker_group,
             "get_reference_policy_logprobs",
             columns_of(data, LOGPROB_COLUMNS),
-            micro_batch_size=micro_batch_size,
+            self.config,
+            micro_batch_size,
         )
-        return BatchedDataDict.from_batches(results)
 
     def train(
         self,
@@ -89,16 +96,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     ) -> dict[str, Any]:
         """One pass over ``data``: one optimizer step for every ``gbs`` rows.
 
+        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says.
         Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped`` (whether a step was
         left out because it was not finite) and ``all_mb_metrics``: by name, one value per
         optimizer step, reduced over the global mini-batch.
         """
         gbs = gbs or self.config.global_batch_size
-        results = run_sharded(
+        results, _ = run_sharded(
             self.worker_group,
             "train",
             data,
             batch_size=gbs,
+            batching=micro_batching(self.config, training=True, micro_batch_size=mbs),
             loss_fn=loss_fn,
             eval_mode=eval_mode,
             gbs=gbs,
@@ -113,7 +122,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
         The tokens of a sample depend on ``seed``, its ``sample_ids`` entry and its prompt alone.
         """
-        results = run_sharded(
+        results, _ = run_sharded(
             self.worker_group,
             "generate",
             columns_of(data, GENERATION_COLUMNS),

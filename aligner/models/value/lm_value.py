@@ -9,7 +9,14 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ValueInterface
-from aligner.models.sharded import columns_of, run_on_all, run_sharded, train_result
+from aligner.models.sharded import (
+    columns_of,
+    micro_batching,
+    run_on_all,
+    run_sharded,
+    score_sharded,
+    train_result,
+)
 from aligner.types import LossFunction
 
 WORKERS = {"megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker"}
@@ -31,11 +38,14 @@ class Value(ValueInterface):
         init_optimizer: bool = True,
         max_optimizer_steps: int | None = None,
     ) -> None:
-        """Start the workers on ``cluster``; ``model`` gives the layout they share with the policy.
+        """Start the workers on ``cluster``.
+
+        ``model`` gives the layout and the micro-batching that they share with the policy.
 
         They load ``config.restore_from_path``, or the policy's weights with a fresh head.
         """
         self.config = config
+        self.model = model
         self.worker_group = cluster.start_workers(
             WORKERS[backend],
             name_prefix,
@@ -55,13 +65,13 @@ class Value(ValueInterface):
 
         0 at t = 0; positions outside ``token_mask`` may hold anything finite.
         """
-        results = run_sharded(
+        return score_sharded(
             self.worker_group,
             "get_values",
             columns_of(data, VALUE_COLUMNS),
-            micro_batch_size=micro_batch_size,
+            self.model,
+            micro_batch_size,
         )
-        return BatchedDataDict.from_batches(results)
 
     def train(
         self,
@@ -73,11 +83,12 @@ class Value(ValueInterface):
     ) -> dict[str, Any]:
         """One pass over ``data``; see ``Policy.train``."""
         gbs = gbs or self.config.global_batch_size
-        results = run_sharded(
+        results, _ = run_sharded(
             self.worker_group,
             "train",
             data,
             batch_size=gbs,
+            batching=micro_batching(self.model, training=True, micro_batch_size=mbs),
             loss_fn=loss_fn,
             eval_mode=eval_mode,
             gbs=gbs,

@@ -10,7 +10,7 @@ from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.settings import RunFacts, policy_settings
-from aligner.models.megatron_worker import MegatronWorker, tensors_on_device
+from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
 
 
 class MegatronPolicyWorker(MegatronWorker[MegatronGPTActorModel]):
@@ -67,15 +67,17 @@ class MegatronPolicyWorker(MegatronWorker[MegatronGPTActorModel]):
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """``logprobs`` float32 ``[B, S]`` under the current weights."""
+        passes = micro_batches_of(data, micro_batch_size)
         return BatchedDataDict(
-            {"logprobs": self.model.get_logprobs(tensors_on_device(data), micro_batch_size)}
+            {"logprobs": self.model.get_logprobs(tensors_on_device(data), passes)}
         )
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """``reference_logprobs`` float32 ``[B, S]`` under the initial weights."""
-        logprobs = self.model.get_reference_logprobs(tensors_on_device(data), micro_batch_size)
+        passes = micro_batches_of(data, micro_batch_size)
+        logprobs = self.model.get_reference_logprobs(tensors_on_device(data), passes)
         return BatchedDataDict({"reference_logprobs": logprobs})
 
     def prepare_for_generation(self) -> None:

@@ -11,7 +11,7 @@ from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel
 from aligner.models.gpt.settings import RunFacts, critic_settings
 from aligner.models.gpt.value_head import ValueHead
-from aligner.models.megatron_worker import MegatronWorker, tensors_on_device
+from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
 
 __all__ = ["MegatronValueWorker", "ValueHead"]
 
@@ -43,5 +43,6 @@ class MegatronValueWorker(MegatronWorker[MegatronGPTCriticModel]):
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """``values`` float32 ``[B, S]``, right-shifted: of the state before each token."""
-        values = self.model.get_values(tensors_on_device(data), micro_batch_size)
+        passes = micro_batches_of(data, micro_batch_size)
+        values = self.model.get_values(tensors_on_device(data), passes)
         return BatchedDataDict({"values": values})
