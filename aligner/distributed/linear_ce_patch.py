@@ -4,15 +4,17 @@ This changes the class for the whole process, which code that calls `GPTModel` i
 library's own roles do not need it: they ask for log-probs of selected positions.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.distributed.hidden_logprobs import from_parallel_hidden_states_to_logprobs
 from aligner.distributed.output_layer import bypassed_output_layer, output_weight
 from aligner.errors import ConfigError
+
+if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
+    from megatron.core.models.gpt import GPTModel
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
@@ -21,6 +23,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
     ``chunk_size``: most tokens of which a part of the logits exists at a time. Calling it again
     changes only that.
     """
+    from megatron.core.models.gpt import GPTModel
+
     GPTModel._linear_ce_fusion_chunk_size = chunk_size
     if GPTModel.forward is not _gpt_forward_with_linear_ce_fusion:
         GPTModel._original_forward_for_linear_ce_fusion = GPTModel.forward
@@ -28,7 +32,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
 
 
 def _gpt_forward_with_linear_ce_fusion(
-    self: GPTModel,
+    self: "GPTModel",
     input_ids: Tensor,
     position_ids: Tensor,
     attention_mask: Tensor,

@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 
 class OutputLayerBypass(nn.Module):
@@ -18,7 +20,7 @@ class OutputLayerBypass(nn.Module):
 
 
 @contextlib.contextmanager
-def bypassed_output_layer(gpt: GPTModel) -> Iterator[None]:
+def bypassed_output_layer(gpt: "GPTModel") -> Iterator[None]:
     """Let ``gpt(...)`` return hidden states ``[B, S, H]`` (on the last pipeline stage)."""
     original = gpt._modules.get("output_layer")
     if original is None or isinstance(original, OutputLayerBypass):
@@ -31,7 +33,7 @@ def bypassed_output_layer(gpt: GPTModel) -> Iterator[None]:
         gpt._modules["output_layer"] = original
 
 
-def output_weight(gpt: GPTModel) -> Tensor:
+def output_weight(gpt: "GPTModel") -> Tensor:
     """This rank's ``[V / tp, H]`` rows of the output layer (the embedding's, when tied)."""
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
