@@ -7,9 +7,9 @@ import torch
 
 from aligner.config import ParallelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import LocalCluster, LocalWorkerGroup
+from aligner.distributed.worker_groups import MODEL_AXES, LocalCluster, LocalWorkerGroup, to_host
 from aligner.errors import ConfigError, WorkerError
-from aligner.models.sharded import run_on_all, run_sharded
+from aligner.models.sharded import run_on_all
 
 PARALLEL = SimpleNamespace(config=ParallelConfig(), rank=0, world_size=1, dp_rank=0, dp_size=1)
 
@@ -31,8 +31,16 @@ class Doubler:
 def test_sharded_call_passes_shard_and_arguments():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     data = BatchedDataDict({"x": torch.tensor([1, 2, 3])})
-    results = run_sharded(group, "apply", data, offset=1)
-    assert results[0]["y"].tolist() == [3, 5, 7]
+    future = group.run_all_workers_sharded_data(
+        "apply",
+        data.shard_by_batch_size(1),
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=MODEL_AXES,
+        output_is_replicated=MODEL_AXES,
+        common_kwargs={"offset": 1},
+    )
+    (result,) = group.get_all_worker_results(future)
+    assert result["y"].tolist() == [3, 5, 7]
 
 
 def test_cluster_starts_a_class_by_name():
@@ -60,3 +68,11 @@ def test_wrong_axes_and_shard_counts_are_refused():
         group.run_all_workers_sharded_data("apply", [1], ["tensor_parallel"], [], [])
     with pytest.raises(WorkerError, match="cannot replicate over 'x'"):
         group.run_all_workers_sharded_data("apply", [1], ["data_parallel"], ["x"], [])
+
+
+def test_results_are_sent_from_the_host_whatever_holds_them():
+    sent = to_host(BatchedDataDict({"x": torch.ones(2, requires_grad=True), "y": [torch.ones(1)]}))
+    assert isinstance(sent, BatchedDataDict)
+    assert not sent["x"].requires_grad
+    assert sent["y"][0].device.type == "cpu"
+    assert to_host({"loss": 0.5}) == {"loss": 0.5}
