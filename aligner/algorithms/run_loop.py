@@ -29,6 +29,7 @@ from aligner.distributed import accelerator
 from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.errors import ConfigError
 from aligner.observe.metrics import MetricsWriter
+from aligner.observe.nonfinite import training_step
 from aligner.observe.progress import Progress
 from aligner.observe.samples import Sample, SampleWriter, print_samples
 from aligner.observe.timers import PhaseTimers
@@ -138,7 +139,8 @@ class RunLoop:
             if done is None:
                 self._record(0, self.learner.validate(0, timers), timers, progress)
             for step in range((done or 0) + 1, total + 1):
-                outcome = self.learner.step(step, timers)
+                with training_step(step):
+                    outcome = self.learner.step(step, timers)
                 interrupted = any_rank(stopped.is_set())
                 out_of_time = from_rank_zero(self._out_of_time())
                 # Not after a signal: the resumed run must write what an uninterrupted one does.

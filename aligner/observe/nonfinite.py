@@ -1,8 +1,10 @@
 """Evidence of a loss or gradient that is NaN or infinite: which samples, at which step."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,26 @@ from torch import Tensor
 
 from aligner.checkpoint.durable import storage_error, write_json
 from aligner.checkpoint.state_tree import normalise, write_tree
+
+_step: ContextVar[int] = ContextVar("training step", default=0)
+
+
+@contextlib.contextmanager
+def training_step(step: int) -> Iterator[None]:
+    """What goes wrong inside the block goes wrong in step ``step`` of the run.
+
+    The models that find a non-finite number know their own updates only.
+    """
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def current_step() -> int:
+    """The step at hand; 0 outside of a run."""
+    return _step.get()
 
 
 def nonfinite_names(scalars: Mapping[str, float | Tensor]) -> list[str]:
@@ -33,26 +55,30 @@ def offending_rows(batch: Mapping[str, Any]) -> Tensor:
 
 def write_nonfinite(
     folder: Path,
-    step: int,
+    role: str,
     scalars: Mapping[str, float | Tensor],
     batch: Mapping[str, Any],
     texts: Sequence[str] | None = None,
     *,
     update: int = 0,
+    updates: int = 0,
     rank: int = 0,
 ) -> Path:
     """Write the samples behind a non-finite number; return the JSON file to look at.
 
-    ``<folder>/nonfinite/step_000012_update_000_rank_00000.json`` holds the scalars and, for each
-    offending row, its index, its per-sample numbers and its text; the ``.pt`` beside it holds all
-    tensors of those rows (``torch.load(..., weights_only=True)``). Every rank writes its own.
+    ``<folder>/nonfinite/step_000012_policy_update_000_rank_00000.json`` holds the scalars and, for
+    each offending row, its index, its per-sample numbers and its text; the ``.pt`` beside it holds
+    all tensors of those rows (``torch.load(..., weights_only=True)``). Every rank writes its own.
+    The step is the run's (`training_step`).
 
     Args:
         folder: directory of the run.
+        role: whose update it was: policy, critic.
         scalars: what was not finite, and whatever else helps (loss, grad_norm, lr).
         batch: rows of `aligner.types`; needs ``input_ids``.
         texts: decoded prompt and response of each row, None: not decoded.
-        update: which optimizer update of the step, from 0.
+        update: which mini-batch of the role's pass over the rollout, from 0.
+        updates: optimizer updates that the role has made in its life.
     """
     rows = offending_rows(batch)
     size = rows.shape[0]
@@ -62,8 +88,10 @@ def write_nonfinite(
         if isinstance(value, Tensor) and value.shape[:1] == (size,)
     }
     report = {
-        "step": step,
+        "step": current_step(),
+        "role": role,
         "update": update,
+        "updates_made": updates,
         "rank": rank,
         "not_finite": nonfinite_names(scalars),
         "scalars": {name: repr(float(value)) for name, value in scalars.items()},
@@ -71,7 +99,8 @@ def write_nonfinite(
             _row(row, place, tensors, texts) for place, row in enumerate(rows.nonzero()[:, 0])
         ],
     }
-    path = _unused(folder / "nonfinite" / f"step_{step:06d}_update_{update:03d}_rank_{rank:05d}")
+    name = f"step_{current_step():06d}_{role}_update_{update:03d}_rank_{rank:05d}"
+    path = _unused(folder / "nonfinite" / name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,7 +111,7 @@ def write_nonfinite(
 
 
 def _unused(stem: Path) -> Path:
-    """``stem.json``, or ``stem_2.json``, …: evidence is never written over (policy and critic)."""
+    """``stem.json``, or ``stem_2.json``, …: evidence is never written over (a second pass)."""
     names = (stem.name if n == 1 else f"{stem.name}_{n}" for n in itertools.count(1))
     paths = (stem.with_name(f"{name}.json") for name in names)
     return next(path for path in paths if not path.exists())

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from aligner.errors import StorageError
-from aligner.observe.nonfinite import nonfinite_names, offending_rows, write_nonfinite
+from aligner.observe.nonfinite import (
+    nonfinite_names,
+    offending_rows,
+    training_step,
+    write_nonfinite,
+)
 
 
 def batch() -> dict:
@@ -34,10 +39,15 @@ def test_offending_rows_and_all_rows_when_none_is_to_blame():
 
 def test_the_evidence_is_written(tmp_path):
     texts = ["a", "2+2=5", "c"]
-    path = write_nonfinite(tmp_path, 12, {"loss": math.nan, "lr": 0.5}, batch(), texts, rank=3)
-    assert path == tmp_path / "nonfinite" / "step_000012_update_000_rank_00003.json"
+    scalars = {"loss": math.nan, "lr": 0.5}
+    with training_step(12):
+        path = write_nonfinite(tmp_path, "policy", scalars, batch(), texts, updates=30, rank=3)
+        again = write_nonfinite(tmp_path, "policy", scalars, batch(), texts, rank=3)
+        other = write_nonfinite(tmp_path, "critic", scalars, batch(), texts, rank=3)
+    assert path == tmp_path / "nonfinite" / "step_000012_policy_update_000_rank_00003.json"
     report = json.loads(path.read_text())
     assert (report["step"], report["rank"], report["not_finite"]) == (12, 3, ["loss"])
+    assert (report["role"], report["update"], report["updates_made"]) == ("policy", 0, 30)
     assert report["scalars"] == {"loss": "nan", "lr": "0.5"}
     assert report["samples"] == [
         {
@@ -48,8 +58,8 @@ def test_the_evidence_is_written(tmp_path):
             "text": "2+2=5",
         }
     ]
-    again = write_nonfinite(tmp_path, 12, {"loss": math.nan}, batch(), texts, rank=3)
-    assert again.name == "step_000012_update_000_rank_00003_2.json"
+    assert again.name == "step_000012_policy_update_000_rank_00003_2.json"
+    assert other.name == "step_000012_critic_update_000_rank_00003.json"
     tensors = torch.load(path.with_suffix(".pt"), weights_only=True)
     assert tensors["input_ids"].tolist() == [[4, 5, 6, 7]]
     assert math.isnan(tensors["advantages"][0, 2])
@@ -58,4 +68,4 @@ def test_the_evidence_is_written(tmp_path):
 def test_unwritable_directory(tmp_path):
     (tmp_path / "nonfinite").write_text("")
     with pytest.raises(StorageError, match="nonfinite"):
-        write_nonfinite(tmp_path, 1, {"loss": math.nan}, batch())
+        write_nonfinite(tmp_path, "policy", {"loss": math.nan}, batch())

@@ -35,6 +35,7 @@ from aligner.models.gpt.optimizer import learning_rate
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.token_layout import TokenLayout
 from aligner.models.gpt.value_head import ValueHead
+from aligner.observe.nonfinite import training_step
 
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)
@@ -239,16 +240,18 @@ def test_what_is_not_finite_never_reaches_the_weights(mode, tiny_nemo, tmp_path)
     batch["returns"][1, PROMPTS[1]] = float("nan")
     before = [p.detach().clone() for p in critic.gpt.parameters()]
     if mode == "stop":
-        with pytest.raises(NonFiniteError, match=r"trainer\.ppo\.non_finite"):
+        expected = r"critic, step 7, mini-batch 0 .*trainer\.ppo\.non_finite"
+        with training_step(7), pytest.raises(NonFiniteError, match=expected):
             critic.training_update(batch)
     else:
-        assert critic.training_update(batch)["skipped"] == 1
+        with training_step(7):
+            assert critic.training_update(batch)["skipped"] == 1
     assert all(
         torch.equal(old, new) for old, new in zip(before, critic.gpt.parameters(), strict=True)
     )
     assert critic.optimizer.steps == 0
     reports = list(tmp_path.rglob("*.json"))
-    assert len(reports) == 1
+    assert [report.name for report in reports] == ["step_000007_critic_update_000_rank_00000.json"]
     assert '"row": 1' in reports[0].read_text()
 
 

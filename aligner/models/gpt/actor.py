@@ -26,6 +26,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
     class is another algorithm's actor.
     """
 
+    role_name = "policy"
     length_params = LengthParams()
     sampling_params = SamplingParams()
     rollout_micro_batch_size = 64

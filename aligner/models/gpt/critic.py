@@ -21,6 +21,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     for body and head.
     """
 
+    role_name = "critic"
+
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by `ValueHead` on the last pipeline stage."""
         gpt.share_embeddings_and_output_weights = False  # nothing is left to share them with

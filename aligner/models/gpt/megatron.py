@@ -42,7 +42,7 @@ from aligner.models.gpt.pipeline import (
 from aligner.models.gpt.role_state import load_role_state, role_state
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.token_layout import LayoutRules
-from aligner.observe.nonfinite import write_nonfinite
+from aligner.observe.nonfinite import current_step, write_nonfinite
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
@@ -58,6 +58,7 @@ class MegatronGPTModel(ModelPT):
         initialize: fill the weights at random; False when a checkpoint is about to.
     """
 
+    role_name = "model"  # in reports
     loss_fn: LossFunction | None = None
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
@@ -268,19 +269,20 @@ class MegatronGPTModel(ModelPT):
             where = str(
                 write_nonfinite(
                     self.settings.non_finite_dir,
-                    updates,
+                    self.role_name,
                     {"loss": loss, "grad_norm": outcome.grad_norm, "lr": outcome.lr},
                     batch,
                     self._texts(batch),
                     update=number,
+                    updates=updates,
                     rank=self.parallel.rank,
                 )
             )
         if self.settings.non_finite == "stop":
             raise NonFiniteError(
-                f"after {updates} updates, mini-batch {number}: loss={loss}, "
-                f"grad_norm={outcome.grad_norm}; samples written to {where}. Lower the learning "
-                "rate, or set trainer.ppo.non_finite=skip to go on"
+                f"{self.role_name}, step {current_step()}, mini-batch {number} (after {updates} "
+                f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
+                "Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
             )
 
     def _texts(self, batch: Mapping[str, Tensor]) -> list[str] | None:

@@ -18,6 +18,8 @@ from aligner.types import TokenOutputs
 class MegatronGPTRewardModel(MegatronGPTCriticModel):
     """Scores sequences; the head's output is not shifted, it speaks of the token just read."""
 
+    role_name = "reward model"
+
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
