@@ -15,28 +15,20 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from aligner.distributed.output_layer import (
+    OutputLayerBypass,
+    bypassed_output_layer,
+    output_weight,
+)
 from aligner.models.gpt.token_layout import TokenLayout
 
-
-class OutputLayerBypass(nn.Module):
-    """Stands where the output layer was and hands the hidden states through.
-
-    ``weight``: what megatron-core asks the last stage for when embeddings are tied.
-    """
-
-    def __init__(self, weight: Tensor | None = None) -> None:
-        super().__init__()
-        self._weight = (weight,)  # in a tuple: it stays the output layer's own parameter
-
-    @property
-    def weight(self) -> Tensor | None:
-        """Weight of the output layer that this one stands for."""
-        return self._weight[0]
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
-        del args, kwargs
-        return hidden, None
+__all__ = [
+    "OutputLayerBypass",
+    "bypassed_output_layer",
+    "full_hidden_states",
+    "output_weight",
+    "placed_positions",
+]
 
 
 class PlacedRotary(nn.Module):
@@ -73,27 +65,6 @@ def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
         yield
     finally:
         gpt._modules["rotary_pos_emb"] = original
-
-
-@contextlib.contextmanager
-def bypassed_output_layer(gpt: GPTModel) -> Iterator[None]:
-    """Let ``gpt(...)`` return hidden states ``[B, S, H]`` (on the last pipeline stage)."""
-    original = gpt._modules.get("output_layer")
-    if original is None or isinstance(original, OutputLayerBypass):
-        yield
-        return
-    gpt._modules["output_layer"] = OutputLayerBypass(original.weight)
-    try:
-        yield
-    finally:
-        gpt._modules["output_layer"] = original
-
-
-def output_weight(gpt: GPTModel) -> Tensor:
-    """This rank's ``[V / tp, H]`` rows of the output layer (the embedding's, when tied)."""
-    if gpt.share_embeddings_and_output_weights:
-        return gpt.shared_embedding_or_output_weight()
-    return gpt.output_layer.weight
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
