@@ -21,6 +21,7 @@ from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero
 from aligner.distributed.launch import start_processes
+from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.models.gpt.settings import RunFacts
@@ -44,10 +45,11 @@ def train_ppo(config: RunConfig) -> None:
 
 def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
     """``closing`` ends what must not outlive the run, also when it fails."""
-    start_processes(config.trainer)
+    start_processes(config.trainer, config.cluster.timeout_s)
     parallel = initialize_parallel(
         config.model.parallel, seed=config.seed, timeout_s=config.cluster.timeout_s
     )
+    closing.enter_context(watched_ranks(parallel, config.cluster.timeout_s))
     console = Console(quiet=not is_rank_zero())
     check_log_dir(config)
     tokenizer, architecture = describe_model(config)
@@ -237,8 +239,8 @@ def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, e
     if ended and config.exp_manager.save_nemo:
         places["trained .nemo"] = folder / "policy.nemo"
         policy.save_checkpoint(str(places["trained .nemo"]))
-    if is_rank_zero():
-        write_report(
+    on_rank_zero(
+        lambda: write_report(
             folder,
             title=f"PPO of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
@@ -246,6 +248,7 @@ def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, e
             artifacts={name: str(path) for name, path in places.items()},
             status="" if ended else "Stopped by a signal; the same command continues.",
         )
+    )
     width = max(len(name) for name in places)
     for name, path in places.items():
         console.print(f"{name:>{width}}  {path}", highlight=False, soft_wrap=True)

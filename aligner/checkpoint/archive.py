@@ -17,7 +17,6 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Self
 
-from aligner.checkpoint.durable import free_bytes, readable_bytes, sync_path
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -218,34 +217,3 @@ def _header(info: tarfile.TarInfo) -> bytes:
     if len(header) != _BLOCK:
         raise CheckpointError(f"member name {info.name!r} is too long for a .nemo archive")
     return header
-
-
-@contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A new file that appears under ``path`` complete or not at all.
-
-    Written beside its destination, flushed to disk, then renamed. On any failure the partial file
-    is removed (one that a killed process left is overwritten); a full disk or an unwritable
-    directory is a `StorageError`.
-    """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w+b") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, target)
-        sync_path(target.parent)
-    except OSError as error:
-        if isinstance(error, CheckpointError | StorageError):
-            raise
-        raise StorageError(
-            f"cannot write {str(target)!r}: {error.strerror or error} "
-            f"({readable_bytes(free_bytes(target.parent))} free); free space or choose a writable "
-            "directory"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()

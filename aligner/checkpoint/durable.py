@@ -38,9 +38,13 @@ def storage_error(path: Path, cause: OSError, needed: int | None = None) -> Stor
         need = "" if needed is None else f"{readable_bytes(needed)} ({needed} bytes) needed, "
         free = free_bytes(path)
         parts.append(f"{need}{readable_bytes(free)} ({free} bytes) free")
-        parts.append("free some space, raise the limit, or set exp_manager.explicit_log_dir")
+        parts.append(
+            "free some space, raise the limit, or write elsewhere (exp_manager.explicit_log_dir)"
+        )
     else:
-        parts.append("make the directory writable or set exp_manager.explicit_log_dir to another")
+        parts.append(
+            "make the directory writable or write to another (exp_manager.explicit_log_dir)"
+        )
     error = StorageError("; ".join(parts))
     error.errno = cause.errno
     return error
@@ -76,6 +80,12 @@ class _File:
     def flush(self) -> None:
         """Nothing is buffered."""
 
+    def tell(self) -> int:
+        return self._raw.tell()
+
+    def seek(self, offset: int) -> int:
+        return self._raw.seek(offset)
+
     def close(self) -> None:
         self._raw.close()
 
@@ -102,6 +112,30 @@ def durable_file(path: Path, needed: int | None = None) -> Iterator[Any]:
     finally:
         if file is not None:
             file.close()
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str], needed: int | None = None) -> Iterator[Any]:
+    """A `durable_file` that appears under ``path`` complete or not at all.
+
+    Written beside its destination and then renamed. On any failure the partial file is removed
+    (one that a killed process left is overwritten).
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with durable_file(partial, needed) as file:
+            yield file
+        os.replace(partial, target)
+        sync_path(target.parent)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise storage_error(target, error, needed) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter, atomic_file
+from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
 from aligner.checkpoint.canonical import (
     REWARD_HEAD,
     Shape,
@@ -29,6 +29,7 @@ from aligner.checkpoint.canonical import (
     expected_shapes,
     split,
 )
+from aligner.checkpoint.durable import atomic_file
 from aligner.checkpoint.nemo_artifacts import extract_artifacts, write_artifacts
 from aligner.checkpoint.nemo_config import (
     Config,

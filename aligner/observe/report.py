@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from aligner.checkpoint.durable import durable_file
+from aligner.checkpoint.durable import atomic_file
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report_chart import Series, bars, line_chart, short_number
@@ -106,7 +106,7 @@ def write_report(
         status=status,
     )
     path = folder / "report.html"
-    with durable_file(path) as file:
+    with atomic_file(path) as file:
         file.write(render_report(record).encode())
     return path
 
