@@ -1,8 +1,9 @@
-"""One rank of `test_layouts`: trains actor and critic in each layout, rank 0 writes what it saw.
+"""One rank of `test_layouts`: scores and trains in each layout, rank 0 writes what it saw.
 
     torchrun --nproc-per-node N layout_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
 
-A layout is ``tensor,pipeline,sequence_parallel``; what is left of the world is data parallel.
+A layout is ``tensor,pipeline,context,sequence_parallel,mode``; what is left of the world is data
+parallel and the mode says how micro-batches are formed.
 """
 
 import sys
@@ -13,64 +14,164 @@ torch.set_num_threads(1)
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.config import OptimConfig, ParallelConfig
-from aligner.distributed.parallel import shutdown_parallel
-from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
-from aligner.models.gpt.settings import RoleSettings
+from aligner.checkpoint.gpt_weights import gather_weights
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import (
+    CriticConfig,
+    DynamicBatchingConfig,
+    ModelConfig,
+    OptimConfig,
+    SequencePackingConfig,
+)
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.value.lm_value import Value
 
-ROWS, WIDTH = 8, 16
+ROWS, WIDTH = 8, 40
+RUN = RunFacts(gradient_clip_val=0.0)
+OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
 
 
-def make_batch() -> dict[str, torch.Tensor]:
+def make_batch() -> BatchedDataDict:
     generator = torch.Generator().manual_seed(11)
-    lengths = torch.tensor([16, 9, 12, 16, 5, 14, 16, 10])
-    prompts = torch.tensor([4, 3, 6, 2, 1, 7, 5, 8])
+    lengths = torch.tensor([16, 9, 33, 16, 5, 40, 2, 10])
+    prompts = torch.tensor([4, 3, 6, 2, 1, 7, 1, 8])
     position = torch.arange(WIDTH)
     mask = (position >= prompts[:, None]) & (position < lengths[:, None])
     noise = torch.randn(ROWS, WIDTH, generator=generator)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
+            "input_lengths": lengths,
+            "token_mask": mask.float(),
+            "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0]),
+            "advantages": noise,
+            "returns": noise.flip(0),
+            "values": torch.zeros_like(noise),
+            "prev_logprobs": torch.full_like(noise, -5.5),
+            "generation_logprobs": torch.full_like(noise, -5.5),
+        }
+    )
+
+
+def model_config(model: str, layout: str) -> ModelConfig:
+    *sizes, mode = layout.split(",")
+    tensor, pipeline, context, sequence = (int(size) for size in sizes)
+    return ModelConfig(
+        restore_from_path=model,
+        micro_batch_size=2,
+        global_batch_size=ROWS,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
+        sequence_parallel=bool(sequence),
+        sequence_packing=SequencePackingConfig(
+            enabled=mode == "packed", train_mb_tokens=56, logprob_mb_tokens=80
+        ),
+        dynamic_batching=DynamicBatchingConfig(
+            enabled=mode == "dynamic", train_mb_tokens=64, sequence_length_round=4
+        ),
+        optim=OPTIM,
+    )
+
+
+def weights_of(front: Policy | Value) -> dict[str, torch.Tensor]:
+    role = front.worker_group.worker.model
+    weights = gather_weights(
+        role.gpt,
+        role.architecture,
+        tp_group=role.parallel.tp_group,
+        pp_group=role.parallel.pp_group,
+        keep=role.parallel.rank == 0,
+    )
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
+    """The last update's gradient, whole: it is left in the buffers, each rank's share there."""
+    role = front.worker_group.worker.model
+    if role.model.ddp_config.use_distributed_optimizer:
+        for buffer in role.model.buffers:
+            for bucket in buffer.buckets:
+                group = buffer.data_parallel_group
+                share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
+    parameters = list(role.gpt.parameters())
+    values = [parameter.data.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    gradient = weights_of(front)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+    return gradient
+
+
+def actor(model: str, layout: str) -> dict[str, object]:
+    """Scores before and after two updates, what was reported, and the weights along the way."""
+    config, batch = model_config(model, layout), make_batch()
+    cluster = LocalCluster(initialize_parallel(config.parallel))
+    with open_nemo(model) as checkpoint:
+        policy = Policy(cluster, config, checkpoint.tokenizer, RUN)
+    before = policy.get_logprobs(batch)["logprobs"]
+    policy.prepare_for_training()
+    loss = PPOPolicyLoss(entropy_bonus=0.01)
+    first = policy.train(batch, loss)
     return {
-        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
-        "input_lengths": lengths,
-        "token_mask": mask.float(),
-        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0]),
-        "advantages": noise,
-        "returns": noise.flip(0),
-        "values": torch.zeros_like(noise),
-        "prev_logprobs": torch.full_like(noise, -5.5),
-        "generation_logprobs": torch.full_like(noise, -5.5),
+        "before": before,
+        "first": reported(first),
+        "gradient": gradient_of(policy),
+        "second": reported(policy.train(batch, loss)),
+        "weights": weights_of(policy),
+        "after": policy.get_logprobs(batch)["logprobs"],
+        "reference": policy.get_reference_policy_logprobs(batch)["reference_logprobs"],
     }
 
 
-def train(cls: type, loss: object, model: str, parallel: ParallelConfig) -> dict[str, object]:
-    """Two updates; what was reported and the answers before and after, of all rows."""
-    settings = RoleSettings(
-        parallel=parallel, optim=OptimConfig(lr=1e-4, eps=1e-3), micro_batch_size=2
-    )
-    role = load_from_nemo(cls, settings, restore_path=model)
-    role.setup_training()
-    role.loss_fn = loss
-    whole = make_batch()
-    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
-    share = {key: value.chunk(ranks)[rank] for key, value in whole.items()}
-    before = role.infer_tokens(whole)
-    role.prepare_for_training()
-    updates = [role.training_update(share, number) for number in range(2)]
-    return {"updates": updates, "before": before, "after": role.infer_tokens(whole)}
+def critic(model: str, layout: str) -> dict[str, object]:
+    """The same of the critic."""
+    config, batch = model_config(model, layout), make_batch()
+    cluster = LocalCluster(initialize_parallel(config.parallel))
+    with open_nemo(model) as checkpoint:
+        section = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM)
+        value = Value(cluster, section, config, checkpoint.tokenizer, RUN)
+    fill_head(value)
+    before = value.get_values(batch)["values"]
+    value.prepare_for_training()
+    loss = PPOValueLoss(value_clip=0.2)
+    first = value.train(batch, loss)
+    return {
+        "before": before,
+        "first": reported(first),
+        "gradient": gradient_of(value),
+        "second": reported(value.train(batch, loss)),
+        "weights": weights_of(value),
+        "after": value.get_values(batch)["values"],
+    }
+
+
+def fill_head(value: Value) -> None:
+    """A fresh head is zero and lets no gradient into the body."""
+    gpt = value.worker_group.worker.model.gpt
+    if hasattr(gpt, "rm_head"):
+        with torch.no_grad():
+            gpt.rm_head.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+
+
+def reported(result: dict[str, object]) -> dict[str, float]:
+    metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
+    return {**metrics, "loss": result["loss"], "grad_norm": result["grad_norm"]}
 
 
 def main() -> None:
     model, output, *layouts = sys.argv[1:]
     seen = {}
     for layout in layouts:
-        tensor, pipeline, sequence = (int(part) for part in layout.split(","))
-        parallel = ParallelConfig(
-            tensor=tensor, pipeline=pipeline, sequence_parallel=bool(sequence)
-        )
         seen[layout] = {
-            "actor": train(
-                MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01), model, parallel
-            ),
-            "critic": train(MegatronGPTCriticModel, PPOValueLoss(value_clip=0.2), model, parallel),
+            "actor": actor(model, layout),
+            "critic": critic(model, layout),
         }
     if torch.distributed.get_rank() == 0:
         torch.save(seen, output)
