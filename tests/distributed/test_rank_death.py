@@ -1,0 +1,100 @@
+"""A rank that dies makes the others stop with its name, soon; nobody stops without a reason."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("rank_death_worker.py")
+LIMIT_S = 20.0  # from the death to the end of the last process
+
+
+def start(case):
+    """Two ranks as a launcher without a store of its own starts them: rank 0 holds it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    inherited = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), case],
+            env={
+                **inherited,
+                "PYTHONPATH": str(ROOT),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def finish(ranks, first):
+    """Wait for rank ``first``, then for the other; exit codes, error texts, seconds in between."""
+    try:
+        outputs = {first: ranks[first].communicate(timeout=120)}
+        died = time.monotonic()
+        outputs[1 - first] = ranks[1 - first].communicate(timeout=120)
+        return [rank.returncode for rank in ranks], outputs, time.monotonic() - died
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["killed", "killed, others stuck", "host killed"])
+def test_a_killed_rank_is_named(case):
+    dying = 0 if case == "host killed" else 1
+    codes, outputs, seconds = finish(start(case), first=dying)
+    assert codes[dying] == -9
+    assert codes[1 - dying] == 1
+    assert seconds < LIMIT_S
+    pattern = rf"rank {1 - dying} stops: rank {dying} \(data {dying}, .*host .*, pid \d+\) died: "
+    assert re.search(pattern, outputs[1 - dying][1])
+
+
+@pytest.mark.timeout(300)
+def test_what_a_rank_raised_is_told_by_the_others():
+    codes, outputs, seconds = finish(start("raised"), first=1)
+    assert codes == [1, 1]
+    assert seconds < LIMIT_S
+    assert "ValueError: the reward of sample 7 is a banana" in outputs[1][1]
+    assert re.search(r"rank 0 stops: rank 1 \(.*\) raised ValueError: .*banana", outputs[0][1])
+    assert "WorkerError" in outputs[0][1]  # the main thread unwound, with the cause
+    assert "rank 1 stops" not in outputs[1][1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", ["none", "slow"])
+def test_a_clean_run_ends_clean(case):
+    codes, outputs, _ = finish(start(case), first=0)
+    assert codes == [0, 0], outputs
+    assert all("stops" not in error for _, error in outputs.values())
+
+
+@pytest.mark.timeout(300)
+def test_under_torchrun_the_survivor_names_the_dead():
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(WORKER), "killed"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 1
+    assert re.search(r"rank 0 stops: rank 1 \(.*\) died: its process is gone", finished.stderr)
