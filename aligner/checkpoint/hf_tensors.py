@@ -126,9 +126,9 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
     for mark, pattern in (("{n}", _NUMBERED), ("{e}", _NUMBERED_EXPERT)):
         match = pattern.search(name)
         numbers[mark] = match[1] if match else ""
-    pattern = _NUMBERED.sub("decoder.layers.{n}.", name)
-    pattern = _NUMBERED_EXPERT.sub(".local_experts.{e}.", pattern)
-    module, _, kind = pattern.rpartition(".")
+    unnumbered = _NUMBERED.sub("decoder.layers.{n}.", name)
+    unnumbered = _NUMBERED_EXPERT.sub(".local_experts.{e}.", unnumbered)
+    module, _, kind = unnumbered.rpartition(".")
     if module not in table:
         raise CheckpointError(f"{name} has no place in this Hugging Face family")
     layout, sources = table[module]

@@ -20,6 +20,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
+from aligner.models.gpt.expert_lockstep import experts_in_step
 from aligner.models.gpt.incremental import IncrementalModel
 from aligner.models.gpt.rollout import Rollout
 from aligner.models.gpt.stop_strings import StopStrings
@@ -122,16 +123,17 @@ class Generator:
             stop=self._stop,
         )
         num_slots = min(self._max_batch_size, prompts.shape[0])
-        if num_slots > 0:
-            model = IncrementalModel(
-                self._gpt,
-                self._architecture,
-                num_slots=num_slots,
-                capacity=int(prompt_lengths.max()) + self._length.max_length,
-                tp_group=self._tp_group,
-            )
-            with model.session():
-                rollout.run(model, num_slots)
+        with experts_in_step(self._gpt):
+            if num_slots > 0:
+                model = IncrementalModel(
+                    self._gpt,
+                    self._architecture,
+                    num_slots=num_slots,
+                    capacity=int(prompt_lengths.max()) + self._length.max_length,
+                    tp_group=self._tp_group,
+                )
+                with model.session():
+                    rollout.run(model, num_slots)
         longest = int(rollout.lengths.max()) if num_slots > 0 else 0
         return GenerationOutput(
             rollout.tokens[:, :longest].clone(),
