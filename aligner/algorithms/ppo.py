@@ -154,11 +154,12 @@ class PPOTrainer:
         """Leading rows whose log-probs need no pass of their own.
 
         With one pass over the rollout, the first mini-batch is trained by the very weights that
-        produced it: its log-probs of the rollout are those that training computes. Unless the KL
-        penalty needs them before. Without training nobody needs any.
+        produced it: its log-probs of the rollout are those that training computes. The KL penalty
+        needs them before; then the sampler's must be as good. Without training nobody else needs
+        any.
         """
         samples = self.config.model.ppo.num_rollout_samples
-        if self.charges_kl:
+        if self.charges_kl and not sampler_is_exact(self.config):
             return 0
         if not trains_policy:
             return samples
@@ -180,7 +181,8 @@ class PPOTrainer:
     def _add_logprobs(self, batch: BatchedDataDict, on_policy_rows: int) -> None:
         """``prev_logprobs`` [B, S]; of the first ``on_policy_rows`` rows the sampler's stand in.
 
-        Those rows are trained without the column, so the sampler's numbers never meet the loss.
+        Those rows are trained without the column, so the sampler's numbers reach the KL penalty at
+        most, never the ratio.
         """
         batch["prev_logprobs"] = batch["generation_logprobs"].clone()
         if on_policy_rows < batch.size:
@@ -320,6 +322,23 @@ class PPOTrainer:
 def needs_reference(config: RunConfig) -> bool:
     """Whether any term asks for the reference policy; where none does it is not even built."""
     return config.trainer.ppo.initial_policy_kl_penalty > 0 or config.model.ppo.kl_loss.coef > 0
+
+
+def sampler_is_exact(config: RunConfig) -> bool:
+    """Whether the sampler's log-probs are the trainer's but for float32 rounding.
+
+    So they are when the policy's own engine draws from the policy's own distribution: a repetition
+    penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep.
+    """
+    sampling = config.model.ppo.sampling_params
+    restricted = sampling.top_k > 0 or sampling.top_p < 1.0
+    bans_eos = config.model.ppo.length_params.min_length > 1
+    return (
+        config.generation.backend == "megatron"
+        and config.trainer.precision == "32"
+        and sampling.repetition_penalty == 1.0
+        and not (restricted and bans_eos)
+    )
 
 
 def make_kl_controller(config: TrainerPPOConfig) -> KLController:

@@ -57,7 +57,9 @@ def variant(request):
 @pytest.fixture(params=["llama", "gpt2", "qwen3"])
 def without_short_cut(request, monkeypatch):
     """The same model on megatron-core's own layers."""
-    monkeypatch.setattr("aligner.models.gpt.incremental.decode_layers", lambda gpt, products: None)
+    monkeypatch.setattr(
+        "aligner.models.gpt.incremental.incremental_layers", lambda gpt, products: None
+    )
     return make_model(VARIANTS[request.param])
 
 

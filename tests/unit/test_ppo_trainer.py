@@ -180,7 +180,14 @@ def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
     [
         ({}, {}, 1),
         ({"ppo_epochs": 2}, {}, 0),
-        ({}, {"initial_policy_kl_penalty": 0.1}, 0),
+        ({}, {"initial_policy_kl_penalty": 0.1}, 1),
+        ({"sampling_params": {"repetition_penalty": 1.1}}, {"initial_policy_kl_penalty": 0.1}, 0),
+        (
+            {"sampling_params": {"top_k": 5}, "length_params": {"min_length": 4}},
+            {"initial_policy_kl_penalty": 0.1},
+            0,
+        ),
+        ({"sampling_params": {"repetition_penalty": 1.1}}, {}, 1),
         ({"kl_loss": {"coef": 0.1}}, {}, 1),
     ],
 )
@@ -207,7 +214,10 @@ def test_advantages_and_returns_by_hand():
 
 def test_kl_is_charged_per_token():
     """k1 = -1 - -1.5 = 0.5; beta = 0.1: each token costs 0.05."""
-    t = trainer(loop={"initial_policy_kl_penalty": 0.1, "normalize_advantages": False})
+    t = trainer(
+        loop={"initial_policy_kl_penalty": 0.1, "normalize_advantages": False},
+        ppo={"sampling_params": {"repetition_penalty": 1.1}},  # so that log-probs are computed
+    )
     metrics = t.step(1, PhaseTimers()).metrics
     returns = t.value.trained["returns"]
     torch.testing.assert_close(returns[0], torch.tensor([0, 1.9, 1.95, 0]))
@@ -215,6 +225,15 @@ def test_kl_is_charged_per_token():
     assert metrics["train_rollouts/init_policy_kl_per_sample"] == pytest.approx(1.0)
     assert metrics["train_rollouts/kl_penalty"] == pytest.approx(0.1)
     assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(0.9)
+
+
+def test_kl_of_the_first_mini_batch_is_of_the_sampler():
+    """Row 0 by the sampler: k1 = -1.25 - -1.5 = 0.25; row 1 by a pass: 0.5."""
+    t = trainer(loop={"initial_policy_kl_penalty": 0.1, "normalize_advantages": False})
+    t.step(1, PhaseTimers())
+    assert ("logprobs", 1) in t.policy.log
+    returns = t.value.trained["returns"]
+    torch.testing.assert_close(returns[0], torch.tensor([0, 1.95, 1.975, 0]))
 
 
 def test_masked_samples_do_not_count():

@@ -195,7 +195,33 @@ def test_banned_end_tokens_are_never_drawn_and_only_in_banned_rows():
     )
     assert set(drawn.tokens[:100].tolist()) <= {0, 2}
     assert set(drawn.tokens[100:].tolist()) == {3}
-    assert drawn.logprobs[:100].tolist() == pytest.approx([math.log(0.5)] * 100, abs=1e-6)
+    # The policy's own log-probs: exp(0) of exp(50) + 3 exp(0).
+    assert drawn.logprobs[:100].tolist() == pytest.approx([-50.0] * 100, abs=1e-5)
+    assert drawn.logprobs[100:].tolist() == pytest.approx([0.0] * 100, abs=1e-5)
+
+
+def test_with_a_kept_set_the_ban_is_part_of_the_log_prob():
+    logits = torch.tensor([[0.0, 0.0, -9.0, 50.0]])
+    drawn = sample_tokens(
+        logits,
+        torch.full((1,), 0.7).double(),
+        SamplingParams(top_k=2),
+        greedy=False,
+        banned=torch.ones(1, dtype=torch.bool),
+        end_ids=(3,),
+    )
+    assert drawn.tokens.tolist() == [1]
+    assert drawn.logprobs.item() == pytest.approx(math.log(0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("columns", [2048, 2049, 5000])
+def test_one_level_and_two_find_the_same_tokens(columns):
+    generator = torch.Generator().manual_seed(4)
+    probabilities = torch.rand(40, columns, generator=generator).softmax(1)
+    found = inverse_cdf(probabilities, even_uniforms(40))
+    expected = probabilities.double().cumsum(1)
+    expected = (expected <= even_uniforms(40)[:, None] * expected[:, -1:]).sum(1)
+    assert (found - expected).abs().max() <= (0 if columns <= 2048 else 1)
 
 
 def test_a_row_does_not_depend_on_the_others():
@@ -207,21 +233,6 @@ def test_a_row_does_not_depend_on_the_others():
             alone = sample_tokens(logits[row : row + 1], u[row : row + 1], sampling, greedy=False)
             assert alone.tokens.item() == together.tokens[row].item()
             assert alone.logprobs.item() == together.logprobs[row].item()
-
-
-def test_logits_are_left_alone():
-    logits = torch.randn(2, 50)
-    before = logits.clone()
-    for sampling in (PLAIN, SamplingParams(top_k=3), SamplingParams(top_p=0.5, temperature=0.3)):
-        sample_tokens(
-            logits,
-            torch.rand(2).double(),
-            sampling,
-            greedy=False,
-            banned=torch.ones(2, dtype=torch.bool),
-            end_ids=(4,),
-        )
-    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

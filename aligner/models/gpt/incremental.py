@@ -19,8 +19,12 @@ from aligner.distributed.packed_linear import Product, packed_linears
 from aligner.distributed.vocab_shard import VocabShard
 from aligner.errors import LayoutError
 from aligner.models.gpt.attention import CoreAttention
-from aligner.models.gpt.decode_layers import DecodeLayer, Rotation, decode_layers
 from aligner.models.gpt.hidden_states import output_weight
+from aligner.models.gpt.incremental_layers import (
+    IncrementalLayer,
+    Rotation,
+    incremental_layers,
+)
 from aligner.models.gpt.kv_cache import KVCache, aligned
 
 
@@ -57,6 +61,7 @@ class IncrementalModel:
             device=parameter.device,
             window=architecture.window_size,
         )
+        self._queries_per_group = architecture.num_attention_heads // architecture.num_query_groups
         self._rope: Tensor | None = None
         self._rotation: Rotation | None = None
         if architecture.position_embedding == "rope":
@@ -64,7 +69,7 @@ class IncrementalModel:
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
             self._rotation = Rotation.table(self._rope, architecture.kv_channels, parameter.dtype)
         self._project: Product | None = None
-        self._layers: list[DecodeLayer] | None = None
+        self._layers: list[IncrementalLayer] | None = None
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -82,7 +87,7 @@ class IncrementalModel:
                 torch.inference_mode(),
             ):
                 self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
-                self._layers = decode_layers(self._gpt, products)
+                self._layers = incremental_layers(self._gpt, products)
                 yield
         finally:
             self._project = self._layers = None
@@ -100,11 +105,14 @@ class IncrementalModel:
         Returns:
             Final hidden state of each prompt's last token, [n, H].
         """
-        self.cache.begin_prefill(slots, sources)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = None if self._rope is None else self._rope[: tokens.shape[1]]
-        hidden = self._forward(tokens, positions.expand_as(tokens), rope)
-        return hidden[lengths - 1, torch.arange(tokens.shape[0], device=tokens.device)]
+        self.cache.begin_prefill(lengths, slots, sources)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if self._layers is None:
+            rope = None if self._rope is None else self._rope[: tokens.shape[1]]
+            hidden = self._forward(tokens, positions, rope)
+            return hidden[lengths - 1, torch.arange(tokens.shape[0], device=tokens.device)]
+        inside = positions < lengths[:, None]
+        return self._through_layers(tokens[inside], positions[inside], lengths.cumsum(0) - 1)
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Add one token to each of the first n slots.
@@ -121,11 +129,7 @@ class IncrementalModel:
         if self._layers is None:
             rope = None if self._rope is None else self._rope[positions].transpose(0, 1)
             return self._forward(tokens[:, None], positions[:, None], rope)[0]
-        hidden = self._embed(tokens[:, None], positions[:, None])[0]
-        rotation = None if self._rotation is None else self._rotation.at(positions)
-        for layer in self._layers:
-            hidden = layer(hidden, rotation, self.cache)
-        return self._gpt.decoder.final_layernorm(hidden)
+        return self._through_layers(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off."""
@@ -136,6 +140,20 @@ class IncrementalModel:
         width = output_weight(self._gpt).shape[0]
         padded = torch.nn.functional.pad(local, (0, width - local.shape[1]))
         return self._shard.gather_columns(padded)[:, : self._vocab_size]
+
+    def _through_layers(
+        self, tokens: Tensor, positions: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        """Rows, int64 [n] each, to final hidden states [n, H], or of the rows ``kept`` [m, H]."""
+        assert self._layers is not None
+        hidden = self._embed(tokens[:, None], positions[:, None])[0]
+        rotation = None
+        if self._rotation is not None:
+            rotation = self._rotation.at(positions, self._queries_per_group + 1)
+        for layer in self._layers[:-1]:
+            hidden = layer(hidden, rotation, self.cache)
+        hidden = self._layers[-1](hidden, rotation, self.cache, kept)
+        return self._gpt.decoder.final_layernorm(hidden)
 
     def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
         """int64 [n, s] to final hidden states [s, n, H]."""

@@ -5,8 +5,9 @@ attention while it is. Before each forward pass it is told what the pass is: a p
 prompts, or one more token for each of the first ``n`` slots. What may be seen comes from lengths,
 never from token ids.
 
-Shape legend: ``n`` sequences of a pass, ``P`` padded prompt length, ``G`` key-value heads of this
-rank, ``R`` query heads per key-value head, ``D`` head width, ``C`` capacity in tokens.
+Shape legend: ``n`` rows of a pass, one token each; ``m`` prompts, ``P`` their padded length, ``G``
+key-value heads of this rank, ``R`` query heads per key-value head, ``D`` head width, ``C`` capacity
+in tokens. ``heads`` are [n, G, R + 2, D]: a key-value head's queries, its key, its value.
 
 Results of a row do not depend on the other rows or on padding, bit for bit on the CPUs tried, as
 long as lengths are padded to multiples of `ALIGNMENT`: a sum over masked positions then ends in
@@ -36,18 +37,25 @@ def aligned(length: int) -> int:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Prompts pass; the key-value rows ``sources`` int64 [m] go to ``slots`` int64 [m]."""
+    """Prompts pass, one row per token, prompt after prompt.
 
-    slots: Tensor
+    ``frame`` int64 [m, P]: the row of each prompt's token (any row in padding). ``rows`` int64 [n]:
+    the place of each row in the flattened frame. ``sources`` int64 [k]: rows whose key and value
+    are kept, ``places`` int64 [k * G]: the rows of the flat cache they go to.
+    """
+
+    frame: Tensor
+    rows: Tensor
     sources: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True)
 class _Decode:
     """The first n slots take one token each and see up to ``span`` tokens.
 
-    ``places`` int64 [n * G]: rows of the flat cache [slots * G * C, D] for the new tokens.
-    ``bias`` float [n * G, 1, span]: 0 where visible, -inf elsewhere.
+    ``places`` int64 [n * G]: rows of the flat cache for the new tokens. ``bias`` float
+    [n * G, 1, span]: 0 where visible, -inf elsewhere.
     """
 
     places: Tensor
@@ -56,7 +64,7 @@ class _Decode:
 
 
 class KVCache:
-    """Keys and values ``[slots, G, C, D]`` of every layer on this process."""
+    """Keys and values of every layer on this process: rows [slots * G * C, 2 D], key then value."""
 
     def __init__(
         self,
@@ -85,21 +93,38 @@ class KVCache:
         # Narrow heads see some masked positions more, so that all spans are computed alike.
         self._least_span = aligned(-(-_SMALL_PRODUCT // head_dim))
         self._capacity = max(aligned(capacity), self._least_span)
-        shape = (num_slots, groups, self._capacity, head_dim)
+        shape = (num_slots * groups * self._capacity, 2 * head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not undo a NaN.
-        self._keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
-        self._values = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
+        self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
+        self._head_dim = head_dim
         self._scale = 1.0 / math.sqrt(head_dim)
         self._window = window
         self._groups = groups
         self._pass: _Prefill | _Decode | None = None
 
-    def begin_prefill(self, slots: Tensor, sources: Tensor) -> None:
-        """The next forward pass is over prompts; row ``sources[i]`` of it fills ``slots[i]``.
+    def begin_prefill(self, lengths: Tensor, slots: Tensor, sources: Tensor) -> None:
+        """The next forward pass is over prompts; prompt ``sources[i]`` fills ``slots[i]``.
 
-        Several slots may take the same row (samples of one prompt).
+        Several slots may take the same prompt (samples of one prompt).
+
+        Args:
+            lengths: int64 [m] of the prompts.
+            slots: int64 [k].
+            sources: int64 [k].
         """
-        self._pass = _Prefill(slots, sources)
+        width = aligned(int(lengths.max()))
+        starts = lengths.cumsum(0) - lengths
+        column = torch.arange(width, device=lengths.device)
+        inside = column < lengths[:, None]
+        frame = torch.where(inside, starts[:, None] + column, 0)
+        kept = inside[sources]
+        slot, position = slots[:, None].expand_as(kept)[kept], column.expand_as(kept)[kept]
+        self._pass = _Prefill(
+            frame,
+            inside.flatten().nonzero().squeeze(1),
+            frame[sources][kept],
+            self._places(slot, position),
+        )
 
     def begin_decode(self, positions: Tensor, longest: int) -> None:
         """The next forward pass adds the token at ``positions[i]`` to slot i.
@@ -113,85 +138,82 @@ class KVCache:
         visible = index <= positions[:, None]
         if self._window is not None:
             visible &= index > positions[:, None] - self._window
-        dtype = next(iter(self._keys.values())).dtype
+        dtype = next(iter(self._stores.values())).dtype
         bias = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
         bias.masked_fill_(~visible, -torch.inf)
-        heads = torch.arange(positions.shape[0] * self._groups, device=positions.device)
+        slots = torch.arange(positions.shape[0], device=positions.device)
         self._pass = _Decode(
-            heads * self._capacity + positions.repeat_interleave(self._groups),
+            self._places(slots, positions),
             span,
             bias.repeat_interleave(self._groups, dim=0)[:, None],
         )
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of slots ``source`` int64 [m] to slots ``target``."""
-        for store in (*self._keys.values(), *self._values.values()):
-            store[target, :, :length] = store[source, :, :length]
+        """Copy the first ``length`` tokens of slots ``source`` int64 [k] to slots ``target``."""
+        for store in self._stores.values():
+            slots = store.view(-1, self._groups, self._capacity, store.shape[1])
+            slots[target, :, :length] = slots[source, :, :length]
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value and attend over everything the query may see.
 
         Args:
             layer_number: megatron-core's global number of the layer.
-            query: ``[P or 1, n, G * R, D]``, rotary embedding applied.
-            key: ``[P or 1, n, G, D]``.
-            value: ``[P or 1, n, G, D]``.
+            query: ``[P or 1, m, G * R, D]``, rotary embedding applied; right-padded prompts or one
+                token for each of the first m slots.
+            key: ``[P or 1, m, G, D]``.
+            value: ``[P or 1, m, G, D]``.
 
         Returns:
-            ``[P or 1, n, G * R * D]``.
+            ``[P or 1, m, G * R * D]``.
         """
+        length, batch, groups, width = key.shape
+        by_group = query.reshape(length, batch, groups, -1, width)
+        heads = torch.cat((by_group, key[:, :, :, None], value[:, :, :, None]), dim=3)
+        heads = heads.transpose(0, 1).flatten(0, 1)
         if isinstance(self._pass, _Prefill):
-            return self._prefill(self._pass, layer_number, query, key, value)
-        head_dim = query.shape[3]
-        heads = key.shape[1] * self._groups
+            attended = heads.new_zeros(heads.shape[0], query.shape[2] * width)
+            attended[self._pass.rows] = self.attend_rows(layer_number, heads[self._pass.rows])
+        else:
+            attended = self.attend_rows(layer_number, heads)
+        return attended.view(batch, length, -1).transpose(0, 1)
+
+    def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
+        """`attend` on rows: ``heads`` [n, G, R + 2, D], contiguous, to [n, G * R * D]."""
+        store, plan = self._stores[layer_number], self._pass
+        if isinstance(plan, _Prefill):
+            return self._prefill(plan, store, heads)
+        assert plan is not None
+        rows, groups, count, width = heads.shape
+        by_group = heads.view(rows * groups, count * width)
+        store.index_copy_(0, plan.places, by_group[:, -2 * width :])
         # [n * G, R, D] against views [n * G, span, D]: nothing is repeated for grouped queries.
-        attended = self.decode(
-            layer_number,
-            query.reshape(heads, -1, head_dim),
-            key.reshape(heads, head_dim),
-            value.reshape(heads, head_dim),
-        )
-        return attended.view(1, query.shape[1], -1)
+        query = by_group.view(rows * groups, count, width)[:, :-2]
+        seen = store.view(-1, self._capacity, 2 * width)[: rows * groups, : plan.span]
+        keys, values = seen.split(width, dim=-1)
+        scores = torch.baddbmm(plan.bias, query, keys.transpose(1, 2), alpha=self._scale)
+        return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
 
-    def decode(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`attend` for one token per slot, with the heads in one dimension.
-
-        Args:
-            layer_number: megatron-core's global number of the layer.
-            query: ``[n * G, R, D]``.
-            key: ``[n * G, D]``.
-            value: ``[n * G, D]``.
-
-        Returns:
-            ``[n * G, R, D]``.
-        """
-        plan = self._pass
-        assert isinstance(plan, _Decode)
-        head_dim = key.shape[1]
-        stored = []
-        for cache, new in ((self._keys, key), (self._values, value)):
-            flat = cache[layer_number].view(-1, head_dim)
-            flat.index_copy_(0, plan.places, new)
-            by_head = flat.view(-1, self._capacity, head_dim)
-            stored.append(by_head[: key.shape[0], : plan.span])
-        scores = torch.baddbmm(plan.bias, query, stored[0].transpose(1, 2), alpha=self._scale)
-        return torch.bmm(scores.softmax(dim=-1), stored[1])
-
-    def _prefill(
-        self, plan: _Prefill, layer_number: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        length, rows = query.shape[:2]
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        self._keys[layer_number][plan.slots, :, :length] = k[plan.sources]
-        self._values[layer_number][plan.slots, :, :length] = v[plan.sources]
+    def _prefill(self, plan: _Prefill, store: Tensor, heads: Tensor) -> Tensor:
+        pairs = heads[:, :, -2:].flatten(2)[plan.sources]
+        store.index_copy_(0, plan.places, pairs.flatten(0, 1))
+        framed = heads[plan.frame]  # [m, P, G, R + 2, D]
+        query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
+        length = framed.shape[1]
         windowed = self._window is not None and length > self._window
         out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_window_mask(length, self._window, q.device) if windowed else None,
+            query.flatten(2, 3).transpose(1, 2),
+            key.squeeze(3).transpose(1, 2),
+            value.squeeze(3).transpose(1, 2),
+            attn_mask=_window_mask(length, self._window, heads.device) if windowed else None,
             is_causal=not windowed,
             scale=self._scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=heads.shape[2] > 3,
         )
-        return out.permute(2, 0, 1, 3).reshape(length, rows, -1)
+        return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)
+
+    def _places(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Rows of the flat cache for all heads of tokens, int64 [k] each, to int64 [k * G]."""
+        heads = torch.arange(self._groups, device=slots.device)
+        first = (slots * self._groups)[:, None] + heads
+        return (first * self._capacity + positions[:, None]).flatten()

@@ -55,9 +55,13 @@ class Rollout:
         self._prompts = [
             tuple(row[:n]) for row, n in zip(prompts.tolist(), self._prompt_lengths, strict=True)
         ]
-        self._responses: list[list[int]] = [[] for _ in range(batch)]
-        self._sample_ids = sample_ids
-        self._seed, self._greedy = seed, greedy
+        self._made = [0] * batch  # new tokens of each sample
+        self._responses: list[list[int]] = [[] for _ in range(batch)]  # kept for stop strings
+        new_positions = prompt_lengths[:, None] + torch.arange(length.max_length, device=device)
+        self._uniforms = counter_uniforms(
+            seed, sample_ids[:, None].expand_as(new_positions), new_positions
+        )
+        self._greedy = greedy
         self._length, self._sampling, self._stop = length, sampling, stop
         self._eos_ids = tuple(eos_ids)
         self._eos = set(eos_ids)
@@ -68,6 +72,7 @@ class Rollout:
         self._waiting = list(range(batch))[::-1]
         self._flight: list[int | None] = []  # sample in each slot; None: the slot is free
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
+        self._rows: tuple[list[int], Tensor] | None = None  # of the flight, while it stays
 
     def run(self, model: IncrementalModel, num_slots: int) -> None:
         """Generate until every sample has ended."""
@@ -82,8 +87,10 @@ class Rollout:
 
     def _advance(self, model: IncrementalModel) -> None:
         """One more token for every sequence in flight."""
-        samples = [sample for sample in self._flight if sample is not None]
-        rows = self._index(samples)
+        if self._rows is None:
+            flight = [sample for sample in self._flight if sample is not None]
+            self._rows = flight, self._index(flight)
+        samples, rows = self._rows
         positions = self.lengths[rows] - 1
         hidden = model.decode(
             self.tokens[rows, positions], positions, max(map(self._length_of, samples))
@@ -102,6 +109,7 @@ class Rollout:
         self._flight += [None] * (max(placed) + 1 - len(self._flight))
         for slot, sample in placed.items():
             self._flight[slot] = sample
+        self._rows = None
         samples = list(placed.values())
         hidden = torch.stack([self._last_hidden[self._prompts[sample]] for sample in samples])
         still_waiting = {self._prompts[sample] for sample in self._waiting}
@@ -163,38 +171,51 @@ class Rollout:
     ) -> None:
         """Sample the next token of each row, write it down, free the slots of ended samples."""
         positions = self.lengths[rows]
-        made = [len(self._responses[sample]) for sample in samples]
-        banned = torch.tensor([n + 1 < self._length.min_length for n in made], device=rows.device)
+        made = [self._made[sample] for sample in samples]
+        banned = None
+        if min(made) + 1 < self._length.min_length:
+            banned = torch.tensor([n + 1 < self._length.min_length for n in made])
+            banned = banned.to(rows.device)
         drawn = sample_tokens(
             model.logits(hidden),
-            counter_uniforms(self._seed, self._sample_ids[rows], positions),
+            self._uniforms[rows, self._index(made)],
             self._sampling,
             greedy=self._greedy,
             seen=None if self._seen is None else self._seen[rows],
-            banned=banned if min(made) + 1 < self._length.min_length else None,
+            banned=banned,
             end_ids=self._eos_ids,
         )
         self.tokens[rows, positions] = drawn.tokens
         self.logprobs[rows, positions] = drawn.logprobs
-        self.lengths[rows] += 1
+        self.lengths[rows] = positions + 1
         if self._seen is not None:
             self._seen[rows, drawn.tokens] = True
-        ended = []
-        for sample, token in zip(samples, drawn.tokens.tolist(), strict=True):
-            self._responses[sample].append(token)
-            by_itself = self._ends(sample, token)
-            if by_itself:
+        self._note(samples, drawn.tokens.tolist())
+
+    def _note(self, samples: list[int], tokens: list[int]) -> None:
+        """Free the slots of the samples that their newest tokens end."""
+        ended, full = [], []
+        for sample, token in zip(samples, tokens, strict=True):
+            self._made[sample] += 1
+            if self._ends(sample, token):
                 ended.append(sample)
-            if by_itself or len(self._responses[sample]) == self._length.max_length:
-                self._flight[self._flight.index(sample)] = None
-        self.is_end[self._index(ended)] = True
+            elif self._made[sample] == self._length.max_length:
+                full.append(sample)
+        if ended:
+            self.is_end[self._index(ended)] = True
+        for sample in ended + full:
+            self._flight[self._flight.index(sample)] = None
+            self._rows = None
 
     def _ends(self, sample: int, token: int) -> bool:
         """Whether the response ends by itself with its newest token."""
         if token in self._eos:
             return True  # before min_length it could not have been drawn
+        if self._stop is None:
+            return False
         response = self._responses[sample]
-        if self._stop is None or len(response) < self._length.min_length:
+        response.append(token)
+        if len(response) < self._length.min_length:
             return False
         return self._stop.completed(self._prompts[sample], response)
 
@@ -207,7 +228,7 @@ class Rollout:
             model.cache.copy(self._index(source), self._index(target), length)
 
     def _length_of(self, sample: int) -> int:
-        return self._prompt_lengths[sample] + len(self._responses[sample])
+        return self._prompt_lengths[sample] + self._made[sample]
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.tokens.device)

@@ -6,13 +6,15 @@ the inverse CDF of that number over the vocabulary in id order.
 
 The log-prob that comes with a token is that of the distribution the token was drawn from:
 temperature applied and top-k, then top-p, renormalised over the tokens kept, the trainer's own
-convention (`aligner.distributed.kept_set`). A repetition penalty and the ban of end-of-sequence
-tokens before ``min_length`` change that distribution too and therefore the log-prob; the trainer
-does not know them, so with either the recorded log-probs differ from recomputed ones.
+convention (`aligner.distributed.kept_set`). Two things the trainer does not know: the ban of
+end-of-sequence tokens before ``min_length`` is left out of the log-prob (as vLLM does), so that it
+is the policy's own, unless top-k or top-p is on, whose kept set the ban changes; a repetition
+penalty is part of it, so with one the recorded log-probs differ from recomputed ones.
 
 Shape legend: ``b`` rows, ``V`` vocabulary without padding columns.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,7 +29,8 @@ from aligner.errors import NonFiniteError
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-_BLOCK = 128  # probabilities are added up in blocks of so many tokens
+_BLOCK = 128  # probabilities are added up in blocks of so many tokens,
+_ONE_LEVEL = 2048  # unless the vocabulary is as small as this
 _NUCLEUS = 1024  # so many tokens hold a nucleus nearly always; else the row is sorted whole
 
 
@@ -92,7 +95,7 @@ def sample_tokens(
     """Draw one token per row.
 
     Args:
-        logits: float [b, V], padding columns cut off; not modified.
+        logits: float [b, V], padding columns cut off; its memory may be used for the result.
         uniforms: float64 [b] in [0, 1) (`counter_uniforms`); not used when ``greedy``.
         sampling: temperature, top-k, top-p, repetition penalty.
         greedy: take the likeliest token (the first of equals); its log-prob is still that of the
@@ -110,31 +113,41 @@ def sample_tokens(
         scores = penalise_repetition(scores, seen, sampling.repetition_penalty)
     if sampling.temperature != 1.0:
         scores = scores / sampling.temperature
+    allowed = None
     if banned is not None and end_ids:
-        scores = _ban(scores, banned, end_ids)
+        allowed = _ban(scores, banned, end_ids)
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         limit = _keep_threshold(scores, sampling.top_k, sampling.top_p)
         scores = scores.masked_fill(scores < limit[:, None], -torch.inf)
+        allowed = None
     probabilities = scores.softmax(dim=-1)
-    blocks, cumulative = _cumulative_blocks(probabilities)
-    tokens = scores.argmax(dim=-1) if greedy else _locate(blocks, cumulative, uniforms)
+    cumulative = _cumulative(probabilities)
+    tokens = scores.argmax(dim=-1) if greedy else _locate(probabilities, cumulative, uniforms)
     chosen = probabilities.gather(1, tokens[:, None]).squeeze(1).double()
     # torch's float32 softmax adds up a row one by one: over 49,152 tokens its probabilities are off
     # by a common factor, up to 1e-4 away from 1. Their accurate sum takes it out again.
-    logprobs = (chosen.log() - cumulative[:, -1].log()).float()
-    if not bool(logprobs.isfinite().all()):
+    logprobs = chosen.log() - cumulative[:, -1].log()
+    if allowed is not None:
+        normalizer = scores.gather(1, tokens[:, None]).squeeze(1).double() - logprobs
+        logprobs = logprobs - torch.logaddexp(normalizer, allowed) + normalizer
+    if not math.isfinite(logprobs.sum().item()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
         raise NonFiniteError(
             f"logits of rows {bad} are not finite, nothing can be sampled from them; the weights "
             "are damaged (look for the step at which the loss or gradient stopped being finite)"
         )
-    return SampledTokens(tokens, logprobs)
+    return SampledTokens(tokens, logprobs.float())
 
 
 def _ban(scores: Tensor, banned: Tensor, end_ids: Sequence[int]) -> Tensor:
+    """Take ``end_ids`` out of the rows ``banned``, in place.
+
+    Returns their log-sum-exp before, float64 [b], -inf in the other rows.
+    """
     columns = torch.tensor(end_ids, device=scores.device)
-    kept = scores[:, columns].masked_fill(banned[:, None], -torch.inf)
-    return scores.index_copy(1, columns, kept)
+    before = scores[:, columns]
+    scores[:, columns] = before.masked_fill(banned[:, None], -torch.inf)
+    return before.double().logsumexp(dim=1).masked_fill(~banned, -torch.inf)
 
 
 def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -147,21 +160,30 @@ def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         probabilities: float32 [b, V], at least one above 0 per row; need not add up to 1.
         uniforms: float64 [b] in [0, 1).
     """
-    return _locate(*_cumulative_blocks(probabilities), uniforms)
+    return _locate(probabilities, _cumulative(probabilities), uniforms)
 
 
-def _cumulative_blocks(probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [b, V / `_BLOCK`, `_BLOCK`] and float64 [b, V / `_BLOCK`], the sum up to each."""
+def _cumulative(probabilities: Tensor) -> Tensor:
+    """Sums up to each token or, over a larger vocabulary, each block of tokens; float64 [b, m]."""
+    if probabilities.shape[1] <= _ONE_LEVEL:
+        return probabilities.cumsum(dim=-1, dtype=torch.float64)
+    return _blocks(probabilities).sum(dim=-1).double().cumsum(dim=-1)
+
+
+def _blocks(probabilities: Tensor) -> Tensor:
+    """[b, V] with zeros added at the end to [b, V / `_BLOCK`, `_BLOCK`]."""
     rows, columns = probabilities.shape
     if columns % _BLOCK:
         probabilities = torch.nn.functional.pad(probabilities, (0, -columns % _BLOCK))
-    blocks = probabilities.view(rows, -1, _BLOCK)
-    return blocks, blocks.sum(dim=-1).double().cumsum(dim=-1)
+    return probabilities.view(rows, -1, _BLOCK)
 
 
-def _locate(blocks: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """`inverse_cdf` on `_cumulative_blocks`."""
+def _locate(probabilities: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """`inverse_cdf` with `_cumulative` known."""
     target = uniforms.to(cumulative.device) * cumulative[:, -1]
+    if probabilities.shape[1] <= _ONE_LEVEL:
+        return _first_above(cumulative, target)
+    blocks = _blocks(probabilities)
     block = _first_above(cumulative, target)
     before = cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)
     rows = torch.arange(blocks.shape[0], device=block.device)
