@@ -13,7 +13,9 @@ class ClusterConfig:
 
     # local: the processes that torchrun or trainer.devices started; ray: actors of a Ray cluster.
     engine: Literal["local", "ray"] = "local"
-    timeout_s: Positive = 1800.0  # longest wait for another rank in a collective
+    # Longest wait for another rank in a collective. A rank on another machine that has not been
+    # heard of for a thirtieth of it (10 s at the least) is taken for dead.
+    timeout_s: Positive = 1800.0
 
 
 @dataclass(frozen=True)

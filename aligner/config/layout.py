@@ -66,19 +66,25 @@ def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_
             "set it to false or raise the tensor parallel size"
         )
     _check_expert(architecture, parallel, world_size)
+    is_moe = architecture.num_moe_experts is not None
+    if is_moe and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise LayoutError(
+            f"model.tensor_model_parallel_size={parallel.tensor} with a mixture of experts needs "
+            "model.sequence_parallel=true, got false; megatron-core does not train it otherwise"
+        )
 
 
 def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig) -> None:
-    _divides(
-        "model.tensor_model_parallel_size",
-        parallel.tensor,
-        {
-            "attention heads": architecture.num_attention_heads,
-            "query groups": architecture.num_query_groups,
-            "feed-forward columns": architecture.ffn_hidden_size,
-            "hidden columns": architecture.hidden_size,
-        },
-    )
+    counts = {
+        "attention heads": architecture.num_attention_heads,
+        "query groups": architecture.num_query_groups,
+        "hidden columns": architecture.hidden_size,
+    }
+    if architecture.num_moe_experts is None:
+        counts["feed-forward columns"] = architecture.ffn_hidden_size
+    elif parallel.expert == 1:  # experts are split like other layers; shared out, they are whole
+        counts["expert columns"] = architecture.expert_ffn_hidden_size
+    _divides("model.tensor_model_parallel_size", parallel.tensor, counts)
 
 
 def _check_expert(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
