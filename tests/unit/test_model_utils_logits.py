@@ -1,0 +1,399 @@
+"""`model_utils` in one process: random shapes, edges, memory, and the published signatures."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aligner.distributed import model_utils as mu
+from aligner.errors import ConfigError, LayoutError
+
+PUBLISHED = {
+    "_compute_distributed_log_softmax": "vocab_parallel_logits group",
+    "_compute_distributed_softmax": "vocab_parallel_logits group",
+    "DistributedLogprob": (
+        "ctx vocab_parallel_logits target vocab_start_index vocab_end_index group inference_only"
+    ),
+    "DistributedCrossEntropy": "ctx student_logits target_logits group inference_only",
+    "ChunkedDistributedLogprob": (
+        "ctx vocab_parallel_logits target vocab_start_index vocab_end_index chunk_size tp_group "
+        "inference_only"
+    ),
+    "DistributedLogprobWithSampling": (
+        "ctx vocab_parallel_logits target tp_group top_k top_p inference_only"
+    ),
+    "ChunkedDistributedLogprobWithSampling": (
+        "ctx vocab_parallel_logits target tp_group top_k top_p chunk_size inference_only"
+    ),
+    "ChunkedDistributedGatherLogprob": (
+        "ctx vocab_parallel_logits global_indices vocab_start_index vocab_end_index chunk_size "
+        "tp_group inference_only"
+    ),
+    "ChunkedDistributedEntropy": "ctx vocab_parallel_logits chunk_size tp_group inference_only",
+    "ChunkedDistributedHiddenStatesToLogprobs": (
+        "ctx tensor_parallel_hidden_states target output_weight_layer vocab_start_index "
+        "vocab_end_index chunk_size tp_group inference_only"
+    ),
+    "AllGatherCPTensor": "ctx tensor cp_group seq_dim",
+    "allgather_cp_sharded_tensor": "tensor cp_group seq_dim",
+    "_get_tokens_on_this_cp_rank": "input_ids cp_rank cp_size seq_dim",
+    "dtensor_from_parallel_logits_to_logprobs": (
+        "vocab_parallel_logits target vocab_start_index vocab_end_index tp_group inference_only "
+        "seq_index chunk_size sampling_params"
+    ),
+    "from_parallel_logits_to_logprobs": (
+        "vocab_parallel_logits target vocab_start_index vocab_end_index tp_group inference_only "
+        "cp_group chunk_size sampling_params"
+    ),
+    "from_parallel_logits_to_logprobs_packed_sequences": (
+        "vocab_parallel_logits target cu_seqlens_padded unpacked_seqlen vocab_start_index "
+        "vocab_end_index group inference_only cp_group chunk_size sampling_params "
+        "target_is_pre_rolled"
+    ),
+    "get_logprobs_from_vocab_parallel_logits": (
+        "vocab_parallel_logits input_ids seq_index chunk_size sampling_params"
+    ),
+    "get_next_token_logprobs_from_logits": (
+        "input_ids next_token_logits seq_index vocab_parallel_rank vocab_parallel_group "
+        "context_parallel_group sampling_params"
+    ),
+    "distributed_vocab_topk": (
+        "vocab_parallel_logits k tp_group vocab_start_index vocab_end_index chunk_size"
+    ),
+    "gather_logits_at_global_indices": (
+        "vocab_parallel_logits global_indices tp_group cp_group vocab_start_index "
+        "vocab_end_index chunk_size"
+    ),
+    "get_distillation_topk_logprobs_from_logits": (
+        "student_logits teacher_topk_logits teacher_topk_indices zero_outside_topk "
+        "calculate_entropy vocab_parallel_rank vocab_parallel_group context_parallel_group"
+    ),
+    "from_parallel_hidden_states_to_logprobs": (  # and, by keyword, what no other library has
+        "tensor_parallel_hidden_states output_weight_layer output_weight runtime_gather_output "
+        "target vocab_start_index vocab_end_index tp_group inference_only cp_group chunk_size "
+        "sampling_params cu_seqlens_padded unpacked_seqlen sequence_parallel"
+    ),
+    "patch_gpt_model_forward_for_linear_ce_fusion": "chunk_size",
+    "_gpt_forward_with_linear_ce_fusion": (
+        "self input_ids position_ids attention_mask decoder_input labels inference_context "
+        "packed_seq_params extra_block_kwargs runtime_gather_output inference_params loss_mask "
+        "padding_mask return_logprobs_for_linear_ce_fusion"
+    ),
+    "all_to_all_vp2sq": "vocab_parallel_logits tp_group",
+    "all_to_all_sq2vp": "seq_parallel_logits tp_group",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_signature(name):
+    published = getattr(mu, name)
+    function = published.forward if inspect.isclass(published) else published
+    assert list(inspect.signature(function).parameters) == PUBLISHED[name].split()
+    assert name in mu.__all__
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def draw(seed, *shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 3).to(dtype)
+
+
+def picked(logits, tokens):
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def tokens_for(seed, vocab, *shape):
+    return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+SHAPES = st.tuples(
+    st.integers(0, 3),  # batch
+    st.integers(0, 9),  # sequence
+    st.integers(1, 20),  # vocabulary
+    st.integers(1, 12),  # chunk
+    st.integers(0, 10**6),  # seed
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SHAPES, st.booleans())
+def test_any_shape(shape, transposed):
+    """Empty batches and sequences, one token, contiguous or not."""
+    batch, length, vocab, chunk, seed = shape
+    whole = draw(seed, batch, length, vocab).requires_grad_()
+    logits = whole
+    if transposed:  # megatron-core's [S, B, V]
+        logits = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    tokens = tokens_for(seed, vocab, batch, length)
+    world, span = dist.group.WORLD, (0, vocab)
+    probability = whole.softmax(-1)
+    entropy = (probability * whole.log_softmax(-1)).sum(-1)
+    for output, wanted in (
+        (mu.DistributedLogprob.apply(logits, tokens, *span, world), picked(whole, tokens)),
+        (
+            mu.ChunkedDistributedLogprob.apply(logits, tokens, *span, chunk, world),
+            picked(whole, tokens),
+        ),
+        (
+            mu.ChunkedDistributedLogprobWithSampling.apply(logits, tokens, world, -1, 1.0, chunk),
+            picked(whole, tokens),
+        ),
+        (mu.ChunkedDistributedEntropy.apply(logits, chunk, world), entropy),
+        (mu._compute_distributed_softmax(logits, world), probability),
+        (mu._compute_distributed_log_softmax(logits, world), whole.log_softmax(-1)),
+        (
+            mu.from_parallel_logits_to_logprobs(logits, tokens, *span, world, chunk_size=chunk),
+            picked(whole[:, :-1], tokens[:, 1:]),
+        ),
+    ):
+        torch.testing.assert_close(output, wanted)
+        upstream = draw(seed + 1, *wanted.shape)
+        actual = torch.autograd.grad(output, whole, upstream, retain_graph=True)
+        torch.testing.assert_close(
+            actual, torch.autograd.grad(wanted, whole, upstream, retain_graph=True)
+        )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 999))
+def test_any_packing(lengths, width, seed):
+    vocab, total = 7, sum(lengths)
+    logits = draw(seed, 1, total, vocab).requires_grad_()
+    tokens = tokens_for(seed, vocab, 1, total)
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+    output = mu.from_parallel_logits_to_logprobs_packed_sequences(
+        logits, tokens, boundaries.int(), width, 0, vocab, dist.group.WORLD
+    )
+    wanted = torch.zeros(len(lengths), width - 1, dtype=torch.float64)
+    for row, (start, length) in enumerate(zip(boundaries.tolist(), lengths, strict=False)):
+        count = min(length, width) - 1
+        if count > 0:
+            alone = picked(logits[0, start : start + count], tokens[0, start + 1 :][:count])
+            wanted[row, :count] = alone
+    torch.testing.assert_close(output, wanted)
+    upstream = draw(seed + 1, *wanted.shape)
+    if wanted.requires_grad:
+        torch.testing.assert_close(
+            torch.autograd.grad(output, logits, upstream),
+            torch.autograd.grad(wanted, logits, upstream),
+        )
+    else:
+        (actual,) = torch.autograd.grad(output, logits, upstream)
+        assert (actual == 0).all()
+
+
+def test_gradients_by_finite_differences(group):
+    logits, other = draw(0, 2, 3, 5).requires_grad_(), draw(1, 2, 3, 5)
+    tokens, ids = tokens_for(2, 5, 2, 3), tokens_for(3, 5, 2, 3, 4)
+    for function in (
+        lambda x: mu.DistributedLogprob.apply(x, tokens, 0, 5, group),
+        lambda x: mu.ChunkedDistributedGatherLogprob.apply(x, ids, 0, 5, 2, group),
+        lambda x: mu.ChunkedDistributedEntropy.apply(x, 2, group),
+        lambda x: mu.DistributedCrossEntropy.apply(x, other, group),
+        lambda x: mu._compute_distributed_softmax(x, group),
+        lambda x: mu._compute_distributed_log_softmax(x, group),
+        lambda x: mu.gather_logits_at_global_indices(
+            x, ids, vocab_start_index=0, vocab_end_index=5
+        ),
+    ):
+        assert torch.autograd.gradcheck(function, (logits,))
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Most float32 numbers that one operation made; refuses to bring a number to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(function), "a number was brought to the host"
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return output
+
+
+SAMPLING = [None, {"top_k": 5}, {"top_p": 0.9, "temperature": 0.7}]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_bfloat16_logits_are_never_float32_as_a_whole(group, sampling):
+    length, vocab, chunk = 96, 64, 8
+    logits = draw(0, 1, length, vocab, dtype=torch.bfloat16).requires_grad_()
+    tokens, boundaries = tokens_for(1, vocab, 1, length), torch.tensor([0, 40, 40, length])
+    params = sampling and mu.TrainingSamplingParams(**sampling, keep_target=True)
+    with LargestFloat32() as seen:
+        mu.from_parallel_logits_to_logprobs_packed_sequences(
+            logits,
+            tokens,
+            boundaries,
+            64,
+            0,
+            vocab,
+            group,
+            chunk_size=chunk,
+            sampling_params=params,
+        ).sum().backward()
+        if sampling is None:
+            mu.ChunkedDistributedEntropy.apply(logits, chunk, group).sum().backward()
+    assert 0 < seen.largest <= chunk * vocab
+    assert logits.grad.dtype == torch.bfloat16
+
+
+def test_chunks_are_bounded_without_a_chunk_size(group, monkeypatch):
+    from aligner.distributed import vocab_shard
+
+    monkeypatch.setitem(vocab_shard._CHUNK_BYTES, "cpu", 4 * 128 * 4)
+    logits = draw(0, 1, 96, 128, dtype=torch.bfloat16).requires_grad_()
+    target = draw(1, 1, 96, 128, dtype=torch.bfloat16)
+    with LargestFloat32() as seen:
+        mu.DistributedLogprob.apply(
+            logits, tokens_for(1, 64, 1, 96), 0, 128, group
+        ).sum().backward()
+        mu.DistributedCrossEntropy.apply(logits, target, group).sum().backward()
+        mu._compute_distributed_log_softmax(logits, group).sum().backward()
+    assert 0 < seen.largest <= 4 * 128
+
+
+def test_inference_keeps_nothing(group):
+    logits = draw(0, 2, 3, 5).requires_grad_()
+    tokens = tokens_for(2, 5, 2, 3)
+    output = mu.DistributedLogprob.apply(logits, tokens, 0, 5, group, True)
+    assert output.grad_fn.saved_tensors == ()
+
+
+def test_extreme_logits_stay_exact(group):
+    logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, -torch.inf, -(2.0**99)]]], requires_grad=True)
+    tokens = torch.tensor([[0, 2]])
+    output = mu.DistributedLogprob.apply(logits, tokens, 0, 3, group)
+    assert output.tolist() == [[0.0, -(2.0**99)]]
+    output.sum().backward()
+    assert logits.grad.tolist() == [[[0, 0, 0], [-1, 0, 1]]]
+    logits.grad = None
+    entropy = mu.ChunkedDistributedEntropy.apply(logits, 1, group)
+    assert entropy.tolist() == [[0, 0]]
+    entropy.sum().backward()
+    assert (logits.grad == 0).all()
+
+
+def test_a_student_that_excludes_what_the_teacher_says(group):
+    student = torch.tensor([[[0.0, -torch.inf]]])
+    assert (
+        mu.DistributedCrossEntropy.apply(student, torch.zeros(1, 1, 2), group).item() == torch.inf
+    )
+    assert mu.DistributedCrossEntropy.apply(student, student, group).item() == 0.0
+
+
+def test_a_token_outside_the_kept_set(group):
+    """Logits 3, 2, 1, 0 and top-k 2: -inf as published, or counted as kept."""
+    logits = torch.tensor([[[3.0, 2.0, 1.0, 0.0]] * 2], requires_grad=True)
+    tokens = torch.tensor([[0, 3]])
+    published = mu.DistributedLogprobWithSampling.apply(logits, tokens, group, 2, 1.0)
+    assert published[0, 1] == -torch.inf
+    params = mu.TrainingSamplingParams(top_k=2, keep_target=True)
+    kept = mu.from_parallel_logits_to_logprobs(logits, tokens, 0, 4, group, sampling_params=params)
+    expected = -torch.tensor([3.0, 2.0, 0.0]).logsumexp(0)
+    torch.testing.assert_close(kept[0, 0], expected)
+
+
+def test_next_tokens_without_parallelism():
+    logits = draw(0, 3, 5, 11).requires_grad_()
+    tokens = tokens_for(1, 11, 3, 5)
+    output = mu.get_next_token_logprobs_from_logits(tokens, logits)
+    wanted = picked(logits[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(output, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(output.sum(), logits), torch.autograd.grad(wanted.sum(), logits)
+    )
+    cold = mu.get_next_token_logprobs_from_logits(
+        tokens, logits, sampling_params=mu.TrainingSamplingParams(temperature=0.5)
+    )
+    torch.testing.assert_close(cold, picked(logits[:, :-1] * 2, tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_distillation_without_parallelism(outside):
+    logits, teacher = draw(0, 2, 4, 9).requires_grad_(), draw(1, 2, 4, 3)
+    ids = logits.topk(3, dim=-1).indices
+    student, target, entropy = mu.get_distillation_topk_logprobs_from_logits(
+        logits, teacher, ids, outside, True
+    )
+    logprob = logits.log_softmax(-1)
+    wanted = logprob.gather(-1, ids) if outside else logits.gather(-1, ids).log_softmax(-1)
+    torch.testing.assert_close(student, wanted[:, :-1])
+    torch.testing.assert_close(target, teacher.log_softmax(-1)[:, :-1])
+    torch.testing.assert_close(entropy, (logprob.exp() * logprob).sum(-1)[:, :-1])
+    torch.testing.assert_close(
+        torch.autograd.grad(student.square().sum(), logits),
+        torch.autograd.grad(wanted[:, :-1].square().sum(), logits),
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mu.TrainingSamplingParams(top_p=0.0), ConfigError, "top_p=0.0"),
+        (lambda: mu.TrainingSamplingParams(top_k=-2), ConfigError, "top_k=-2"),
+        (lambda: mu.TrainingSamplingParams(temperature=0.0), ConfigError, "temperature=0.0"),
+        (
+            lambda: mu._get_tokens_on_this_cp_rank(torch.zeros(1, 6), 0, 2),
+            LayoutError,
+            "6 is not a multiple of 2 x context parallel size 2: pad it to 8",
+        ),
+        (
+            lambda: mu.DistributedCrossEntropy.apply(
+                torch.zeros(1, 1, 2), torch.zeros(1, 1, 3), dist.group.WORLD
+            ),
+            LayoutError,
+            "same shape",
+        ),
+        (
+            lambda: mu.all_to_all_vp2sq(torch.zeros(2, 2, 2), dist.group.WORLD),
+            LayoutError,
+            "two dimensions",
+        ),
+        (
+            lambda: mu.get_next_token_logprobs_from_logits(
+                torch.zeros(1, 2), torch.zeros(1, 2, 3), vocab_parallel_group=dist.group.WORLD
+            ),
+            LayoutError,
+            "vocab_parallel_rank is missing",
+        ),
+        (
+            lambda: mu.get_distillation_topk_logprobs_from_logits(
+                torch.zeros(1, 2, 3), torch.zeros(1, 2, 0), torch.zeros(1, 2, 0), True, False
+            ),
+            LayoutError,
+            "at least 1",
+        ),
+        (
+            lambda: mu.from_parallel_logits_to_logprobs(
+                torch.zeros(1, 2, 3), torch.zeros(1, 5), 0, 3, dist.group.WORLD
+            ),
+            LayoutError,
+            "sequence length 5 exceeds the 2 positions",
+        ),
+        (
+            lambda: mu.from_parallel_hidden_states_to_logprobs(
+                torch.zeros(2, 1, 3), None, None, None, torch.zeros(1, 2), 0, 3, dist.group.WORLD
+            ),
+            LayoutError,
+            "no weight",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_numbers(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,63 @@
+"""megatron-core's GPTModel, patched, returns the log-probs of its own logits."""
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from aligner.distributed import model_utils as mu
+from aligner.errors import ConfigError
+from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
+from aligner.models.gpt.settings import RoleSettings
+
+CHUNK = 5
+
+
+@pytest.fixture
+def _patched(monkeypatch):
+    monkeypatch.setattr(GPTModel, "forward", GPTModel.forward)
+    mu.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=99)
+    mu.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=CHUNK)
+
+
+@pytest.fixture(scope="module")
+def gpt(tiny_nemo):
+    return load_from_nemo(MegatronGPTActorModel, RoleSettings(), restore_path=tiny_nemo).gpt
+
+
+def inputs():
+    tokens = torch.randint(0, 250, (2, 7), generator=torch.Generator().manual_seed(3))
+    return tokens, torch.arange(7).expand(2, 7), None
+
+
+@pytest.mark.usefixtures("_patched")
+def test_the_fused_forward_equals_the_logits(gpt):
+    tokens = inputs()[0]
+    parameters = dict(gpt.named_parameters())
+    gradients = []
+    for fused in (True, False):
+        if fused:
+            logprobs = gpt(*inputs(), labels=tokens, return_logprobs_for_linear_ce_fusion=True)
+        else:
+            logits = gpt(*inputs())  # as megatron-core has it
+            assert logits.shape[:2] == tokens.shape
+            logprobs = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        factors = torch.arange(1.0, 1 + logprobs.numel()).view_as(logprobs)
+        grads = torch.autograd.grad((logprobs * factors).sum(), list(parameters.values()))
+        gradients.append((logprobs.detach(), *grads))
+    for name, fused, plain in zip(["log-probs", *parameters], *gradients, strict=True):
+        torch.testing.assert_close(
+            fused, plain, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.usefixtures("_patched")
+def test_patching_twice_changes_the_chunk_only(gpt):
+    assert GPTModel._linear_ce_fusion_chunk_size == CHUNK
+    assert GPTModel._original_forward_for_linear_ce_fusion is not GPTModel.forward
+    assert gpt.output_layer.__class__.__name__ == "ColumnParallelLinear"
+
+
+@pytest.mark.usefixtures("_patched")
+def test_log_probs_need_labels(gpt):
+    with pytest.raises(ConfigError, match="labels=None"):
+        gpt(*inputs(), return_logprobs_for_linear_ce_fusion=True)
