@@ -38,7 +38,7 @@ def work(case: str) -> None:
         if step == 100 and case == "killed, others stuck":
             threading.Event().wait()  # as in a collective that no error reaches
         if step == 100 and case == "slow":
-            time.sleep(3 * rank)
+            time.sleep(3 * rank)  # six beats
 
 
 def main() -> None:

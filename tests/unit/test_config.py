@@ -235,3 +235,14 @@ def test_experts_must_divide():
     check_layout(moe, ParallelConfig(expert=3), 3)
     with pytest.raises(LayoutError, match="6 experts"):
         check_layout(moe, ParallelConfig(expert=4), 4)
+
+
+def test_experts_under_tensor_parallelism():
+    """Split like other layers, or whole where they are shared out; sequence parallelism always."""
+    moe = architecture(num_moe_experts=6, moe_ffn_hidden_size=64)
+    shared = ParallelConfig(tensor=3, expert=3, sequence_parallel=True)
+    check_layout(moe, shared, 3)
+    with pytest.raises(LayoutError, match="64 expert columns"):
+        check_layout(moe, dataclasses.replace(shared, expert=1), 3)
+    with pytest.raises(LayoutError, match=r"needs model\.sequence_parallel=true"):
+        check_layout(moe, dataclasses.replace(shared, sequence_parallel=False), 3)
