@@ -11,7 +11,19 @@ if TYPE_CHECKING:
 
 
 class OutputLayerBypass(nn.Module):
-    """Stands where the output layer was and hands the hidden states through."""
+    """Stands where the output layer was and hands the hidden states through.
+
+    ``weight``: what megatron-core asks the last pipeline stage for when embeddings are tied.
+    """
+
+    def __init__(self, weight: Tensor | None = None) -> None:
+        super().__init__()
+        self._weight = (weight,)  # in a tuple: it stays the output layer's own parameter
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Weight of the output layer that this one stands for."""
+        return self._weight[0]
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
@@ -26,7 +38,7 @@ def bypassed_output_layer(gpt: "GPTModel") -> Iterator[None]:
     if original is None or isinstance(original, OutputLayerBypass):
         yield
         return
-    gpt._modules["output_layer"] = OutputLayerBypass()
+    gpt._modules["output_layer"] = OutputLayerBypass(original.weight)
     try:
         yield
     finally:
