@@ -51,7 +51,9 @@ class Counter:
         assert shards == [{"rank": 0}]
 
 
-def run(folder, learner, *, total=6, resume=True, save=2, val=3, seconds=None, config=None):
+def run(
+    folder, learner, *, total=6, resume=True, save=2, val=3, seconds=None, config=None, **options
+):
     loop = RunLoop(
         learner,
         Schedule(total, val, save, seconds),
@@ -62,6 +64,7 @@ def run(folder, learner, *, total=6, resume=True, save=2, val=3, seconds=None, c
         config=config or {"a": 1},
         monitor="val_rollouts/accuracy",
         resume=resume,
+        **options,
     )
     restored = loop.restore()
     ended = loop.run(None if restored is None else restored.step)
@@ -156,6 +159,18 @@ def test_a_longer_run_continues_and_says_what_changed(tmp_path):
     assert ended
     assert restored.changes == ["trainer.max_steps: 2 -> 4"]
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_another_layout_continues_with_fresh_random_states_and_says_so(tmp_path):
+    run(tmp_path, Counter(), total=2)
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    ended, restored = run(tmp_path, Counter(), total=2, layout="2 processes (tensor 2)")
+    assert ended
+    assert restored.saved_layout == "1 process"
+    assert random.random() == expected
+    assert run(tmp_path, Counter(), total=2)[1].saved_layout is None
 
 
 def test_without_resume_a_run_is_not_overwritten(tmp_path):

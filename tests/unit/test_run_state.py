@@ -142,6 +142,14 @@ def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
         store.load(tmp_path / "step_000099")
 
 
+def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
+    store = RunStateStore(tmp_path)
+    manifest = store.save(1, {"counters": {}}) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(CheckpointError, match=r"format 1 and this version reads 2.*log_dir"):
+        store.latest()
+
+
 def test_no_state_yet(tmp_path):
     assert RunStateStore(tmp_path / "not" / "there").latest() is None
 

@@ -1,0 +1,222 @@
+"""Roles that train, save and restore; one rank of `test_run_state_layouts` when it is run.
+
+    torchrun --nproc-per-node 2 run_state_worker.py FOLDER
+
+``FOLDER`` holds the models and, for each case, the run state of one process after two updates.
+Here two processes restore it in each of their layouts, train on their own, and hand over to one
+another; what each hand-over ends with is saved for the test to look at.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+torch.set_num_threads(1)
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.config import OptimConfig, ParallelConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.agreement import gather_objects
+from aligner.distributed.parallel import shutdown_parallel
+from aligner.errors import StorageError
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt.megatron import MegatronGPTModel
+from aligner.models.gpt.settings import RoleSettings
+
+ROWS, WIDTH = 4, 12
+LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
+GPT = dataclasses.replace(  # tied, with biases and learned positions
+    LLAMA,
+    activation="gelu",
+    normalization="layernorm",
+    position_embedding="learned_absolute",
+    bias_linear=True,
+    tie_embeddings=True,
+)
+MODELS = {
+    "llama": LLAMA,
+    "tied llama": dataclasses.replace(LLAMA, tie_embeddings=True),
+    "gpt": GPT,
+}
+CASES = {  # role, model, precision
+    "untied": (MegatronGPTActorModel, "llama", "32"),
+    "tied": (MegatronGPTActorModel, "gpt", "32"),
+    "critic": (MegatronGPTCriticModel, "tied llama", "bf16"),  # its head stays float32
+}
+ONE = ParallelConfig()
+PAIRS = {
+    "data": ParallelConfig(),
+    "tensor": ParallelConfig(tensor=2),
+    "pipe": ParallelConfig(pipeline=2),
+}
+HANDOVERS = [
+    *[("one", layout) for layout in PAIRS],
+    *[("tensor", "pipe"), ("pipe", "data"), ("data", "tensor")],
+]
+
+
+def write_models(folder: Path) -> None:
+    for name, architecture in MODELS.items():
+        weights = random_weights(architecture, scale=0.1)
+        save_nemo(folder / f"{name}.nemo", weights, architecture, byte_level_tokenizer().files())
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([12, 7, 10, 12])
+    position = torch.arange(WIDTH)
+    mask = (position >= 3) & (position < lengths[:, None])
+    noise = torch.randn(ROWS, WIDTH, generator=generator)
+    return {
+        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
+        "input_lengths": lengths,
+        "token_mask": mask.float(),
+        "sample_mask": torch.ones(ROWS),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
+
+
+def build(folder: Path, case: str, parallel: ParallelConfig) -> MegatronGPTModel:
+    cls, model, precision = CASES[case]
+    settings = RoleSettings(
+        parallel=parallel,
+        precision=precision,
+        optim=OptimConfig(lr=1e-3, eps=1e-3, weight_decay=0.1),
+        micro_batch_size=2,
+    )
+    role = load_from_nemo(cls, settings, restore_path=folder / f"{model}.nemo")
+    role.setup_training()
+    is_critic = cls is MegatronGPTCriticModel
+    role.loss_fn = PPOValueLoss(value_clip=None) if is_critic else PPOPolicyLoss()
+    return role
+
+
+def train(role: MegatronGPTModel, updates: int) -> None:
+    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
+    share = {key: value.chunk(ranks)[rank] for key, value in make_batch().items()}
+    role.prepare_for_training()
+    for _ in range(updates):
+        role.training_update(share)
+
+
+def store(folder: Path, role: MegatronGPTModel) -> RunStateStore:
+    state = role.parallel
+    return RunStateStore(
+        folder,
+        save_top_k=2,
+        rank=state.rank,
+        world_size=state.world_size,
+        exchange=gather_objects,
+    )
+
+
+def save(folder: Path, role: MegatronGPTModel) -> None:
+    store(folder, role).save(role.optimizer.steps, {}, shard={"role": role.run_state()})
+
+
+def restore(folder: Path, role: MegatronGPTModel) -> None:
+    states = store(folder, role)
+    role.load_run_state([shard["role"] for shard in states.load_shards(states.latest())])
+
+
+def tensors(role: MegatronGPTModel) -> dict[str, torch.Tensor]:
+    """Weights of this process, and what its optimizer keeps of them."""
+    names = {parameter: name for name, parameter in role.gpt.named_parameters()}
+    found = {name: parameter.detach().clone() for parameter, name in names.items()}
+    for owned in role.optimizer.owned_slices():
+        kept = {"main": owned.main.detach(), **owned.moments()}
+        found |= {f"{names[owned.parameter]} {kind}": t.clone() for kind, t in kept.items()}
+    return found
+
+
+def check_equal(case: str, seen: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert seen.keys() == wanted.keys(), case
+    odd = [name for name, value in wanted.items() if not torch.equal(seen[name], value)]
+    assert not odd, (case, odd)
+
+
+def continues_to_the_bit(models: Path, folder: Path, case: str, parallel: ParallelConfig) -> None:
+    """A role saved and restored on its own layout goes on as if nothing had happened."""
+    role = build(models, case, parallel)
+    save(folder / "untrained", role)
+    train(role, 2)
+    trained = tensors(role)
+    save(folder, role)
+    train(role, 1)
+
+    again = build(models, case, parallel)
+    restore(folder, again)
+    check_equal(case, tensors(again), trained)
+    train(again, 1)
+    assert again.optimizer.steps == 3
+    check_equal(case, tensors(again), tensors(role))
+
+    restore(folder / "untrained", again)  # no moments yet: none are kept
+    train(again, 2)
+    check_equal(case, tensors(again), trained)
+
+
+class Idle:
+    """A learner that does nothing."""
+
+    def step(self, step: int, timers: object) -> Outcome:
+        return Outcome({})
+
+    validate = step
+
+
+class FullDisk:
+    """Metrics and samples that only rank 0 writes, and cannot."""
+
+    def write(self, *args: object) -> None:
+        assert not torch.distributed.get_rank()
+        raise StorageError("No space left on device")
+
+
+def a_full_disk_stops_every_rank(folder: Path) -> None:
+    """What rank 0 cannot write is known to its peer before it waits for anything else."""
+    full = FullDisk()
+    loop = RunLoop(
+        Idle(),
+        Schedule(1, 0, 0),
+        store=RunStateStore(folder),
+        metrics=full,
+        samples=full,
+        console=Console(quiet=True),
+        config={},
+        monitor="none",
+    )
+    with pytest.raises(StorageError, match="No space left"):
+        loop.run(0)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for case in CASES:
+        for layout, parallel in PAIRS.items():
+            continues_to_the_bit(folder, folder / case / layout, case, parallel)
+        for before, after in HANDOVERS:
+            role = build(folder, case, PAIRS[after])
+            restore(folder / case / before, role)
+            save(folder / case / f"{before}-{after}", role)
+            train(role, 1)
+            save(folder / case / f"{before}-{after}", role)
+    a_full_disk_stops_every_rank(folder / "full")
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main()
