@@ -139,7 +139,8 @@ class IncrementalModel:
             return local
         width = output_weight(self._gpt).shape[0]
         padded = torch.nn.functional.pad(local, (0, width - local.shape[1]))
-        return self._shard.gather_columns(padded)[:, : self._vocab_size]
+        by_rank = self._shard.stack_ranks(padded)  # [ranks, n, columns]
+        return by_rank.transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
     def _through_layers(
         self, tokens: Tensor, positions: Tensor, kept: Tensor | None = None
