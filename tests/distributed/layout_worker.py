@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N layout_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
 
 A layout is ``tensor,pipeline,context,sequence_parallel,mode``; what is left of the world is data
-parallel and the mode says how micro-batches are formed.
+parallel and the mode says how micro-batches are formed. Mode ``masked`` is padded, and no sample
+of the batch's second half counts.
 """
 
 import sys
@@ -35,19 +36,22 @@ RUN = RunFacts(gradient_clip_val=0.0)
 OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
 
 
-def make_batch() -> BatchedDataDict:
+def make_batch(layout: str) -> BatchedDataDict:
     generator = torch.Generator().manual_seed(11)
     lengths = torch.tensor([16, 9, 33, 16, 5, 40, 2, 10])
     prompts = torch.tensor([4, 3, 6, 2, 1, 7, 1, 8])
     position = torch.arange(WIDTH)
     mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+    counts = torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0])
+    if layout.endswith("masked"):
+        counts[ROWS // 2 :] = 0
     noise = torch.randn(ROWS, WIDTH, generator=generator)
     return BatchedDataDict(
         {
             "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
             "input_lengths": lengths,
             "token_mask": mask.float(),
-            "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0]),
+            "sample_mask": counts,
             "advantages": noise,
             "returns": noise.flip(0),
             "values": torch.zeros_like(noise),
@@ -111,16 +115,18 @@ def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
 
 def actor(model: str, layout: str) -> dict[str, object]:
     """Scores before and after two updates, what was reported, and the weights along the way."""
-    config, batch = model_config(model, layout), make_batch()
+    config, batch = model_config(model, layout), make_batch(layout)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     with open_nemo(model) as checkpoint:
         policy = Policy(cluster, config, checkpoint.tokenizer, RUN)
     before = policy.get_logprobs(batch)["logprobs"]
+    one_row = policy.get_logprobs(batch.slice(0, 1))["logprobs"]  # fewer than ranks
     policy.prepare_for_training()
     loss = PPOPolicyLoss(entropy_bonus=0.01)
     first = policy.train(batch, loss)
     return {
         "before": before,
+        "one row": one_row,
         "first": reported(first),
         "gradient": gradient_of(policy),
         "second": reported(policy.train(batch, loss)),
@@ -132,7 +138,7 @@ def actor(model: str, layout: str) -> dict[str, object]:
 
 def critic(model: str, layout: str) -> dict[str, object]:
     """The same of the critic."""
-    config, batch = model_config(model, layout), make_batch()
+    config, batch = model_config(model, layout), make_batch(layout)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     with open_nemo(model) as checkpoint:
         section = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM)

@@ -1,0 +1,160 @@
+"""An actor update on sequences of very different lengths: packed against padded, in one process.
+
+    python -m benchmarks.packing
+
+A log-normal mix of lengths whose mean is a third of the longest. Padded micro-batches have
+``--micro-batch`` sequences, each padded to the longest of its micro-batch; packed ones are a row of
+as many tokens as such a micro-batch can have at the most, so both need about the same memory. Both
+go through `Policy.train`, in turn, with one optimizer step per update; their losses must agree.
+Prints one JSON line; ``ratio`` is packed real tokens per second over padded, the median over
+alternating pairs. Mark: at least 1.8. ``cpu_ratio`` is the same of processor time.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.tiny import random_weights
+from aligner.config import ModelConfig, OptimConfig, SequencePackingConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.policy.lm_policy import Policy
+from benchmarks.common import log, peak_mb, stdout_reserved
+
+MARK = 1.8
+SIGMA = 0.6  # of the logarithm of a length
+
+
+def make_lengths(count: int, longest: int) -> np.ndarray:
+    """int64 ``[count]``: log-normal, cut at ``longest``, which one has; mean a third of it."""
+    quantiles = np.random.default_rng(0).lognormal(0.0, SIGMA, count)
+    quantiles[0] = np.inf
+    low, high = 1.0, float(longest)
+    for _ in range(50):
+        scale = (low + high) / 2
+        mean = np.minimum(quantiles * scale, longest).mean()
+        low, high = (scale, high) if mean < longest / 3 else (low, scale)
+    lengths = np.clip(quantiles * scale, 2, longest).astype(np.int64)
+    return np.random.default_rng(1).permutation(lengths)
+
+
+def make_batch(count: int, longest: int, vocab: int) -> BatchedDataDict:
+    """A rollout; a quarter of each sequence is its prompt."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.from_numpy(make_lengths(count, longest))
+    position = torch.arange(longest)
+    mask = (position >= (lengths // 4).clamp(min=1)[:, None]) & (position < lengths[:, None])
+    advantages = torch.randn(count, longest, generator=generator)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(0, vocab, (count, longest), generator=generator),
+            "input_lengths": lengths,
+            "token_mask": mask.float(),
+            "sample_mask": torch.ones(count),
+            "advantages": advantages,
+            "prev_logprobs": torch.full_like(advantages, -float(np.log(vocab))),
+        }
+    )
+
+
+def make_policy(options: argparse.Namespace, model: Path, packed: bool) -> Policy:
+    """A policy that trains on micro-batches of one kind."""
+    config = ModelConfig(
+        restore_from_path=str(model),
+        micro_batch_size=options.micro_batch,
+        global_batch_size=options.sequences,
+        sequence_packing=SequencePackingConfig(
+            enabled=packed, train_mb_tokens=options.micro_batch * options.longest
+        ),
+        optim=OptimConfig(lr=1e-6),
+    )
+    cluster = LocalCluster(initialize_parallel(config.parallel))
+    policy = Policy(cluster, config, byte_level_tokenizer(), RunFacts(), init_reference_model=False)
+    policy.prepare_for_training()
+    return policy
+
+
+def update(policy: Policy, batch: BatchedDataDict) -> tuple[float, float, float]:
+    """Loss, wall seconds and processor seconds of one update."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    loss = policy.train(batch, PPOPolicyLoss())["loss"]
+    return loss, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measure(options: argparse.Namespace) -> dict[str, object]:
+    """Both in turn, after one update of each that is not counted."""
+    architecture = GPTArchitecture(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        ffn_hidden_size=options.hidden * 8 // 3 // 32 * 32,
+        num_attention_heads=options.hidden // 64,
+        num_query_groups=options.hidden // 64,
+        kv_channels=64,
+        vocab_size=options.vocab,
+        max_position_embeddings=options.longest,
+        family="llama",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model.nemo"
+        save_nemo(model, random_weights(architecture), architecture, {})
+        padded, packed = (make_policy(options, model, kind) for kind in (False, True))
+    batch = make_batch(options.sequences, options.longest, options.vocab)
+    tokens = int(batch["input_lengths"].sum())
+    pairs = [(update(padded, batch), update(packed, batch)) for _ in range(options.repeats + 1)]
+    losses = [abs(a[0] - b[0]) for a, b in pairs]
+    assert max(losses) < 1e-4, f"padded and packed losses differ by {max(losses)}"
+    readings = pairs[1:]
+    return {
+        "benchmark": "packing",
+        "layers": options.layers,
+        "hidden": options.hidden,
+        "sequences": options.sequences,
+        "longest": options.longest,
+        "mean_length": round(tokens / options.sequences, 1),
+        "micro_batch": options.micro_batch,
+        "threads": torch.get_num_threads(),
+        "padded_tokens_per_s": round(tokens / statistics.median(a[1] for a, _ in readings)),
+        "packed_tokens_per_s": round(tokens / statistics.median(b[1] for _, b in readings)),
+        "ratio": round(statistics.median(a[1] / b[1] for a, b in readings), 3),
+        "cpu_ratio": round(statistics.median(a[2] / b[2] for a, b in readings), 3),
+        "mark": MARK,
+        "largest_loss_difference": max(losses),
+        "maxrss_MB": round(peak_mb(), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None, help="default: torch's own choice")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    with stdout_reserved():
+        result = measure(options)
+        shutdown_parallel()
+    print(json.dumps(result))
+    kept = float(result["ratio"]) >= MARK
+    log(f"packed over padded {result['ratio']} (mark {MARK}: {'kept' if kept else 'MISSED'})")
+
+
+if __name__ == "__main__":
+    main()
