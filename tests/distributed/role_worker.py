@@ -1,0 +1,122 @@
+"""One rank of `test_moe_layouts` and `test_recompute_layouts`: actor and critic in each layout.
+
+    torchrun --nproc-per-node N role_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
+
+A layout is ``tensor,pipeline,expert,recompute``, with sequence parallelism where tensor is more
+than 1; what is left of the world is data parallel. Rank 0 writes what it saw to OUTPUT, and the
+roles after training beside it.
+"""
+
+import sys
+
+import torch
+
+torch.set_num_threads(1)
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
+from aligner.distributed.agreement import gather_objects
+from aligner.distributed.parallel import shutdown_parallel
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt.generation import Generator
+from aligner.models.gpt.settings import RoleSettings
+
+ROWS, WIDTH = 8, 16
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Ragged rows: micro-batches of two have different lengths on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([16, 9, 12, 4, 5, 14, 7, 10])
+    prompts = torch.tensor([4, 3, 6, 2, 1, 7, 5, 8])
+    position = torch.arange(WIDTH)
+    mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+    noise = torch.randn(ROWS, WIDTH, generator=generator)
+    return {
+        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
+        "input_lengths": lengths,
+        "token_mask": mask.float(),
+        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 0]),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
+
+
+def generate(role: MegatronGPTActorModel, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Responses to all rows' first tokens; ranks draw different numbers of tokens for theirs."""
+    generator = Generator(
+        role.gpt,
+        role.architecture,
+        eos_ids=tuple(range(0, 256, 9)),
+        pad_id=0,
+        length=LengthParams(max_length=12),
+        sampling=SamplingParams(),
+        max_batch_size=3,
+    )
+    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
+    rows = torch.arange(ROWS).chunk(ranks)[rank]
+    prompts = whole["input_ids"][rows, :5]
+    output = generator.generate(prompts, torch.full_like(rows, 5), rows, seed=3)
+    mine = [tokens[:length] for tokens, length in zip(output.tokens, output.lengths, strict=True)]
+    by_rank = dict(gather_objects((rank, mine)))
+    return [tokens for rank in range(ranks) for tokens in by_rank[rank]]
+
+
+def train(
+    cls: type, loss: object, model: str, settings: RoleSettings, save_to: str
+) -> dict[str, object]:
+    """Two updates; what was reported and the answers before and after, of all rows."""
+    role = load_from_nemo(cls, settings, restore_path=model)
+    role.setup_training()
+    role.loss_fn = loss
+    whole = make_batch()
+    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
+    share = {key: value.chunk(ranks)[rank] for key, value in whole.items()}
+    before = role.infer_tokens(whole)
+    can_generate = isinstance(role, MegatronGPTActorModel) and settings.parallel.pipeline == 1
+    generated = generate(role, whole) if can_generate else []
+    role.prepare_for_training()
+    updates = [role.training_update(share, number) for number in range(2)]
+    role.write_nemo(save_to)
+    after = role.infer_tokens(whole)
+    return {"updates": updates, "before": before, "after": after, "generated": generated}
+
+
+def train_both(model: str, output: str, layout: str) -> dict[str, dict[str, object]]:
+    """Actor and critic in one layout."""
+    *sizes, recompute = layout.split(",")
+    tensor, pipeline, expert = (int(size) for size in sizes)
+    settings = RoleSettings(
+        parallel=ParallelConfig(
+            tensor=tensor, pipeline=pipeline, expert=expert, sequence_parallel=tensor > 1
+        ),
+        recompute=None if recompute == "none" else recompute,
+        optim=OptimConfig(lr=1e-3, eps=1e-3),
+        micro_batch_size=1,
+        gradient_clip_val=0.1,
+    )
+    roles = {
+        "actor": (MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01)),
+        "critic": (MegatronGPTCriticModel, PPOValueLoss(value_clip=0.2)),
+    }
+    return {
+        name: train(cls, loss, model, settings, f"{output}.{layout}.{name}.nemo")
+        for name, (cls, loss) in roles.items()
+    }
+
+
+def main() -> None:
+    """Every layout, then the file."""
+    model, output, *layouts = sys.argv[1:]
+    seen = {layout: train_both(model, output, layout) for layout in layouts}
+    if torch.distributed.get_rank() == 0:
+        torch.save(seen, output)
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main()
