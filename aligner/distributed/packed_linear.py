@@ -51,6 +51,7 @@ class Product:
     def __init__(self, weight: Tensor) -> None:
         """Pack ``weight`` [out, in] or keep it."""
         weight = weight.detach()
+        self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
         self._in_cache = weight.device.type == "cpu" and size <= _CACHED_BYTES
         self.packed = not self._in_cache and can_pack(weight)
@@ -62,6 +63,8 @@ class Product:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [..., in] to [..., out]."""
+        if x.numel() == 0:  # an expert that no token was sent to
+            return x.new_zeros(*x.shape[:-1], self._outputs)
         if self._in_cache:
             rows = x.reshape(-1, x.shape[-1])
             product = torch.mm(self._weight, _whole(rows).t()).t()[: rows.shape[0]].contiguous()

@@ -32,7 +32,8 @@ def launch(processes, model, output, layouts):
 def assert_same(one, many, files, tolerance=1e-5):
     """Answers, reports, responses and the written weights of one role, relative to the largest."""
     for key in ("before", "after"):
-        assert (one[key] - many[key]).abs().max() / one[key].abs().max() < tolerance, key
+        scale = one[key].abs().max().clamp(min=1e-3)  # a fresh critic says 0 everywhere
+        assert (one[key] - many[key]).abs().max() / scale < tolerance, key
     assert (one["after"] - one["before"]).abs().max() > 1e-3  # there was something to compare
     for single, spread in zip(one["updates"], many["updates"], strict=True):
         assert single.keys() == spread.keys()
