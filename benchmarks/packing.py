@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None, help="default: torch's own choice")
     options = parser.parse_args()
