@@ -1,5 +1,6 @@
 """megatron-core's GPTModel, patched, returns the log-probs of its own logits."""
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -7,7 +8,10 @@ from megatron.core.models.gpt import GPTModel
 from aligner.distributed import model_utils as mu
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
+from aligner.models.gpt.attention import SegmentParams
+from aligner.models.gpt.hidden_states import placed_positions
 from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.token_layout import LayoutRules, build_layout
 
 CHUNK = 5
 
@@ -61,3 +65,31 @@ def test_patching_twice_changes_the_chunk_only(gpt):
 def test_log_probs_need_labels(gpt):
     with pytest.raises(ConfigError, match="labels=None"):
         gpt(*inputs(), return_logprobs_for_linear_ce_fusion=True)
+
+
+@pytest.mark.usefixtures("_patched")
+def test_packed_sequences_equal_padded_ones(gpt):
+    lengths = np.array([7, 3, 1, 5])
+    tokens = torch.randint(0, 250, (4, 7), generator=torch.Generator().manual_seed(5))
+    layout = build_layout(tokens, lengths, LayoutRules(True, sequence_multiple=1, row_multiple=1))
+    params = SegmentParams(
+        segments=layout.segments,
+        cu_seqlens_q=torch.tensor([0, *lengths]).cumsum(0).int(),
+        max_seqlen_q=7,
+    )
+    with torch.no_grad(), placed_positions(gpt, layout):
+        packed = gpt(
+            layout.input_ids,
+            layout.positions,
+            None,
+            labels=layout.input_ids,
+            packed_seq_params=params,
+            return_logprobs_for_linear_ce_fusion=True,
+        )
+    position = torch.arange(7).expand(4, 7)
+    with torch.no_grad():
+        padded = gpt(
+            tokens, position, None, labels=tokens, return_logprobs_for_linear_ce_fusion=True
+        )
+    inside = position[:, 1:] < torch.from_numpy(lengths)[:, None]
+    torch.testing.assert_close(packed, padded * inside, rtol=1e-5, atol=1e-5)
