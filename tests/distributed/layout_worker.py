@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node N layout_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
 
-A layout is ``tensor,pipeline,context,sequence_parallel,mode``; what is left of the world is data
-parallel and the mode says how micro-batches are formed. Mode ``masked`` is padded, and no sample
-of the batch's second half counts.
+A layout is ``tensor,pipeline,context,sequence_parallel,mode``, with ``expert`` before the mode
+where experts are shared out; what is left of the world is data parallel and the mode says how
+micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch's second half counts.
 """
 
 import sys
@@ -63,7 +63,7 @@ def make_batch(layout: str) -> BatchedDataDict:
 
 def model_config(model: str, layout: str) -> ModelConfig:
     *sizes, mode = layout.split(",")
-    tensor, pipeline, context, sequence = (int(size) for size in sizes)
+    tensor, pipeline, context, sequence, expert = [*map(int, sizes), 1][:5]
     return ModelConfig(
         restore_from_path=model,
         micro_batch_size=2,
@@ -71,6 +71,7 @@ def model_config(model: str, layout: str) -> ModelConfig:
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         context_parallel_size=context,
+        expert_model_parallel_size=expert,
         sequence_parallel=bool(sequence),
         sequence_packing=SequencePackingConfig(
             enabled=mode == "packed", train_mb_tokens=56, logprob_mb_tokens=80
@@ -89,6 +90,7 @@ def weights_of(front: Policy | Value) -> dict[str, torch.Tensor]:
         role.architecture,
         tp_group=role.parallel.tp_group,
         pp_group=role.parallel.pp_group,
+        ep_group=role.parallel.ep_group,
         keep=role.parallel.rank == 0,
     )
     return {name: value.clone() for name, value in weights.items()}
@@ -98,7 +100,7 @@ def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
     """The last update's gradient, whole: it is left in the buffers, each rank's share there."""
     role = front.worker_group.worker.model
     if role.model.ddp_config.use_distributed_optimizer:
-        for buffer in role.model.buffers:
+        for buffer in (*role.model.buffers, *role.model.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 group = buffer.data_parallel_group
                 share = bucket.grad_data.chunk(group.size())[group.rank()].clone()

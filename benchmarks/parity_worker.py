@@ -1,0 +1,169 @@
+"""One process of `parity`: every row of the matrix in each layout; rank 0 writes what it saw.
+
+    torchrun --nproc-per-node N -m benchmarks.parity_worker MODEL OUTPUT LAYOUT [LAYOUT ...]
+
+Scores, training and layouts are those of the distributed tests (`layout_worker`); generation and
+the whole PPO step are here. A row is a tensor, a number, a dict of them, or the sentence that says
+why the layout has none.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from aligner.algorithms.build import build_roles, describe_model, load_prompts
+from aligner.algorithms.ppo import PPOTrainer
+from aligner.config import (
+    CriticConfig,
+    DataConfig,
+    LengthParams,
+    PolicyPPOConfig,
+    PromptSourceConfig,
+    RewardConfig,
+    RunConfig,
+    TrainerConfig,
+    TrainerPPOConfig,
+)
+from aligner.data.collate import collate_prompts
+from aligner.data.sampler import PromptSampler
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.errors import LayoutError
+from aligner.models.reward.lm_reward import Reward
+from aligner.observe.timers import PhaseTimers
+from aligner.rewards.function import RewardFunction
+from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, model_config
+
+Row = Any  # tensor, float, dict of either, or a sentence
+PROMPTS, SEED = 16, 7
+
+
+def rows_of(model: str, layout: str) -> dict[str, Row]:
+    """Every row of one column."""
+    policy, value = actor(model, layout), critic(model, layout)
+    return {
+        "log-probs": policy["before"],
+        "reference log-probs": policy["reference"],
+        "values": value["before"],
+        **_training("actor", policy),
+        **_training("critic", value),
+        **rollout_rows(model, layout),
+    }
+
+
+def _training(role: str, seen: dict[str, Any]) -> dict[str, Row]:
+    first = seen["first"]
+    return {
+        f"{role} loss": first["loss"],
+        f"{role} gradient norm": first["grad_norm"],
+        f"{role} per-parameter gradients": seen["gradient"],
+        f"{role} parameters after 2 steps": seen["weights"],
+    }
+
+
+def rollout_rows(model: str, layout: str) -> dict[str, Row]:
+    """Responses, greedy and drawn, and what one whole PPO step reports."""
+    trainer = make_trainer(model, layout)
+    return {
+        "greedy generation": unless_refused(lambda: responses(trainer, greedy=True)),
+        "sampled generation": unless_refused(lambda: responses(trainer, greedy=False)),
+        "one PPO step's metrics": unless_refused(lambda: trainer.step(1, PhaseTimers()).metrics),
+    }
+
+
+def unless_refused(make: Any) -> Row:
+    """What ``make`` makes, or the sentence with which the layout is refused."""
+    try:
+        return make()
+    except LayoutError as error:
+        return str(error)
+
+
+def responses(trainer: PPOTrainer, *, greedy: bool) -> dict[str, torch.Tensor]:
+    """Tokens and lengths of the responses to the first prompts."""
+    prompts = collate_prompts([trainer.train_prompts[row] for row in range(ROWS)], trainer.pad_id)
+    data: BatchedDataDict = BatchedDataDict(
+        {
+            "input_ids": prompts.input_ids,
+            "input_lengths": prompts.input_lengths,
+            "sample_ids": torch.arange(ROWS),
+        }
+    )
+    trainer.policy.prepare_for_generation()
+    output = trainer.policy.generate(data, greedy=greedy, seed=SEED)
+    trainer.policy.finish_generation()
+    return {"tokens": output["output_ids"], "lengths": output["unpadded_sequence_lengths"]}
+
+
+def make_trainer(model: str, layout: str) -> PPOTrainer:
+    """A run's trainer, from the functions that a run uses."""
+    config = configuration(model, layout)
+    parallel = initialize_parallel(config.model.parallel, seed=config.seed)
+    tokenizer, _ = describe_model(config)
+    prompts = load_prompts(config, config.data.train, tokenizer)
+    policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps=1)
+    return PPOTrainer(
+        config,
+        policy,
+        value,
+        Reward(RewardFunction.wrap(letters), tokenizer),
+        prompts,
+        None,
+        PromptSampler(len(prompts), PROMPTS, seed=config.seed),
+        tokenizer.pad_id,
+    )
+
+
+def configuration(model: str, layout: str) -> RunConfig:
+    """Two updates of policy and critic in the step, with every term that the losses can have."""
+    ppo = PolicyPPOConfig(
+        num_rollout_samples=PROMPTS,
+        rollout_micro_batch_size=3,  # fewer than a rank's share: sequences take freed slots
+        forward_micro_batch_size=4,
+        entropy_bonus=0.01,
+        length_params=LengthParams(max_length=12),
+    )
+    return RunConfig(
+        model=replace(model_config(model, layout), ppo=ppo),
+        critic=CriticConfig(
+            micro_batch_size=2, global_batch_size=ROWS, forward_micro_batch_size=4, optim=OPTIM
+        ),
+        reward=RewardConfig("benchmarks.parity_worker:letters"),
+        data=DataConfig(
+            PromptSourceConfig("benchmarks.parity_worker:prompt_rows"), ground_truth_column=None
+        ),
+        seed=SEED,
+        trainer=TrainerConfig(
+            devices=torch.distributed.get_world_size(),
+            ppo=TrainerPPOConfig(initial_policy_kl_penalty=0.05),
+        ),
+    )
+
+
+def prompt_rows() -> Iterator[dict[str, str]]:
+    """Prompts of 3 to 18 bytes."""
+    for number in range(PROMPTS):
+        yield {"prompt": "say it again, please"[number % 3 :][: 3 + number]}
+
+
+def letters(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:
+    """A reward that differs from response to response."""
+    del prompts, ground_truths
+    return [sum(ord(letter) % 7 for letter in text) / 20 for text in responses]
+
+
+def main() -> None:
+    """Every layout, then the file."""
+    model, output, *layouts = sys.argv[1:]
+    seen = {layout: rows_of(model, layout) for layout in layouts}
+    if torch.distributed.get_rank() == 0:
+        torch.save(seen, output)
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main()
