@@ -1,25 +1,59 @@
-"""Two processes in every layout generate one process's tokens, on both ranks.
+"""Processes in every layout generate one process's tokens, on every rank.
 
 A tensor-parallel product is summed in another order, so log-probs agree to rounding.
 """
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from generation_worker import RUNS, generate_all
+
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.data.byte_tokenizer import byte_level_tokenizer
 
 WORKER = Path(__file__).with_name("generation_worker.py")
-LAYOUTS = {"data 2": "1,0", "tensor 2": "2,0", "tensor 2 + sequence": "2,1"}
+ONE = "1,1,1,0"
+# "tensor,pipeline,context,sequence parallel"; the data-parallel size is what is left.
+LAYOUTS = {
+    2: {
+        "data 2": "1,1,1,0",
+        "tensor 2": "2,1,1,0",
+        "tensor 2 + sequence": "2,1,1,1",
+        "pipe 2": "1,2,1,0",
+        "context 2": "1,1,2,0",
+    },
+    4: {
+        "tensor 2, pipe 2": "2,2,1,1",
+        "pipe 4": "1,4,1,0",
+        "pipe 2, context 2": "1,2,2,0",
+    },
+}
+CELLS = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
+# Learned positions, biases, and one weight for embedding and output.
+TIED = dataclasses.replace(
+    TINY_ARCHITECTURE,
+    num_query_groups=8,
+    activation="gelu",
+    normalization="layernorm",
+    position_embedding="learned_absolute",
+    bias_linear=True,
+    bias_qkv=True,
+    tie_embeddings=True,
+    family="gpt2",
+)
 
 
-def launch(processes, model, output, layouts):
+def launch(processes, models, output, layouts):
     result = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run"),
             *("--standalone", "--nproc-per-node", str(processes), str(WORKER)),
-            *(str(model), str(output), *layouts),
+            *(str(output), ",".join(models), *layouts),
         ],
         timeout=240,
         capture_output=True,
@@ -31,19 +65,57 @@ def launch(processes, model, output, layouts):
 
 
 @pytest.fixture(scope="module")
-def seen(tiny_nemo, tmp_path_factory):
+def models(tiny_nemo, tmp_path_factory):
+    tied = tmp_path_factory.mktemp("tied") / "tied.nemo"
+    weights = random_weights(TIED, seed=1)
+    save_nemo(tied, weights, TIED, byte_level_tokenizer().files())
+    return {"tiny": str(tiny_nemo), "tied": str(tied)}
+
+
+@pytest.fixture(scope="module")
+def seen(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("generation")
-    one = launch(1, tiny_nemo, folder / "one.pt", ["1,0"])
-    return one[0]["1,0"], launch(2, tiny_nemo, folder / "two.pt", LAYOUTS.values())
+    paths = list(models.values())
+    runs = {
+        ranks: launch(ranks, paths, folder / f"{ranks}.pt", layouts.values())
+        for ranks, layouts in LAYOUTS.items()
+    }
+    return generate_all(paths, ONE), runs
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_equals_one_process(layout, seen):
-    one, ranks = seen
-    made = one["lengths"] - one["prompt_lengths"]
-    assert len(set(made.tolist())) > 2
-    for rank in ranks:
-        two = rank[LAYOUTS[layout]]
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("model", ["tiny", "tied"])
+@pytest.mark.parametrize(("ranks", "layout"), CELLS, ids=[name for _, name in CELLS])
+def test_a_layout_equals_one_process(ranks, layout, model, run, models, seen):
+    one, by_ranks = seen
+    expected = one[models[model]][run]
+    assert len(by_ranks[ranks]) == ranks
+    for rank in by_ranks[ranks]:
+        output = rank[LAYOUTS[ranks][layout]][models[model]][run]
         for key in ("tokens", "lengths", "is_end"):
-            assert torch.equal(two[key], one[key]), key
-        assert torch.allclose(two["logprobs"], one["logprobs"], atol=1e-4)
+            assert torch.equal(output[key], expected[key]), key
+        assert torch.allclose(output["logprobs"], expected["logprobs"], atol=1e-4)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("model", ["tiny", "tied"])
+def test_responses_differ_in_length_and_text(model, run, models, seen):
+    """Else the comparison would show little: sequences leave and enter at different times."""
+    output = seen[0][models[model]][run]
+    made = output["lengths"] - output["prompt_lengths"]
+    assert len(set(made.tolist())) > 2
+    assert len({tuple(row) for row in output["tokens"].tolist()}) > 5
+
+
+@pytest.mark.parametrize(("ranks", "layout"), CELLS, ids=[name for _, name in CELLS])
+def test_what_the_last_stage_raises_reaches_every_rank(ranks, layout, models, seen):
+    _, by_ranks = seen
+    for rank in by_ranks[ranks]:
+        for model in models.values():
+            message = rank[LAYOUTS[ranks][layout]][model]["raised"]
+            assert (
+                message
+                == "logits of rows [0, 1, 2, 3] are not finite, nothing can be "
+                + (message.partition("nothing can be ")[2])
+            )

@@ -6,6 +6,10 @@ sample id alone: the uniform numbers are counter-based (`sampling`), and on CPU 
 a row gives the same bits whatever the other rows are (`kv_cache`, `packed_linear`). Where a
 library does not keep that promise (other processors, GPUs), logits differ in the last bits and a
 token changes only if its uniform number falls within that distance of a boundary.
+
+All processes of a model-parallel group call `generate` with the same prompts and get the same
+result: tensor-parallel ranks share every layer, pipeline stages pass rows on, and context-parallel
+ranks each do the whole work, for sequences are not split.
 """
 
 from collections.abc import Sequence
@@ -58,7 +62,7 @@ class Generator:
         """Set up; nothing is allocated before `generate`.
 
         Args:
-            gpt: the model, whole or one tensor-parallel rank's share of it.
+            gpt: the model, whole or this process's share of it.
             architecture: its shape.
             tokenizer: needed for stop strings.
             eos_ids: tokens that end a response.
@@ -134,6 +138,7 @@ class Generator:
                 )
                 with model.session():
                     rollout.run(model, num_slots)
+                self._take_from_first_context_rank(rollout)
         longest = int(rollout.lengths.max()) if num_slots > 0 else 0
         return GenerationOutput(
             rollout.tokens[:, :longest].clone(),
@@ -142,6 +147,13 @@ class Generator:
             rollout.logprobs[:, :longest].clone(),
             rollout.is_end,
         )
+
+    def _take_from_first_context_rank(self, rollout: Rollout) -> None:
+        """Make the copies one, where a library's last bits differ from run to run."""
+        group = self._gpt.pg_collection.cp
+        if dist.get_world_size(group) > 1:
+            for result in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end):
+                dist.broadcast(result, group=group, group_src=0)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor) -> None:
         if prompts.shape[0] == 0:

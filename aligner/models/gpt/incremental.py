@@ -3,10 +3,13 @@
 The model's own modules do the work. Inside `IncrementalModel.session` they run without gradients,
 in evaluation mode, with a cache in their attention, their weights packed for few-row products, and
 without sequence parallelism (a pass of one token cannot be cut).
+
+A pipeline stage runs its own layers on what the stage before it sends. Context-parallel ranks hold
+the same weights; sequences are not split, so each of them computes the whole.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from aligner.distributed.packed_linear import Product, packed_linears
 from aligner.distributed.vocab_shard import VocabShard
 from aligner.errors import LayoutError
 from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.generation_stages import GenerationStages
 from aligner.models.gpt.hidden_states import output_weight
 from aligner.models.gpt.incremental_layers import (
     IncrementalLayer,
@@ -43,14 +47,17 @@ class IncrementalModel:
         """Prepare for at most ``num_slots`` sequences of at most ``capacity`` tokens.
 
         Raises:
-            LayoutError: the model is spread in a way that generation cannot use yet.
+            LayoutError: the model's attention is not ours.
         """
-        _check_layout(gpt)
+        self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
+        _check_attention(self._attention)
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
-        self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
-        self._attention = [module for module in gpt.modules() if isinstance(module, CoreAttention)]
         parameter = next(gpt.parameters())
+        self.stages = GenerationStages(gpt.pg_collection.pp, parameter.device)
+        self._shard: VocabShard | None = None  # the last stage's
+        if self.stages.is_last:
+            self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
         self.cache = KVCache(
             [module.layer_number for module in self._attention],
             num_slots,
@@ -86,7 +93,8 @@ class IncrementalModel:
                 self._attached_cache(),
                 torch.inference_mode(),
             ):
-                self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
+                if self._shard is not None:
+                    self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
                 self._layers = incremental_layers(self._gpt, products)
                 yield
         finally:
@@ -103,7 +111,8 @@ class IncrementalModel:
             sources: int64 [m], which of the n prompts goes there.
 
         Returns:
-            Final hidden state of each prompt's last token, [n, H].
+            Final hidden state of each prompt's last token, [n, H]; before the last pipeline stage
+            this stage's.
         """
         self.cache.begin_prefill(lengths, slots, sources)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -123,7 +132,7 @@ class IncrementalModel:
             longest: ``positions.max() + 1``.
 
         Returns:
-            Final hidden states [n, H].
+            Final hidden states [n, H]; before the last pipeline stage this stage's.
         """
         self.cache.begin_decode(positions, longest)
         if self._layers is None:
@@ -132,8 +141,12 @@ class IncrementalModel:
         return self._through_layers(tokens, positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off."""
+        """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off.
+
+        For the last pipeline stage.
+        """
         assert self._project is not None
+        assert self._shard is not None
         local = self._project(hidden, None)
         if self._shard.group is None:
             return local
@@ -147,24 +160,38 @@ class IncrementalModel:
     ) -> Tensor:
         """Rows, int64 [n] each, to final hidden states [n, H], or of the rows ``kept`` [m, H]."""
         assert self._layers is not None
-        hidden = self._embed(tokens[:, None], positions[:, None])[0]
+        hidden = self._enter(tokens[:, None], positions[:, None])[0]
         rotation = None
         if self._rotation is not None:
             rotation = self._rotation.at(positions, self._queries_per_group + 1)
         for layer in self._layers[:-1]:
             hidden = layer(hidden, rotation, self.cache)
-        hidden = self._layers[-1](hidden, rotation, self.cache, kept)
-        return self._gpt.decoder.final_layernorm(hidden)
+        if self.stages.is_last:
+            hidden = self._layers[-1](hidden, rotation, self.cache, kept)
+            return self._gpt.decoder.final_layernorm(hidden)
+        hidden = self._layers[-1](hidden, rotation, self.cache)
+        self.stages.pass_on(hidden)
+        return hidden if kept is None else hidden[kept]
 
     def _forward(self, tokens: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
         """int64 [n, s] to final hidden states [s, n, H]."""
-        return self._gpt.decoder(
-            hidden_states=self._embed(tokens, positions), attention_mask=None, rotary_pos_emb=rope
-        )
+        decoder = self._gpt.decoder
+        entering = self._enter(tokens, positions)
+        decoder.set_input_tensor(entering)  # where stages after the first look for it
+        try:
+            hidden = decoder(hidden_states=entering, attention_mask=None, rotary_pos_emb=rope)
+        finally:
+            decoder.set_input_tensor(None)
+        self.stages.pass_on(hidden)
+        return hidden
 
-    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """int64 [n, s] to embeddings [s, n, H]."""
-        return self._gpt.embedding(input_ids=tokens, position_ids=positions)
+    def _enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """int64 [n, s] to what this stage's first layer reads, [s, n, H]."""
+        if self.stages.is_first:
+            return self._gpt.embedding(input_ids=tokens, position_ids=positions)
+        rows, length = tokens.shape
+        config = self._gpt.config
+        return self.stages.receive(length, rows, config.hidden_size, dtype=config.params_dtype)
 
     @contextlib.contextmanager
     def _attached_cache(self) -> Iterator[None]:
@@ -177,19 +204,8 @@ class IncrementalModel:
                 module.cache = None
 
 
-def _check_layout(gpt: GPTModel) -> None:
-    config = gpt.config
-    if config.pipeline_model_parallel_size > 1:
-        raise LayoutError(
-            f"model.pipeline_model_parallel_size={config.pipeline_model_parallel_size}: generation "
-            "does not run over pipeline stages in this version; set it to 1"
-        )
-    if config.context_parallel_size > 1:
-        raise LayoutError(
-            f"model.context_parallel_size={config.context_parallel_size}: generation does not "
-            "split sequences in this version; set it to 1"
-        )
-    if not any(isinstance(module, CoreAttention) for module in gpt.modules()):
+def _check_attention(attention: Sequence[nn.Module]) -> None:
+    if not attention:
         raise LayoutError(
             "generation keeps its cache in aligner's own core attention and this model was built "
             "with another one; build it with the local layer spec"

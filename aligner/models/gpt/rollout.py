@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.config import LengthParams, SamplingParams
 from aligner.models.gpt.incremental import IncrementalModel
 from aligner.models.gpt.kv_cache import aligned
-from aligner.models.gpt.sampling import counter_uniforms, sample_tokens
+from aligner.models.gpt.sampling import SampledTokens, counter_uniforms, sample_tokens
 from aligner.models.gpt.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
@@ -176,15 +176,19 @@ class Rollout:
         if min(made) + 1 < self._length.min_length:
             banned = torch.tensor([n + 1 < self._length.min_length for n in made])
             banned = banned.to(rows.device)
-        drawn = sample_tokens(
-            model.logits(hidden),
-            self._uniforms[rows, self._index(made)],
-            self._sampling,
-            greedy=self._greedy,
-            seen=None if self._seen is None else self._seen[rows],
-            banned=banned,
-            end_ids=self._eos_ids,
-        )
+
+        def draw() -> SampledTokens:
+            return sample_tokens(
+                model.logits(hidden),
+                self._uniforms[rows, self._index(made)],
+                self._sampling,
+                greedy=self._greedy,
+                seen=None if self._seen is None else self._seen[rows],
+                banned=banned,
+                end_ids=self._eos_ids,
+            )
+
+        drawn = model.stages.drawn_by_last(len(samples), draw)
         self.tokens[rows, positions] = drawn.tokens
         self.logprobs[rows, positions] = drawn.logprobs
         self.lengths[rows] = positions + 1
