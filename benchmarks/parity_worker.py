@@ -36,7 +36,7 @@ from aligner.errors import LayoutError
 from aligner.models.reward.lm_reward import Reward
 from aligner.observe.timers import PhaseTimers
 from aligner.rewards.function import RewardFunction
-from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, model_config
+from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, fill_head, model_config
 
 Row = Any  # tensor, float, dict of either, or a sentence
 PROMPTS, SEED = 16, 7
@@ -106,6 +106,7 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
     tokenizer, _ = describe_model(config)
     prompts = load_prompts(config, config.data.train, tokenizer)
     policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps=1)
+    fill_head(value)
     return PPOTrainer(
         config,
         policy,

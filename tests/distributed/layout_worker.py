@@ -4,7 +4,8 @@
 
 A layout is ``tensor,pipeline,context,sequence_parallel,mode``, with ``expert`` before the mode
 where experts are shared out; what is left of the world is data parallel and the mode says how
-micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch's second half counts.
+micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch's second half
+counts.
 """
 
 import sys

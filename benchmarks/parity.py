@@ -1,0 +1,231 @@
+"""The parity matrix: every number on every layout, padded, dynamic and packed, against one process.
+
+    python -m benchmarks.parity [--write docs/parity.md] [--limit 1e-5] [--keep FOLDER]
+
+Starts real processes, at most four at a time. A cell is the largest relative difference from one
+process with padded micro-batches (`difference`); generation must give identical tokens. The exit
+status is 1 when a cell is above the limit, differs, or could not be had because processes failed;
+a layout that says that it cannot do something is a hole, named below the tables.
+"""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from benchmarks.common import ROOT, log
+
+LIMIT = 1e-5
+MODES = ("padded", "dynamic", "packed")
+MODELS = {
+    "dense": TINY_ARCHITECTURE,
+    "experts": dataclasses.replace(
+        TINY_ARCHITECTURE,
+        num_layers=2,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=64,
+        family="mixtral",
+    ),
+}
+SCALE = 0.1  # of the random weights: with the usual 0.02 all tokens are nearly alike
+NATS = ("kl", "logprob_gap")  # metrics that are differences of log-probs
+BEGIN, END = "<!-- made by benchmarks.parity: begin -->", "<!-- end -->"
+
+
+class Column(NamedTuple):
+    """A layout: ``sizes`` are tensor, pipeline, context, sequence parallel and expert."""
+
+    processes: int
+    model: str
+    sizes: str
+
+
+ONE = Column(1, "dense", "1,1,1,0,1")
+COLUMNS = {
+    "1 process": ONE,
+    "DP2": Column(2, "dense", "1,1,1,0,1"),
+    "TP2": Column(2, "dense", "2,1,1,0,1"),
+    "TP2+SP": Column(2, "dense", "2,1,1,1,1"),
+    "PP2": Column(2, "dense", "1,2,1,0,1"),
+    "CP2": Column(2, "dense", "1,1,2,0,1"),
+    "EP2": Column(2, "experts", "1,1,1,0,2"),
+    "TP2×PP2": Column(4, "dense", "2,2,1,0,1"),
+    "TP2×DP2": Column(4, "dense", "2,1,1,1,1"),
+    "CP2×TP2": Column(4, "dense", "2,1,2,1,1"),
+}
+
+
+class Cell(NamedTuple):
+    """What a cell says, whether it is as it must be, and why there is nothing in it."""
+
+    text: str
+    good: bool = True
+    reason: str | None = None
+
+
+# Running ------------------------------------------------------------------------------------------
+
+
+def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
+    """What every column saw, by mode; a sentence where its processes failed."""
+    seen: dict[Column, dict[str, Any]] = {}
+    wanted = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
+    for start in dict.fromkeys((column.processes, column.model) for column in wanted):
+        columns = dict.fromkeys(column for column in wanted if column[:2] == start)
+        found = launch(folder, *start, [column.sizes for column in columns])
+        for column in columns:
+            seen[column] = {mode: found[f"{column.sizes},{mode}"] for mode in MODES}
+    return seen
+
+
+def launch(folder: Path, processes: int, model: str, sizes: Sequence[str]) -> dict[str, Any]:
+    """One start of ``processes`` for all their layouts; reads what an earlier one left."""
+    output, file = folder / f"{model}-{processes}.pt", folder / f"{model}.nemo"
+    layouts = [f"{size},{mode}" for size in sizes for mode in MODES]
+    if not output.exists():
+        write_model(model, file)
+        log(f"{processes} processes, {model} model: {len(layouts)} layouts")
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", str(processes), "-m", "benchmarks.parity_worker"),
+                *(str(file), str(output), *layouts),
+            ],
+            check=False,
+            timeout=3600,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            log(done.stdout[-6000:])
+            return dict.fromkeys(layouts, f"{processes} processes failed")
+    return torch.load(output, weights_only=True)
+
+
+def write_model(name: str, path: Path) -> None:
+    """The tiny model with weights large enough that tokens differ."""
+    if not path.exists():
+        architecture = MODELS[name]
+        weights = random_weights(architecture, scale=SCALE)
+        save_nemo(path, weights, architecture, byte_level_tokenizer().files())
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+
+def difference(expected: Any, actual: Any, name: str = "") -> float:
+    """The largest relative difference, over all entries of a dict.
+
+    Of a tensor: the largest absolute difference over the largest absolute value. Of a number:
+    relative to it, or to 1e-3 where that is more (to 1 where it is a difference of log-probs,
+    `NATS`): such a number is what terms of order 1 leave when they cancel.
+    """
+    if isinstance(expected, dict):
+        if expected.keys() != actual.keys():
+            return float("inf")
+        return max(difference(value, actual[key], key) for key, value in expected.items())
+    if isinstance(expected, torch.Tensor):
+        if expected.shape != actual.shape:
+            return float("inf")
+        largest = expected.double().abs().max().clamp(min=1e-6)
+        found = ((expected.double() - actual.double()).abs().max() / largest).item()
+    else:
+        least = 1.0 if any(part in name for part in NATS) else 1e-3
+        found = abs(expected - actual) / max(abs(expected), least)
+    return found if found == found else float("inf")  # NaN is no agreement
+
+
+def cell(row: str, expected: Any, actual: Any, limit: float) -> Cell:
+    """One cell; ``expected`` and ``actual`` as `parity_worker` has them, or a sentence."""
+    if isinstance(actual, str):
+        return Cell("—", reason=actual)
+    found = difference(expected, actual)
+    if row.endswith("generation"):
+        return Cell("same" if found == 0 else "differs", good=found == 0)
+    return Cell("0" if found == 0 else f"{found:.0e}", good=found <= limit)
+
+
+def table(
+    seen: dict[Column, dict[str, Any]], mode: str, limit: float, reasons: dict[str, int]
+) -> tuple[list[str], int]:
+    """Lines of one mode's table and its number of bad cells; holes are numbered in ``reasons``."""
+    columns = [name for name, column in COLUMNS.items() if (mode, column) != ("padded", ONE)]
+    lines = [f"| {mode} | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    bad = 0
+    for row in seen[ONE]["padded"]:
+        texts = []
+        for name in columns:
+            column = COLUMNS[name]
+            one = seen[ONE._replace(model=column.model)]["padded"]
+            many = seen[column][mode]
+            if isinstance(one, str) or isinstance(many, str):
+                texts.append("**failed**")
+                bad += 1
+                continue
+            found = cell(row, one[row], many[row], limit)
+            text = found.text
+            if found.reason is not None:
+                text += f" [{reasons.setdefault(found.reason, len(reasons) + 1)}]"
+            bad += not found.good
+            texts.append(text if found.good else f"**{text}**")
+        lines.append(f"| {row} | {' | '.join(texts)} |")
+    return lines, bad
+
+
+def report(seen: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
+    """The three tables and the reasons of the holes, as Markdown; the number of bad cells."""
+    reasons: dict[str, int] = {}
+    parts, bad = [], 0
+    for mode in MODES:
+        lines, wrong = table(seen, mode, limit, reasons)
+        parts.append("\n".join(lines))
+        bad += wrong
+    holes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    parts.append("\n".join(["Holes:", "", *holes]) if holes else "No holes.")
+    return "\n\n".join(parts), bad
+
+
+def write_between_marks(path: Path, text: str) -> None:
+    """Replace what stands between the two marks of a page."""
+    page = path.read_text()
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", type=Path, help="page whose tables are replaced")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="largest difference that passes")
+    parser.add_argument("--keep", type=Path, help="keep results there, use those that are there")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = run_all(folder.resolve())
+    if isinstance(seen[ONE]["padded"], str):
+        log("one process failed: nothing to compare with")
+        return 1
+    text, bad = report(seen, options.limit)
+    print(text)
+    if options.write is not None:
+        write_between_marks(options.write, text)
+    if bad:
+        log(f"{bad} cells are above {options.limit:g}, differ or failed")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
