@@ -60,10 +60,12 @@ def repeated_ngram_fraction(
         gram = _renumber(gram[:, :-1] * vocabulary + input_ids[:, offset:])
     starts = torch.arange(gram.shape[1], device=gram.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
-    row = torch.arange(rows, device=gram.device)[:, None].expand_as(gram)
-    distinct = torch.unique(torch.stack([row[inside], gram[inside]]), dim=1)
+    # One number for (response, n-gram): sorting numbers is much faster than sorting pairs.
+    numbers = int(gram.max()) + 1
+    keys = torch.arange(rows, device=gram.device)[:, None] * numbers + gram
+    distinct = torch.unique(keys[inside])
     every = inside.sum(1)
-    unique = torch.bincount(distinct[0], minlength=rows)
+    unique = torch.bincount(distinct // numbers, minlength=rows)
     counted = every > 0
     return (1 - unique[counted] / every[counted]).mean()
 
