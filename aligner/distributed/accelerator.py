@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from aligner.distributed.host_memory import keep_freed_memory
+
 
 @functools.cache
 def has_gpu() -> bool:
@@ -132,6 +134,7 @@ def prepare_megatron() -> None:
     _prepare_router()
     if has_gpu():
         return
+    keep_freed_memory()
     cpu = torch.device("cpu")
 
     def set_cpu_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:

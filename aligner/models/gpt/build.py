@@ -21,7 +21,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture, RopeScaling
 from aligner.config import ParallelConfig
 from aligner.distributed import accelerator
-from aligner.models.gpt.layer_spec import block_spec
+from aligner.models.gpt.layer_spec import block_spec, has_transformer_engine
 
 Recompute = Literal["full", "selective"]
 
@@ -57,6 +57,8 @@ def transformer_config(
         kv_channels=architecture.kv_channels,
         activation_func=_ACTIVATIONS[architecture.activation],
         gated_linear_unit=architecture.gated,
+        # Our spec's activation in one piece; Transformer Engine's MLP has no such place.
+        use_te_activation_func=architecture.activation == "swiglu" and not has_transformer_engine(),
         normalization="RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
         layernorm_epsilon=architecture.layernorm_epsilon,

@@ -137,7 +137,7 @@ def incremental_layers(
 
 def _is_known(layer: nn.Module) -> bool:
     """Whether the layer is dense, of our local spec, and whole on this process."""
-    if type(layer) is not TransformerLayer or type(layer.self_attention) is not SelfAttention:
+    if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
     if type(mlp) is not MLP or type(attention.core_attention) is not CoreAttention:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from aligner.distributed import accelerator
 from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.elementwise import SwiGLU, rms_norm
+from aligner.models.gpt.short_attention import ShortSelfAttention
 
 
 class Norm(nn.Module):
@@ -57,6 +59,10 @@ class Norm(nn.Module):
         """Normalise the last dimension."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.is_rms:
+            # In bf16 torch's own computes in float32 inside.
+            single = hidden.dtype == weight.dtype == torch.float32
+            if single and hidden.requires_grad and hidden.device.type == "cpu":
+                return rms_norm(hidden, weight, self.eps)
             return F.rms_norm(hidden, weight.shape, weight, self.eps)
         return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
 
@@ -69,7 +75,12 @@ def has_transformer_engine() -> bool:
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One transformer layer of megatron-core linears, `Norm` and `CoreAttention`."""
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    linears = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        # Used where the config asks for an activation of one piece.
+        activation_func=SwiGLU,
+        linear_fc2=RowParallelLinear,
+    )
     if config.num_moe_experts:
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
         mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
@@ -81,7 +92,7 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=ShortSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,

@@ -1,0 +1,180 @@
+"""Self-attention over short sequences on CPU as one operation.
+
+At a hundred tokens per sequence a CPU's `scaled_dot_product_attention` and the operations around it
+(splitting, rotating, transposing, and the same backwards) take longer than the arithmetic. Here
+queries, keys and values go from the output of the qkv projection to one buffer, rotated on the
+way, whole batches of small products make the scores, and the backward pass writes one gradient.
+The probabilities are kept for it: ``[heads, S, S]`` per sequence, which is why `MAX_LENGTH` bounds
+``S``; beyond, flash attention is as fast and keeps none.
+
+Shape legend: ``S`` length, ``B`` sequences, ``G`` key-value heads, ``R`` query heads per key-value
+head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R + 2, S, D]``: each
+key-value head's queries, then its key, then its value.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from aligner.models.gpt.attention import CoreAttention
+
+MAX_LENGTH = 128
+
+
+class HeadRotation(NamedTuple):
+    """Factors of all heads; the queries' contain the scale of the scores.
+
+    ``cos`` ``[S, 1, 1, R + 2, D]``, 1 (or the scale) where nothing is rotated; ``sin``
+    ``[S, 1, 1, R + 1, D_rot / 2]``.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, angles: Tensor, queries: int, width: int, scale: float) -> "HeadRotation":
+        """From megatron-core's angles ``[S, 1, 1, D_rot]``, whose halves are equal."""
+        angles = angles.unsqueeze(3)
+        length, rotated = angles.shape[0], angles.shape[-1]
+        cos = angles.new_ones(length, 1, 1, queries + 2, width)
+        cos[..., : queries + 1, :rotated] = angles.cos()
+        cos[..., :queries, :] *= scale
+        sin = angles[..., : rotated // 2].sin().repeat(1, 1, 1, queries + 1, 1)
+        sin[..., :queries, :] *= scale
+        return cls(cos, sin)
+
+    def apply(self, heads: Tensor, rotated: Tensor) -> None:
+        """Rotate and scale ``[S, B, G, R + 2, D]`` into ``rotated``."""
+        half = self.sin.shape[-1]
+        torch.mul(heads, self.cos, out=rotated)
+        heads, rotated = heads[..., :-1, :], rotated[..., :-1, :]
+        rotated[..., :half].addcmul_(heads[..., half : 2 * half], self.sin, value=-1.0)
+        rotated[..., half : 2 * half].addcmul_(heads[..., :half], self.sin)
+
+    def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
+        """Take a gradient ``[S, B, G, n, D]`` of rotated heads ``first``, … back to ``heads``."""
+        half, place = self.sin.shape[-1], slice(first, first + rotated.shape[3])
+        target, sin = heads[..., place, :], self.sin[..., place, :]
+        torch.mul(rotated, self.cos[..., place, :], out=target)
+        target[..., :half].addcmul_(rotated[..., half : 2 * half], sin)
+        target[..., half : 2 * half].addcmul_(rotated[..., :half], sin, value=-1.0)
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Causal attention from ``mixed`` ``[S, B, G, R + 2, D]`` to ``[S, B, G * R * D]``."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        length, batch, groups, heads, width = mixed.shape
+        packed = mixed.new_empty(batch, groups, heads, length, width)
+        HeadRotation(cos, sin).apply(mixed, packed.permute(3, 0, 1, 2, 4))
+        query, key, value = _parts(packed)
+        causal = mixed.new_full((length, length), -math.inf).triu_(1).repeat(heads - 2, 1)
+        scores = torch.baddbmm(causal, query, key.transpose(1, 2))
+        shares = torch.softmax(scores, dim=-1, out=scores)
+        ctx.save_for_backward(packed, shares, cos, sin)
+        seen = torch.bmm(shares, value).view(batch, groups, heads - 2, length, width)
+        return seen.permute(3, 0, 1, 2, 4).reshape(length, batch, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        packed, shares, cos, sin = ctx.saved_tensors
+        batch, groups, heads, length, width = packed.shape
+        query, key, value = _parts(packed)
+        by_head = grad.view(length, batch, groups, heads - 2, width).permute(1, 2, 3, 0, 4)
+        seen = by_head.reshape(batch * groups, -1, width)
+        scores = torch.bmm(seen, value.transpose(1, 2))
+        torch.ops.aten._softmax_backward_data.out(
+            scores, shares, -1, shares.dtype, grad_input=scores
+        )
+        by_query, by_key, by_value = (
+            part.view(batch, groups, -1, length, width).permute(3, 0, 1, 2, 4)
+            for part in (
+                torch.bmm(scores, key),
+                torch.bmm(scores.transpose(1, 2), query),
+                torch.bmm(shares.transpose(1, 2), seen),
+            )
+        )
+        mixed = packed.new_empty(length, batch, groups, heads, width)
+        rotation = HeadRotation(cos, sin)
+        rotation.undo(by_query, mixed, 0)
+        rotation.undo(by_key, mixed, heads - 2)
+        mixed[..., -1:, :] = by_value
+        return mixed, None, None
+
+
+def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query ``[B * G, R * S, D]``, key and value ``[B * G, S, D]``: views of packed heads."""
+    rows = packed.flatten(0, 1)
+    return rows[:, :-2].flatten(1, 2), rows[:, -2], rows[:, -1]
+
+
+def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
+    """Causal grouped-query attention with rotary embedding.
+
+    Args:
+        mixed: ``[S, B, G, R + 2, D]``, output of the qkv projection.
+        angles: ``[S, 1, 1, D_rot]``, megatron-core's rotary table.
+        scale: of the scores.
+
+    Returns:
+        ``[S, B, G * R * D]``.
+    """
+    rotation = HeadRotation.of(angles.to(mixed.dtype), mixed.shape[3] - 2, mixed.shape[4], scale)
+    return _ShortAttention.apply(mixed, *rotation)
+
+
+class ShortSelfAttention(SelfAttention):
+    """megatron-core's self-attention, by `short_attention` where that applies."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[S, B, H]`` to ``[S, B, H]`` and a bias that is still to be added."""
+        # What comes besides (caches, other sources of keys, attention sinks, …) is not known here.
+        others = (attention_mask, packed_seq_params, *arguments.values())
+        plain = rotary_pos_emb is not None and all(other is None for other in others)
+        if not plain or not self._is_short(hidden_states, rotary_pos_emb):
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                **arguments,
+            )
+        mixed, _ = self.linear_qkv(hidden_states)
+        heads = mixed.view(
+            *mixed.shape[:2],
+            self.num_query_groups_per_partition,
+            -1,
+            self.hidden_size_per_attention_head,
+        )
+        attended = short_attention(heads, rotary_pos_emb, self.core_attention.scale)
+        return self.linear_proj(attended)
+
+    def _is_short(self, hidden: Tensor, angles: Tensor) -> bool:
+        core, length = self.core_attention, angles.shape[0]
+        return (
+            hidden.device.type == "cpu"
+            and hidden.dtype == torch.float32
+            and length <= min(MAX_LENGTH, getattr(core, "window", None) or MAX_LENGTH)
+            and angles.shape[1:3] == (1, 1)
+            and isinstance(core, CoreAttention)
+            and core.cache is None
+            and not (self.training and (core.dropout or self.checkpoint_core_attention))
+            and isinstance(self.q_layernorm or IdentityOp(), IdentityOp)
+            and self.world_size <= self.config.num_query_groups
+            and not self.config.rotary_interleaved
+        )

@@ -1,0 +1,157 @@
+"""Operations that training on CPU has in one piece, against the plain formulas.
+
+1. Forward and gradient are those of the formula (float64, numerically and by autograd).
+2. A model computes the same with and without them.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from aligner.architecture import GPTArchitecture
+from aligner.distributed import host_memory
+from aligner.distributed.parallel import initialize_parallel
+from aligner.models.gpt import layer_spec, short_attention
+from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.elementwise import SwiGLU, rms_norm, swiglu
+from aligner.models.gpt.hidden_states import bypassed_output_layer
+
+LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
+SCALE = 0.4
+
+
+def angles():
+    halves = torch.rand(LENGTH, 1, 1, ROTATED // 2, dtype=torch.float64) * 3
+    return torch.cat((halves, halves), dim=-1)
+
+
+def rotated(heads, table):
+    turned, passed = heads[..., :ROTATED], heads[..., ROTATED:]
+    first, second = turned.chunk(2, dim=-1)
+    other = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * table.cos() + other * table.sin(), passed), dim=-1)
+
+
+def plain_attention(mixed, table):
+    queries = mixed.shape[3] - 2
+    query, key, value = mixed.split([queries, 1, 1], dim=3)
+    query, key = (rotated(part.flatten(2, 3), table) for part in (query, key))
+    out = F.scaled_dot_product_attention(
+        *(part.permute(1, 2, 0, 3) for part in (query, key, value.flatten(2, 3))),
+        is_causal=True,
+        scale=SCALE,
+        enable_gqa=True,
+    )
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def plain_swiglu(rows):
+    gate, up = rows.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def check(ours, plain, *inputs):
+    inputs = [value.double().requires_grad_() for value in inputs]
+    assert torch.autograd.gradcheck(ours, inputs)
+    out = plain(*inputs)
+    torch.testing.assert_close(ours(*inputs), out)
+    grad = torch.randn_like(out)
+    for result in zip(
+        torch.autograd.grad(ours(*inputs), inputs, grad),
+        torch.autograd.grad(out, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(*result)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_short_attention_is_rotary_causal_attention(queries):
+    torch.manual_seed(3)
+    table = angles()
+    mixed = torch.randn(LENGTH, BATCH, GROUPS, queries + 2, WIDTH)
+    check(
+        lambda heads: short_attention.short_attention(heads, table, SCALE),
+        lambda heads: plain_attention(heads, table),
+        mixed,
+    )
+
+
+def test_swiglu_is_its_formula():
+    torch.manual_seed(4)
+    check(swiglu, plain_swiglu, torch.randn(3, 2, 8))
+
+
+def test_rms_norm_is_its_formula():
+    torch.manual_seed(5)
+    check(
+        lambda hidden, weight: rms_norm(hidden, weight, 1e-3),
+        lambda hidden, weight: F.rms_norm(hidden, weight.shape, weight, 1e-3),
+        torch.randn(3, 2, 8),
+        torch.rand(8) + 0.5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_in_low_precision(dtype):
+    torch.manual_seed(6)
+    rows = torch.randn(64, 32).to(dtype).requires_grad_()
+    reference = rows.detach().double().requires_grad_()
+    out, expected = swiglu(rows), plain_swiglu(reference)
+    out.sum().backward()
+    expected.sum().backward()
+    tolerance = 8 * torch.finfo(dtype).eps
+    for ours, plain in ((out, expected), (rows.grad, reference.grad)):
+        torch.testing.assert_close(ours.double(), plain, atol=tolerance, rtol=tolerance)
+
+
+def loss_and_gradients(groups):
+    architecture = GPTArchitecture(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=groups,
+        kv_channels=8,
+        vocab_size=64,
+        max_position_embeddings=16,
+        family="llama",
+    )
+    torch.manual_seed(0)
+    model = build_gpt(architecture).train()
+    ids, positions = torch.randint(0, 64, (3, 9)), torch.arange(9).expand(3, 9)
+    with bypassed_output_layer(model):
+        hidden = model(ids, positions, None)
+    loss = (hidden * torch.randn_like(hidden)).mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_a_model_computes_the_same_without_them(groups, monkeypatch):
+    initialize_parallel()
+    calls = []
+    attention = short_attention.short_attention
+    monkeypatch.setattr(
+        short_attention, "short_attention", lambda *args: calls.append(1) or attention(*args)
+    )
+    loss, gradients = loss_and_gradients(groups)
+    assert len(calls) == 2  # one of each layer
+    monkeypatch.setattr(short_attention, "MAX_LENGTH", 0)
+    monkeypatch.setattr(
+        layer_spec,
+        "rms_norm",
+        lambda hidden, weight, eps: F.rms_norm(hidden, weight.shape, weight, eps),
+    )
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, rows: plain_swiglu(rows))
+    plain_loss, plain_gradients = loss_and_gradients(groups)
+    assert len(calls) == 2
+    torch.testing.assert_close(loss, plain_loss, atol=1e-6, rtol=1e-6)
+    assert gradients.keys() == plain_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_freed_memory_is_kept_or_nothing_happens(monkeypatch):
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert host_memory.keep_freed_memory.__wrapped__() is False
