@@ -118,6 +118,19 @@ def test_prompt_longer_than_the_model(run):
     )
 
 
+def test_prompt_longer_than_a_token_budget(run):
+    path = run.folder / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "1" * 60, "ground_truth": "1"}))
+    refused(
+        run,
+        ConfigError,
+        ["model.sequence_packing.train_mb_tokens=32", "60 tokens", "at least 62"],
+        data__train__source=str(path),
+        model__sequence_packing__enabled=True,
+        model__sequence_packing__train_mb_tokens=32,
+    )
+
+
 def test_response_longer_than_the_model(run):
     refused(
         run, ConfigError, ["lower max_length below 256"], model__ppo__length_params__max_length=256

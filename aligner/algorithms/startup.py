@@ -5,6 +5,7 @@ import math
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import RunConfig
+from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
@@ -20,7 +21,8 @@ def count_parameters(architecture: GPTArchitecture) -> int:
 
 
 def check_lengths(config: RunConfig, architecture: GPTArchitecture, longest_prompt: int) -> None:
-    """Refuse prompts that leave no room for a response in the model's positions."""
+    """Refuse prompts that leave no room for a response, in the model or in a token budget."""
+    check_longest_sequence(config, longest_prompt)
     response = config.model.ppo.length_params.max_length
     positions = architecture.max_position_embeddings
     if longest_prompt + response <= positions:
