@@ -64,7 +64,11 @@ class _Decode:
 
 
 class KVCache:
-    """Keys and values of every layer on this process: rows [slots * G * C, 2 D], key then value."""
+    """Keys and values of every layer on this process, rows [slots * G * C, D] each.
+
+    They are stores of their own: side by side in one row, products on either would run at half the
+    speed, for they are bound by memory.
+    """
 
     def __init__(
         self,
@@ -93,9 +97,10 @@ class KVCache:
         # Narrow heads see some masked positions more, so that all spans are computed alike.
         self._least_span = aligned(-(-_SMALL_PRODUCT // head_dim))
         self._capacity = max(aligned(capacity), self._least_span)
-        shape = (num_slots * groups * self._capacity, 2 * head_dim)
+        shape = (num_slots * groups * self._capacity, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not undo a NaN.
-        self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
+        self._keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
+        self._values = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
         self._head_dim = head_dim
         self._scale = 1.0 / math.sqrt(head_dim)
         self._window = window
@@ -138,7 +143,7 @@ class KVCache:
         visible = index <= positions[:, None]
         if self._window is not None:
             visible &= index > positions[:, None] - self._window
-        dtype = next(iter(self._stores.values())).dtype
+        dtype = next(iter(self._keys.values())).dtype
         bias = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
         bias.masked_fill_(~visible, -torch.inf)
         slots = torch.arange(positions.shape[0], device=positions.device)
@@ -150,7 +155,7 @@ class KVCache:
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` int64 [k] to slots ``target``."""
-        for store in self._stores.values():
+        for store in (*self._keys.values(), *self._values.values()):
             slots = store.view(-1, self._groups, self._capacity, store.shape[1])
             slots[target, :, :length] = slots[source, :, :length]
 
@@ -180,23 +185,27 @@ class KVCache:
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
         """`attend` on rows: ``heads`` [n, G, R + 2, D], contiguous, to [n, G * R * D]."""
-        store, plan = self._stores[layer_number], self._pass
-        if isinstance(plan, _Prefill):
-            return self._prefill(plan, store, heads)
+        plan = self._pass
         assert plan is not None
+        if isinstance(plan, _Prefill):
+            for store, new in zip(self._stores_of(layer_number), (-2, -1), strict=True):
+                store.index_copy_(0, plan.places, heads[:, :, new][plan.sources].flatten(0, 1))
+            return self._prefill(plan, heads)
         rows, groups, count, width = heads.shape
-        by_group = heads.view(rows * groups, count * width)
-        store.index_copy_(0, plan.places, by_group[:, -2 * width :])
+        by_group = heads.view(rows * groups, count, width)
+        seen = []
+        for store, new in zip(self._stores_of(layer_number), (-2, -1), strict=True):
+            store.index_copy_(0, plan.places, by_group[:, new])
+            seen.append(store.view(-1, self._capacity, width)[: rows * groups, : plan.span])
         # [n * G, R, D] against views [n * G, span, D]: nothing is repeated for grouped queries.
-        query = by_group.view(rows * groups, count, width)[:, :-2]
-        seen = store.view(-1, self._capacity, 2 * width)[: rows * groups, : plan.span]
-        keys, values = seen.split(width, dim=-1)
-        scores = torch.baddbmm(plan.bias, query, keys.transpose(1, 2), alpha=self._scale)
+        keys, values = seen
+        scores = torch.baddbmm(plan.bias, by_group[:, :-2], keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
 
-    def _prefill(self, plan: _Prefill, store: Tensor, heads: Tensor) -> Tensor:
-        pairs = heads[:, :, -2:].flatten(2)[plan.sources]
-        store.index_copy_(0, plan.places, pairs.flatten(0, 1))
+    def _stores_of(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        return self._keys[layer_number], self._values[layer_number]
+
+    def _prefill(self, plan: _Prefill, heads: Tensor) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]
         query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
         length = framed.shape[1]
