@@ -42,6 +42,16 @@ def test_hand_worked():
     assert metrics["returns_mean"].item() == pytest.approx(1.0)
 
 
+def test_rounding_clips_nothing():
+    """Within the range the clipped value is the value itself, to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    before, predicted, returns = torch.rand(3, 1, 5000, generator=generator) / 5
+    ones = torch.ones(1, 5000)
+    batch = {"values": before, "returns": returns, "token_mask": ones, "sample_mask": ones[:, 0]}
+    _, metrics = PPOValueLoss(0.2)(TokenOutputs(predicted), batch, _denominators(batch))
+    assert metrics["clip_fraction"].item() == 0
+
+
 def test_without_clipping_the_rollout_values_are_not_needed():
     batch = {"returns": _row(3.0), "token_mask": _row(1.0), "sample_mask": torch.ones(1)}
     loss, _ = PPOValueLoss(None)(TokenOutputs(_row(1.0)), batch, _denominators(batch))

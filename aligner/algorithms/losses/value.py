@@ -68,7 +68,8 @@ class PPOValueLoss:
         worst = squared_error
         if self.value_clip is not None:
             before = torch.where(mask, batch["values"], 0)
-            near = before + (predicted - before).clamp(-self.value_clip, self.value_clip)
+            # Not before + clip(predicted - before): that is another float where nothing is clipped.
+            near = predicted.clamp(before - self.value_clip, before + self.value_clip)
             worst = torch.maximum(squared_error, (near - returns).square())
         loss = mean(worst) / 2
         metrics = {
