@@ -85,7 +85,9 @@ def load_weights(
             raise CheckpointError(f"the model has {name}, which the checkpoint lacks")
         tensor = weights[source]
         check_shape(source, tensor.shape, shapes[source])
-        if tensor.shape != parameter.shape:  # experts may be whole where other layers are split
+        # Experts may be whole where other layers are split; a share of a padded vocabulary may have
+        # the whole one's shape.
+        if tensor.shape != parameter.shape or source in (EMBEDDING, OUTPUT_LAYER):
             tensor = split(source, tensor, architecture, tp_rank, tp_size)
         check_shape(f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape))
         parameter.copy_(tensor)

@@ -25,7 +25,12 @@ from aligner.distributed.parallel import ParallelConfig, initialize_parallel, sh
 from aligner.models.gpt.build import build_gpt
 
 RANKS = 4
-MODELS = {"llama": dataclasses.replace(LLAMA, num_query_groups=4), "gpt": GPT}  # GPT is tied
+MODELS = {
+    "llama": dataclasses.replace(LLAMA, num_query_groups=4),
+    "gpt": GPT,  # tied
+    # A rank's padded share of the vocabulary has as many rows as the vocabulary.
+    "few tokens": dataclasses.replace(GPT, vocab_size=8),
+}
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
