@@ -40,7 +40,7 @@ def assert_same(one, many, files, tolerance=1e-5):
         assert single["grad_norm"] > 0.1  # clipped, so that a wrong norm would move the weights
         for key, value in single.items():
             assert spread[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-    for single, spread in zip(one["generated"], many["generated"], strict=False):
+    for single, spread in zip(one["generated"], many["generated"], strict=True):
         assert torch.equal(single, spread)
     with open_nemo(files[0]) as single, open_nemo(files[1]) as spread:
         assert list(single.weights) == list(spread.weights)

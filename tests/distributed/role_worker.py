@@ -77,8 +77,7 @@ def train(
     rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
     share = {key: value.chunk(ranks)[rank] for key, value in whole.items()}
     before = role.infer_tokens(whole)
-    can_generate = isinstance(role, MegatronGPTActorModel) and settings.parallel.pipeline == 1
-    generated = generate(role, whole) if can_generate else []
+    generated = generate(role, whole) if isinstance(role, MegatronGPTActorModel) else []
     role.prepare_for_training()
     updates = [role.training_update(share, number) for number in range(2)]
     role.write_nemo(save_to)

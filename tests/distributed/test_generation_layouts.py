@@ -55,7 +55,7 @@ def launch(processes, models, output, layouts):
             *("--standalone", "--nproc-per-node", str(processes), str(WORKER)),
             *(str(output), ",".join(models), *layouts),
         ],
-        timeout=240,
+        timeout=290,
         capture_output=True,
         text=True,
         check=False,
