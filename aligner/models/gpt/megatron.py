@@ -26,6 +26,7 @@ from aligner.checkpoint.nemo_config import architecture_from_config
 from aligner.config import as_omegaconf, check_layout
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
+from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.collectives import broadcast_floats, combine_metrics, reduce_metrics
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, NonFiniteError
@@ -382,18 +383,17 @@ class MegatronGPTModel(ModelPT):
                 )
 
     def write_nemo(self, path: str) -> None:
-        """Write a `.nemo`; collective over the processes that hold the model, rank 0 writes."""
-        writes = self.parallel.rank == 0
+        """Write a `.nemo`; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
         weights = gather_weights(
             self.gpt,
             self.architecture,
             tp_group=self.parallel.tp_group,
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
-            keep=writes,
+            keep=self.parallel.rank == 0,
         )
-        if writes:
-            save_nemo(
+        on_rank_zero(
+            lambda: save_nemo(
                 path,
                 weights,
                 self.architecture,
@@ -402,6 +402,7 @@ class MegatronGPTModel(ModelPT):
                     key: Path(self.cfg_value(key)) for key in getattr(self, "artifacts", None) or {}
                 },
             )
+        )
 
     def cfg_value(self, key: str) -> Any:
         """Value of a dotted key of ``cfg``."""
