@@ -139,7 +139,8 @@ def check_against_full_forward(variant, greedy):
     mask = response_mask(output)
     expected = logits.log_softmax(-1)[:, :-1].gather(2, output.tokens[:, 1:, None]).squeeze(2)
     difference = torch.where(mask[:, 1:], expected - output.logprobs[:, 1:], 0.0)
-    assert difference.abs().max() < 1e-5
+    # Each is about 1e-5 away from what float64 gives; logits go up to 16.
+    assert difference.abs().max() < 3e-5
     assert (output.logprobs[~mask] == 0).all()
 
     rows, columns = mask.nonzero(as_tuple=True)
