@@ -88,20 +88,6 @@ def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     return {name: value.float() for name, value in found.items()}
 
 
-def logprob_gap(
-    generation_logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Mean and largest absolute difference of the sampler's and the trainer's log-probs.
-
-    All float [B, S]; both over the tokens where ``mask`` is 1. Zeros where there is none.
-    """
-    kept = mask.bool()
-    gap = (generation_logprobs[kept].float() - prev_logprobs[kept].float()).abs()
-    if gap.numel() == 0:
-        return torch.zeros(()), torch.zeros(())
-    return gap.mean(), gap.max()
-
-
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Metrics of ``train_rollouts/`` and ``val_rollouts/`` that need no model, without the prefix.
 

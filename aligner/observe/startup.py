@@ -1,8 +1,7 @@
 """The start-up report: what is going to happen, in words and numbers, before it does."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.console import Group
@@ -109,26 +108,6 @@ def memory_estimate(facts: StartupFacts) -> dict[str, int]:
         for part in ("weights", "gradients", "optimizer")
     }
     return {name: size for name, size in {**parts, **facts.working_bytes}.items() if size}
-
-
-def startup_dict(facts: StartupFacts) -> dict[str, Any]:
-    """The report as plain values, for a JSON file."""
-    memory = memory_estimate(facts)
-    return {
-        "device": facts.device,
-        "processes": facts.processes,
-        "model": facts.model,
-        "log_dir": facts.log_dir,
-        "batch": batch_arithmetic(facts.batch),
-        "parameters": {role.name: role.parameters for role in facts.roles},
-        "memory_bytes": {**memory, "total": sum(memory.values()), "free": facts.free_bytes},
-        "restored": None if facts.restored is None else asdict(facts.restored),
-        "packages": {
-            status.package.name: (status.version or "found") if status.found else None
-            for status in facts.packages
-        },
-        "notes": list(facts.notes),
-    }
 
 
 def startup_report(facts: StartupFacts) -> Group:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from aligner.observe.diagnostics import (
     explained_variance,
     fraction_properly_ended,
-    logprob_gap,
     repeated_ngram_fraction,
     reward_length_correlation,
     rollout_metrics,
@@ -96,13 +95,6 @@ def test_share_ended_and_statistics():
     }
     assert statistics(torch.tensor([4.0]))["std"].item() == 0.0
     assert math.isnan(statistics(torch.zeros(0))["mean"].item())
-
-
-def test_logprob_gap_counts_masked_tokens_only():
-    ours, theirs = torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[9.0, -1.5, -1.75]])
-    mean, largest = logprob_gap(ours, theirs, torch.tensor([[0.0, 1.0, 1.0]]))
-    assert (mean.item(), largest.item()) == (0.375, 0.5)
-    assert [x.item() for x in logprob_gap(ours, theirs, torch.zeros(1, 3))] == [0.0, 0.0]
 
 
 def test_rollout_metrics_have_registered_names_and_the_expected_numbers():

@@ -1,4 +1,4 @@
-"""The clipped value loss of PPO and what the critic's explained variance is made of."""
+"""The clipped value loss of PPO."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +23,8 @@ class PPOValueLoss:
     Values are in the one frame: ``values[:, t]`` is the value of the state *before* token ``t``,
     the head's output shifted right by one. ``value_clip=None`` is the plain squared error.
 
-    Metrics are shares of global token means: ``loss``, ``clip_fraction`` (tokens whose clipped
-    term is the larger), ``values_mean``, ``returns_mean``, and ``returns_square``, ``error_mean``,
-    ``error_square`` (of ``R - V``), from which `explained_variance` follows once summed.
+    Metrics are shares of global token means: ``loss`` and ``clip_fraction`` (tokens whose clipped
+    term is the larger).
     """
 
     value_clip: float | None = 0.2
@@ -72,24 +71,5 @@ class PPOValueLoss:
             near = predicted.clamp(before - self.value_clip, before + self.value_clip)
             worst = torch.maximum(squared_error, (near - returns).square())
         loss = mean(worst) / 2
-        metrics = {
-            "loss": loss,
-            "clip_fraction": mean((worst > squared_error).to(loss.dtype)),
-            "values_mean": mean(predicted),
-            "returns_mean": mean(returns),
-            "returns_square": mean(returns.square()),
-            "error_mean": mean(returns - predicted),
-            "error_square": mean(squared_error),
-        }
+        metrics = {"loss": loss, "clip_fraction": mean((worst > squared_error).to(loss.dtype))}
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-def explained_variance(metrics: Mapping[str, Tensor]) -> Tensor:
-    """``1 - Var[R - V] / Var[R]`` over all valid tokens, from the *summed* shares.
-
-    1 is a perfect critic, 0 one no better than a constant. 0 too where the returns do not vary.
-    """
-    returns_variance = metrics["returns_square"] - metrics["returns_mean"].square()
-    error_variance = metrics["error_square"] - metrics["error_mean"].square()
-    varies = returns_variance > 1e-12
-    return torch.where(varies, 1 - error_variance / returns_variance.where(varies, 1), 0)
