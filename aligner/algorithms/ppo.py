@@ -47,7 +47,6 @@ from aligner.observe.timers import PhaseTimers
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 CRITIC_COLUMNS = (*TRAIN_COLUMNS, "values", "returns")
 POLICY_COLUMNS = (*TRAIN_COLUMNS, "advantages", "generation_logprobs")
-CRITIC_METRICS = ("loss", "clip_fraction")
 
 
 class PPOTrainer:
@@ -283,7 +282,7 @@ class PPOTrainer:
     ) -> dict[str, float]:
         self.critic_updates += count_updates(critic_passes)
         self.policy_updates += count_updates(policy_passes)
-        metrics = prefixed("critic", update_metrics(critic_passes, CRITIC_METRICS))
+        metrics = prefixed("critic", update_metrics(critic_passes))
         metrics["critic/optimizer_steps"] = self.critic_updates
         if policy_passes:
             policy = update_metrics(policy_passes)

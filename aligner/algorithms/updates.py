@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def update_metrics(
-    results: Sequence[Mapping[str, Any]], names: Sequence[str] | None = None
-) -> dict[str, float]:
+def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics over all updates of a step: the mean, or for ``*_max`` and ``*_min`` the extreme.
 
-    ``results``: one per pass over the rollout, in order. ``names``: metrics of the loss to keep,
-    None: all. ``lr`` is that of the last update, ``skipped_updates`` a count; an update that was
-    skipped because it was not finite takes no part in means.
+    ``results``: one per pass over the rollout, in order. ``lr`` is that of the last update,
+    ``skipped_updates`` a count; an update that was skipped because it was not finite takes no part
+    in means.
     """
     series: dict[str, list[float]] = {}
     for result in results:
@@ -21,11 +19,7 @@ def update_metrics(
     skipped = series.pop("skipped", [])
     rates = series.pop("lr", [])
     norms = series.pop("grad_norm", [])
-    metrics = {
-        name: _combine(name, values)
-        for name, values in series.items()
-        if names is None or name in names
-    }
+    metrics = {name: _combine(name, values) for name, values in series.items()}
     return {
         **metrics,
         "grad_norm": _combine("grad_norm", norms),

@@ -89,7 +89,7 @@ class FakeValue(Recorder):
     def train(self, data, loss_fn):
         self.log.append(("train_critic", data.size))
         self.trained = data
-        return result(data.size, loss=2.0, clip_fraction=0.0, returns_square=9.0)
+        return result(data.size, loss=2.0, clip_fraction=0.0)
 
     state_dict = FakePolicy.state_dict
 
@@ -252,7 +252,6 @@ def test_metrics_of_the_updates():
     assert metrics["train_optim/optimizer_steps"] == 2
     assert metrics["train_rollouts/reward_parts/x"] == 2.0
     assert metrics["train_rollouts/accuracy"] == 0.5  # rewards of at least 1
-    assert "critic/returns_square" not in metrics
 
 
 def test_warm_up_trains_the_critic_alone():

@@ -38,8 +38,6 @@ def test_hand_worked():
     assert loss.item() == pytest.approx(0.5 * (3.24 + 1 + 0.81) / 3)
     torch.testing.assert_close(values.grad, _row(0.0, 1.0, -0.9) / 3)
     assert metrics["clip_fraction"].item() == pytest.approx(1 / 3)
-    assert metrics["values_mean"].item() == pytest.approx(0.7)
-    assert metrics["returns_mean"].item() == pytest.approx(1.0)
 
 
 def test_rounding_clips_nothing():
