@@ -1,11 +1,10 @@
 """What `role_worker` saw of two layouts, compared."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from aligner.checkpoint.nemo import open_nemo
 
@@ -14,18 +13,7 @@ WORKER = Path(__file__).with_name("role_worker.py")
 
 def launch(processes, model, output, layouts):
     """Run the worker on so many processes; what it saw, by layout."""
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(processes), str(WORKER)),
-            *(str(model), str(output), *layouts),
-        ],
-        check=False,
-        timeout=480,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
+    run_ranks(WORKER, processes, [model, output, *layouts], timeout_s=480)
     return torch.load(output, weights_only=True)
 
 

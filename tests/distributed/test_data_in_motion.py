@@ -1,11 +1,10 @@
 """Three processes exchange batches of different sizes, none included."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 WORLD = 3
 WORKER = Path(__file__).with_name("data_worker.py")
@@ -14,14 +13,7 @@ WORKER = Path(__file__).with_name("data_worker.py")
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     output = tmp_path_factory.mktemp("data") / "seen"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(WORLD), str(WORKER), str(output)),
-        ],
-        check=True,
-        timeout=180,
-    )
+    run_ranks(WORKER, WORLD, [output], timeout_s=180)
     return [torch.load(f"{output}.{rank}", weights_only=True) for rank in range(WORLD)]
 
 

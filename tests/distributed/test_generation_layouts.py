@@ -4,13 +4,12 @@ A tensor-parallel product is summed in another order, so log-probs agree to roun
 """
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from generation_worker import RUNS, generate_all
+from ranks import run_ranks
 
 from aligner.checkpoint.nemo import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
@@ -49,18 +48,7 @@ TIED = dataclasses.replace(
 
 
 def launch(processes, models, output, layouts):
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(processes), str(WORKER)),
-            *(str(output), ",".join(models), *layouts),
-        ],
-        timeout=290,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_ranks(WORKER, processes, [output, ",".join(models), *layouts], timeout_s=290)
     return torch.load(output, weights_only=True)
 
 

@@ -6,12 +6,11 @@ within 1e-5 of the largest value of a tensor, or of a reported number (or of 1e-
 more: such a number is what terms of order 1 leave when they cancel).
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 TOLERANCE = 1e-5
@@ -45,17 +44,7 @@ def launch(processes, model, output):
     layouts = [f"{sizes},{mode}" for sizes in LAYOUTS[processes].values() for mode in MODES]
     if processes < 4:
         layouts.append("1,1,1,0,masked")  # over two processes: one has no valid token
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", str(processes), str(WORKER)),
-            *(str(model), str(output), *layouts),
-        ],
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
+    run_ranks(WORKER, processes, [model, output, *layouts], timeout_s=600)
     return torch.load(output, weights_only=True)
 
 

@@ -4,11 +4,10 @@ Tensor parallel 4, and tensor parallel 2 with context parallel 2; float64, float
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("model_utils_worker.py")
 LAYOUTS = {"tp4": "4,1", "tp2cp2": "2,2"}
@@ -23,16 +22,7 @@ CASES = [
 def outcome(tmp_path_factory):
     """One launch for all: most of its time is imports."""
     output = tmp_path_factory.mktemp("model_utils") / "outcome.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", str(WORKER), str(output), *LAYOUTS.values()),
-        ],
-        timeout=280,
-        capture_output=True,
-        text=True,
-    )
-    assert output.exists(), done.stderr[-4000:]
+    run_ranks(WORKER, 4, [output, *LAYOUTS.values()], timeout_s=280)
     return json.loads(output.read_text())
 
 

@@ -8,12 +8,11 @@
 """
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import run_state_worker as worker
+from ranks import run_ranks
 
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.errors import CheckpointError
@@ -31,16 +30,7 @@ def folder(tmp_path_factory):
         role = worker.build(folder, case, worker.ONE)
         worker.train(role, 2)
         worker.save(folder / case / "one", role)
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(WORKER), str(folder)),
-        ],
-        timeout=280,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
+    run_ranks(WORKER, 2, [folder], timeout_s=280)
     return folder
 
 

@@ -6,12 +6,12 @@ script, this file is one of the processes:
     torchrun --nproc-per-node N test_smollm2_tp3.py MODEL OUTPUT TENSOR
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
 from aligner.data.tokenizer import Tokenizer
@@ -58,18 +58,7 @@ def worker(model: str, output: str, tensor: int) -> None:
 
 def launch(processes: int, output: Path) -> dict[str, torch.Tensor]:
     """What so many processes saw."""
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(processes)),
-            *(__file__, str(MODEL), str(output), str(processes)),
-        ],
-        check=False,
-        timeout=600,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr[-6000:]
+    run_ranks(Path(__file__), processes, [MODEL, output, str(processes)], timeout_s=600)
     return torch.load(output, weights_only=True)
 
 
