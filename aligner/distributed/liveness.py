@@ -113,6 +113,14 @@ class RankWatch:
         self._found.wait(wait_s)
         return self._failure
 
+    def look(self) -> None:
+        """Tell at once of a rank whose process on this machine is gone, if there is one."""
+        with contextlib.suppress(RuntimeError):
+            for place in self._places:
+                if place.is_gone(self._me) and not self._has_left(place):
+                    self._tell(self._publish(f"{place} died: its process is gone"))
+                    return
+
     def leave(self) -> None:
         """This rank has done its work: its silence means nothing from now on."""
         with contextlib.suppress(RuntimeError):
@@ -155,15 +163,19 @@ class RankWatch:
 
     def _stop(self, news: str) -> None:
         """Say it, give the main thread a moment, then end the process."""
-        self._failure = news
-        self._found.set()
-        print(f"rank {self._me.rank} stops: {news}", file=sys.stderr, flush=True)
+        self._tell(news)
         with contextlib.suppress(RuntimeError):
             self._store.add("heard", 1)
         if not self._over.wait(_UNWIND_S):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # the main thread waits in a collective that no exception can reach
+
+    def _tell(self, news: str) -> None:
+        if self._failure is None:
+            self._failure = news
+            print(f"rank {self._me.rank} stops: {news}", file=sys.stderr, flush=True)
+        self._found.set()
 
     def _recorded(self) -> str | None:
         return self._store.get("failure").decode() if self._store.check(["failure"]) else None
@@ -217,16 +229,17 @@ def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
         return
     watch = RankWatch(parallel, timeout_s)
     watch.start()
-    try:
-        with _named_before_sigterm(watch):
+    # Around the leaving too: a broken link raises here while the launcher's SIGTERM is on its way.
+    with _named_before_sigterm(watch):
+        try:
             yield
-    except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            watch.leave()
-        else:
-            watch.leave_failing(error)
-        raise
-    watch.leave()
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                watch.leave()
+            else:
+                watch.leave_failing(error)
+            raise
+        watch.leave()
 
 
 @contextlib.contextmanager
@@ -239,6 +252,7 @@ def _named_before_sigterm(watch: RankWatch) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
+        watch.look()
         watch.failure(wait_s=4 * _INTERVAL_S)
         signal.signal(signal.SIGTERM, previous)
         signal.raise_signal(number)
