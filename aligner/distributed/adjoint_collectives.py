@@ -7,15 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.context_parallel import gather_rows
-
 
 def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[n, ...] of every rank one after the other: [ranks * n, ...].
 
     Differentiable: the gradients of all ranks are summed, and each takes its own part.
     """
-    return local if group is None or dist.get_world_size(group) == 1 else gather_rows(local, group)
+    if group is None or dist.get_world_size(group) == 1:
+        return local
+    return _GatherFirst.apply(local, group)
 
 
 def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -26,6 +26,22 @@ def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tens
     local = whole.new_empty(whole.shape[0] // ranks, *whole.shape[1:])
     dist.reduce_scatter(local, list(whole.contiguous().chunk(ranks)), group=group)
     return local
+
+
+class _GatherFirst(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_first(grad_outputs[0], ctx.group), None
 
 
 class SumGradient(torch.autograd.Function):

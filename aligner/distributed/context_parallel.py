@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 IntArray = NDArray[np.int64]
 Positions = TypeVar("Positions", IntArray, Tensor)
@@ -34,40 +33,12 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
     return rank, position - number * chunk + late * chunk
 
 
-def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[R, ...]`` of every rank one after the other, ``[size * R, ...]``.
-
-    Every rank uses the result differently, so gradients are summed over the ranks on the way back.
-    """
-    return _GatherRows.apply(rows, group)
-
-
 def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum of ``partial`` over the ranks, each of which goes on to compute the same with it.
 
     The gradient is therefore every rank's own and passes unchanged.
     """
     return _SumOverRanks.apply(partial, group)
-
-
-class _GatherRows(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = rows.new_empty(rows.shape[0] * dist.get_world_size(group), *rows.shape[1:])
-        dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = gradients[0].contiguous()
-        size = dist.get_world_size(ctx.group)
-        local = whole.new_empty(whole.shape[0] // size, *whole.shape[1:])
-        dist.reduce_scatter_tensor(local, whole, group=ctx.group)
-        return local, None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -16,7 +16,6 @@ torch.set_num_threads(1)
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.checkpoint.gpt_weights import gather_weights
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import (
     CriticConfig,
@@ -85,15 +84,7 @@ def model_config(model: str, layout: str) -> ModelConfig:
 
 
 def weights_of(front: Policy | Value) -> dict[str, torch.Tensor]:
-    role = front.worker_group.worker.model
-    weights = gather_weights(
-        role.gpt,
-        role.architecture,
-        tp_group=role.parallel.tp_group,
-        pp_group=role.parallel.pp_group,
-        ep_group=role.parallel.ep_group,
-        keep=role.parallel.rank == 0,
-    )
+    weights = front.worker_group.worker.model.whole_weights()
     return {name: value.clone() for name, value in weights.items()}
 
 

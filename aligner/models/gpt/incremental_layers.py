@@ -29,6 +29,7 @@ from aligner.distributed.packed_linear import Product
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.kv_cache import KVCache
 from aligner.models.gpt.layer_spec import Norm
+from aligner.models.gpt.rotary import add_turned
 
 
 class Rotation(NamedTuple):
@@ -59,10 +60,8 @@ class Rotation(NamedTuple):
 
     def apply(self, heads: Tensor) -> Tensor:
         """Rotate ``heads`` (the first half of ``D_rot`` against the second); contiguous."""
-        half = self.sin.shape[-1]
         rotated = torch.mul(heads, self.cos, out=heads.new_empty(heads.shape))
-        rotated[..., :half].addcmul_(heads[..., half : 2 * half], self.sin, value=-1.0)
-        rotated[..., half : 2 * half].addcmul_(heads[..., :half], self.sin)
+        add_turned(heads, rotated, self.sin)
         return rotated
 
 

@@ -382,9 +382,9 @@ class MegatronGPTModel(ModelPT):
                     f"{tuple(target.shape)}; pass strict=False to start with a fresh head"
                 )
 
-    def write_nemo(self, path: str) -> None:
-        """Write a `.nemo`; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
-        weights = gather_weights(
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Canonical weights joined on rank 0, none elsewhere; call it on every rank."""
+        return gather_weights(
             self.gpt,
             self.architecture,
             tp_group=self.parallel.tp_group,
@@ -392,6 +392,10 @@ class MegatronGPTModel(ModelPT):
             ep_group=self.parallel.ep_group,
             keep=self.parallel.rank == 0,
         )
+
+    def write_nemo(self, path: str) -> None:
+        """Write a `.nemo`; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
+        weights = self.whole_weights()
         on_rank_zero(
             lambda: save_nemo(
                 path,

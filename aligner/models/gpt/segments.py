@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.context_parallel import IntArray, gather_rows, holder, local_position
+from aligner.distributed.adjoint_collectives import gather_first
+from aligner.distributed.context_parallel import IntArray, holder, local_position
 
 SHORT = 32  # sequences up to here share a bucket
 GROWTH = 1.25  # the longest of a bucket may be this many times its shortest
@@ -150,7 +151,7 @@ class Segments:
         """Keys and values ``[R, groups, D]`` of all context-parallel ranks, rank after rank."""
         if self.cp_group is None:
             return key, value
-        both = gather_rows(torch.cat((key, value), dim=-1), self.cp_group)
+        both = gather_first(torch.cat((key, value), dim=-1), self.cp_group)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
     @cached_property

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.rotary import add_turned
 
 MAX_LENGTH = 128
 
@@ -51,19 +52,15 @@ class HeadRotation(NamedTuple):
 
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
         """Rotate and scale ``[S, B, G, R + 2, D]`` into ``rotated``."""
-        half = self.sin.shape[-1]
         torch.mul(heads, self.cos, out=rotated)
-        heads, rotated = heads[..., :-1, :], rotated[..., :-1, :]
-        rotated[..., :half].addcmul_(heads[..., half : 2 * half], self.sin, value=-1.0)
-        rotated[..., half : 2 * half].addcmul_(heads[..., :half], self.sin)
+        add_turned(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
         """Take a gradient ``[S, B, G, n, D]`` of rotated heads ``first``, … back to ``heads``."""
-        half, place = self.sin.shape[-1], slice(first, first + rotated.shape[3])
-        target, sin = heads[..., place, :], self.sin[..., place, :]
+        place = slice(first, first + rotated.shape[3])
+        target = heads[..., place, :]
         torch.mul(rotated, self.cos[..., place, :], out=target)
-        target[..., :half].addcmul_(rotated[..., half : 2 * half], sin)
-        target[..., half : 2 * half].addcmul_(rotated[..., :half], sin, value=-1.0)
+        add_turned(rotated, target, self.sin[..., place, :], sign=-1.0)
 
 
 class _ShortAttention(torch.autograd.Function):
