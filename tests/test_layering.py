@@ -32,6 +32,7 @@ LAYERS = [
     ],
     [
         "aligner.models.sharded",
+        "aligner.models.role_front",
         "aligner.models.policy",
         "aligner.models.value",
         "aligner.models.reward",

@@ -3,7 +3,6 @@
 Every method takes and returns global batches; the workers see their data-parallel shares.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.config import ModelConfig
@@ -13,15 +12,8 @@ from aligner.distributed.worker_groups import Cluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
-from aligner.models.sharded import (
-    columns_of,
-    micro_batching,
-    run_on_all,
-    run_sharded,
-    score_sharded,
-    train_result,
-)
-from aligner.types import LossFunction
+from aligner.models.role_front import RoleFront, worker_class
+from aligner.models.sharded import columns_of, run_on_all, run_sharded, score_sharded
 
 WORKERS = {
     "megatron": "aligner.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
@@ -30,7 +22,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
-class Policy(ColocatablePolicyInterface, GenerationInterface):
+class Policy(RoleFront, ColocatablePolicyInterface, GenerationInterface):
     """A language-model policy: samples, scores tokens, and learns."""
 
     def __init__(
@@ -50,10 +42,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         ``init_reference_model=False`` keeps no copy of the initial weights, for runs without a KL
         term. ``max_optimizer_steps`` is what a schedule without ``max_steps`` decays over.
         """
-        self.config = config
-        self.tokenizer = tokenizer
-        self.worker_group = cluster.start_workers(
-            WORKERS[backend],
+        workers = cluster.start_workers(
+            worker_class(WORKERS, backend),
             name_prefix,
             config=config,
             tokenizer=tokenizer,
@@ -62,7 +52,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             init_reference_model=init_reference_model,
             max_optimizer_steps=max_optimizer_steps,
         )
-        self.sharding_annotations = self.worker_group.sharding_annotations
+        super().__init__(workers, config, config)
+        self.tokenizer = tokenizer
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """Log-probs of ``input_ids`` under the current weights.
@@ -72,7 +63,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         speaks of token t, 0 at t = 0 and where the mask is 0.
         """
         columns = columns_of(data, LOGPROB_COLUMNS)
-        return score_sharded(self.worker_group, "get_logprobs", columns, self.config)
+        return score_sharded(self.worker_group, "get_logprobs", columns, self.model)
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -82,38 +73,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             self.worker_group,
             "get_reference_policy_logprobs",
             columns_of(data, LOGPROB_COLUMNS),
-            self.config,
+            self.model,
             micro_batch_size,
         )
-
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """One pass over ``data``: one optimizer step for every ``gbs`` rows.
-
-        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says.
-        Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped`` (whether a step was
-        left out because it was not finite) and ``all_mb_metrics``: by name, one value per
-        optimizer step, reduced over the global mini-batch.
-        """
-        gbs = gbs or self.config.global_batch_size
-        results, _ = run_sharded(
-            self.worker_group,
-            "train",
-            data,
-            batch_size=gbs,
-            batching=micro_batching(self.config, training=True, micro_batch_size=mbs),
-            loss_fn=loss_fn,
-            eval_mode=eval_mode,
-            gbs=gbs,
-            mbs=mbs or self.config.micro_batch_size,
-        )
-        return train_result(results)
 
     def generate(
         self, data: BatchedDataDict, greedy: bool = False, *, seed: int = 0
@@ -147,22 +109,6 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         """Ready the workers to score tokens."""
         run_on_all(self.worker_group, "prepare_for_lp_inference")
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Ready the workers to train; optimizer state returns to the device."""
-        run_on_all(self.worker_group, "prepare_for_training")
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Leave training; optimizer state may leave the device."""
-        run_on_all(self.worker_group, "finish_training")
-
-    def state_dict(self) -> dict[str, Any]:
-        """This process's share of weights, optimizer and schedule, as the run state keeps it."""
-        return run_on_all(self.worker_group, "state_dict")[0]
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from the shares of all processes of the run that was saved."""
-        run_on_all(self.worker_group, "load_state_dict", states=states)
-
     def save_checkpoint(
         self,
         weights_path: str,
@@ -176,11 +122,3 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
                 ": a .nemo holds its tokenizer and the run state holds the optimizer; pass neither"
             )
         run_on_all(self.worker_group, "save_nemo", path=weights_path)
-
-    def num_parameters(self) -> int:
-        """Parameters of the whole policy."""
-        return run_on_all(self.worker_group, "num_parameters")[0]
-
-    def shutdown(self) -> bool:
-        """End the workers."""
-        return self.worker_group.shutdown()

@@ -1,29 +1,19 @@
 """`Value`: the controller's front of a group of value workers."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from aligner.config import CriticConfig, ModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ValueInterface
-from aligner.models.sharded import (
-    columns_of,
-    micro_batching,
-    run_on_all,
-    run_sharded,
-    score_sharded,
-    train_result,
-)
-from aligner.types import LossFunction
+from aligner.models.role_front import RoleFront, worker_class
+from aligner.models.sharded import columns_of, run_on_all, score_sharded
 
 WORKERS = {"megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker"}
 VALUE_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
-class Value(ValueInterface):
+class Value(RoleFront, ValueInterface):
     """A critic: predicts the return from every state, and learns it."""
 
     def __init__(
@@ -44,10 +34,8 @@ class Value(ValueInterface):
 
         They load ``config.restore_from_path``, or the policy's weights with a fresh head.
         """
-        self.config = config
-        self.model = model
-        self.worker_group = cluster.start_workers(
-            WORKERS[backend],
+        workers = cluster.start_workers(
+            worker_class(WORKERS, backend),
             name_prefix,
             config=config,
             model=model,
@@ -56,7 +44,7 @@ class Value(ValueInterface):
             init_optimizer=init_optimizer,
             max_optimizer_steps=max_optimizer_steps,
         )
-        self.sharding_annotations = self.worker_group.sharding_annotations
+        super().__init__(workers, config, model)
 
     def get_values(
         self, data: BatchedDataDict, micro_batch_size: int | None = None
@@ -73,29 +61,6 @@ class Value(ValueInterface):
             micro_batch_size,
         )
 
-    def train(
-        self,
-        data: BatchedDataDict,
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """One pass over ``data``; see ``Policy.train``."""
-        gbs = gbs or self.config.global_batch_size
-        results, _ = run_sharded(
-            self.worker_group,
-            "train",
-            data,
-            batch_size=gbs,
-            batching=micro_batching(self.model, training=True, micro_batch_size=mbs),
-            loss_fn=loss_fn,
-            eval_mode=eval_mode,
-            gbs=gbs,
-            mbs=mbs or self.config.micro_batch_size,
-        )
-        return train_result(results)
-
     def prepare_for_inference(self) -> None:
         """Ready the workers to predict values."""
         run_on_all(self.worker_group, "prepare_for_inference")
@@ -103,27 +68,3 @@ class Value(ValueInterface):
     def finish_inference(self) -> None:
         """Leave inference."""
         run_on_all(self.worker_group, "finish_inference")
-
-    def prepare_for_training(self) -> None:
-        """Ready the workers to train; optimizer state returns to the device."""
-        run_on_all(self.worker_group, "prepare_for_training")
-
-    def finish_training(self) -> None:
-        """Leave training; optimizer state may leave the device."""
-        run_on_all(self.worker_group, "finish_training")
-
-    def state_dict(self) -> dict[str, Any]:
-        """This process's share of weights, optimizer and schedule, as the run state keeps it."""
-        return run_on_all(self.worker_group, "state_dict")[0]
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from the shares of all processes of the run that was saved."""
-        run_on_all(self.worker_group, "load_state_dict", states=states)
-
-    def num_parameters(self) -> int:
-        """Parameters of the whole critic."""
-        return run_on_all(self.worker_group, "num_parameters")[0]
-
-    def shutdown(self) -> bool:
-        """End the workers."""
-        return self.worker_group.shutdown()

@@ -1,0 +1,100 @@
+"""`RoleFront`: what the fronts of policy and critic have in common.
+
+A front takes and returns global batches; its workers see their data-parallel shares.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aligner.config import CriticConfig, ModelConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.worker_groups import WorkerGroup
+from aligner.errors import ConfigError
+from aligner.models.sharded import micro_batching, run_on_all, run_sharded, train_result
+from aligner.types import LossFunction
+
+
+class RoleFront:
+    """Training, phases, state and the end of a group of workers that hold one role.
+
+    Args:
+        worker_group: the workers.
+        config: the role's section; its batch sizes are the defaults of `train`.
+        model: the policy's section; layout and token budgets that all roles share.
+    """
+
+    def __init__(
+        self, worker_group: WorkerGroup, config: ModelConfig | CriticConfig, model: ModelConfig
+    ) -> None:
+        self.worker_group = worker_group
+        self.sharding_annotations = worker_group.sharding_annotations
+        self.config = config
+        self.model = model
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One pass over ``data``: one optimizer step for every ``gbs`` rows.
+
+        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says.
+        Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped`` (whether a step was
+        left out because it was not finite) and ``all_mb_metrics``: by name, one value per
+        optimizer step, reduced over the global mini-batch.
+        """
+        gbs = gbs or self.config.global_batch_size
+        results, _ = run_sharded(
+            self.worker_group,
+            "train",
+            data,
+            batch_size=gbs,
+            batching=micro_batching(self.model, training=True, micro_batch_size=mbs),
+            loss_fn=loss_fn,
+            eval_mode=eval_mode,
+            gbs=gbs,
+            mbs=mbs or self.config.micro_batch_size,
+        )
+        return train_result(results)
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Ready the workers to train; optimizer state returns to the device."""
+        run_on_all(self.worker_group, "prepare_for_training")
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Leave training; optimizer state may leave the device."""
+        run_on_all(self.worker_group, "finish_training")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's share of weights, optimizer and schedule, as the run state keeps it."""
+        return run_on_all(self.worker_group, "state_dict")[0]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`, from the shares of all processes of the run that was saved."""
+        run_on_all(self.worker_group, "load_state_dict", states=states)
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole role."""
+        return run_on_all(self.worker_group, "num_parameters")[0]
+
+    def start_gpu_profiling(self) -> None:
+        """Begin a capture range of the CUDA profiler on every worker; nothing without a GPU."""
+        run_on_all(self.worker_group, "start_gpu_profiling")
+
+    def stop_gpu_profiling(self) -> None:
+        """End the capture range."""
+        run_on_all(self.worker_group, "stop_gpu_profiling")
+
+    def shutdown(self) -> bool:
+        """End the workers."""
+        return self.worker_group.shutdown(cleanup_method="shutdown")
+
+
+def worker_class(workers: Mapping[str, str], backend: str) -> str:
+    """Dotted path of the worker class that serves a role on ``backend``."""
+    if backend not in workers:
+        raise ConfigError(f"policy.backend={backend}: use one of {', '.join(workers)}")
+    return workers[backend]
