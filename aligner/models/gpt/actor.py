@@ -11,6 +11,7 @@ from torch import Tensor
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
 from aligner.models.gpt.generation import GenerationOutput, Generator
+from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.megatron import MegatronGPTModel
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
 from aligner.models.gpt.reference import ReferencePolicy
@@ -40,13 +41,13 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
     ) -> TokenOutputs:
         """Log-probs (and entropy) where ``token_mask`` is 1."""
         return token_logprobs(
-            gpt,
-            hidden,
+            full_hidden_states(gpt, hidden, vocab_parallel=True),
+            output_weight(gpt),
             microbatch.columns["input_ids"],
             microbatch.columns["token_mask"],
             microbatch.layout,
             vocab_size=self.architecture.vocab_size,
-            parallel=self.parallel,
+            tp_group=self.parallel.tp_group if self.parallel.config.tensor > 1 else None,
             sampling=self.sampling_params,
             with_entropy=with_entropy,
         )

@@ -109,57 +109,99 @@ class CoreAttention(MegatronModule):
         if packed_seq_params is not None:
             assert batch == 1
             assert packed_seq_params.segments is not None
-            rows = self._packed(query[:, 0], key[:, 0], value[:, 0], packed_seq_params.segments)
+            rows = attend_segments(
+                query[:, 0],
+                key[:, 0],
+                value[:, 0],
+                packed_seq_params.segments,
+                self.window,
+                scale=self.scale,
+                dropout=self._dropout,
+            )
             return rows.reshape(length, 1, -1)
-        windowed = self.window is not None and length > self.window
-        mask = _window_mask(length, self.window, query.device) if windowed else None
-        out = self._attend(
-            query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), mask
+        out = attend_rows(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            self.window,
+            scale=self.scale,
+            dropout=self._dropout,
         )
         return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self._dropout,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
 
     @property
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """Rows ``[R, heads, D]`` of packed sequences; rows that belong to none become 0."""
-        if not segments.buckets:
-            return query * 0.0
-        key, value = segments.gathered(key, value)
-        if can_attend_varlen(query, self._dropout):
-            return attend_varlen(query, key, value, segments, self.scale, self.window)
-        slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
-        key_slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]
-        parts = []
-        for bucket, queries, keys, values in zip(
-            segments.buckets,
-            segments.queries.to_slots(query).split(slots),
-            segments.keys.to_slots(key).split(key_slots),
-            segments.keys.to_slots(value).split(key_slots),
-            strict=True,
-        ):
-            out = self._attend(
-                _by_sequence(queries, bucket.sequences),
-                _by_sequence(keys, bucket.sequences),
-                _by_sequence(values, bucket.sequences),
-                bucket.mask(self.window, query.device),
-            )
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return segments.queries.to_rows(torch.cat(parts))
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention of ``[B, heads, S, D]``; a window sees itself and ``window - 1`` before."""
+    length = query.shape[2]
+    windowed = window is not None and length > window
+    mask = _window_mask(length, window, query.device) if windowed else None
+    return _attend(query, key, value, mask, scale, dropout)
+
+
+def attend_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    window: int | None,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Rows ``[R, heads, D]`` of packed sequences; rows that belong to none become 0."""
+    if not segments.buckets:  # all three have a gradient, of zeros, which other ranks may wait for
+        return query * 0.0 + (key.sum() + value.sum()) * 0.0
+    key, value = segments.gathered(key, value)
+    if can_attend_varlen(query, dropout):
+        return attend_varlen(query, key, value, segments, scale, window)
+    slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
+    key_slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]
+    parts = []
+    for bucket, queries, keys, values in zip(
+        segments.buckets,
+        segments.queries.to_slots(query).split(slots),
+        segments.keys.to_slots(key).split(key_slots),
+        segments.keys.to_slots(value).split(key_slots),
+        strict=True,
+    ):
+        out = _attend(
+            _by_sequence(queries, bucket.sequences),
+            _by_sequence(keys, bucket.sequences),
+            _by_sequence(values, bucket.sequences),
+            bucket.mask(window, query.device),
+            scale,
+            dropout,
+        )
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    return segments.queries.to_rows(torch.cat(parts))
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+) -> Tensor:
+    """``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
 
 
 def _by_sequence(slots: Tensor, sequences: int) -> Tensor:

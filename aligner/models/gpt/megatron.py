@@ -4,7 +4,6 @@ It owns what every role shares: building this process's share of the model, its 
 between phases, and `.nemo` files. What a role computes from the hidden states is the role's.
 """
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,22 +28,24 @@ from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.collectives import broadcast_floats, combine_metrics, reduce_metrics
 from aligner.distributed.parallel import ParallelState, initialize_parallel
-from aligner.errors import CheckpointError, ConfigError, NonFiniteError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.optimizer import RoleOptimizer, StepOutcome, wrap_for_training
+from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.pipeline import (
     Microbatch,
     MicroBatches,
     infer_microbatches,
-    row_bounds,
-    split_microbatches,
     train_microbatches,
 )
 from aligner.models.gpt.role_state import load_role_state, role_state
 from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.token_layout import LayoutRules
-from aligner.observe.nonfinite import current_step, write_nonfinite
-from aligner.types import Denominators, LossFunction, TokenOutputs
+from aligner.models.gpt.updates import (
+    count_denominators,
+    role_microbatches,
+    trainable,
+    update,
+)
+from aligner.types import LossFunction, TokenOutputs
 
 
 class MegatronGPTModel(ModelPT):
@@ -177,18 +178,13 @@ class MegatronGPTModel(ModelPT):
 
     def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
         """This rank's micro-batches, as many as the other data-parallel ranks have."""
-        bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
-        if self.settings.parallel.expert > 1:  # experts of the ranks meet in every micro-batch
-            count = torch.tensor(len(bounds), device=batch["input_ids"].device)
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.parallel.dp_group)
-            end = bounds[-1][1]
-            bounds += [(end, end)] * (int(count) - len(bounds))
-        rules = LayoutRules.of(
+        return role_microbatches(
+            batch,
+            micro_batches,
+            self.settings,
             self.parallel,
-            packed=self.settings.sequence_packing,
-            sequence_length_round=self.settings.sequence_length_round,
+            in_step=self.settings.parallel.expert > 1,  # experts of the ranks meet in every pass
         )
-        return split_microbatches(batch, bounds, rules)
 
     # Learning ---------------------------------------------------------------------------------
 
@@ -204,7 +200,7 @@ class MegatronGPTModel(ModelPT):
         loss_fn = self.loss_fn
         if loss_fn is None:
             raise ConfigError("loss_fn is None; set model.loss_fn before training")
-        denominators = self._denominators(batch)
+        denominators = count_denominators(batch, self.parallel.dp_group)
         gpt = self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -223,36 +219,8 @@ class MegatronGPTModel(ModelPT):
     def training_update(
         self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
     ) -> dict[str, float]:
-        """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
-
-        A loss or gradient that is not finite never reaches the weights: the step is skipped or the
-        run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
-
-        Args:
-            batch: this rank's share.
-            number: which mini-batch of the pass this is, for the report of a non-finite one.
-            mbs: sequences per forward-backward, or the rows of each; default
-                ``micro_batch_size``.
-        """
-        optimizer = self._trainable()
-        optimizer.zero_grad()
-        loss, metrics = self.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
-        outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
-        if outcome.skipped:
-            self._report_non_finite(batch, number, loss, outcome)
-        return {
-            **metrics,
-            "grad_norm": outcome.grad_norm,
-            "lr": outcome.lr,
-            "skipped": float(outcome.skipped),
-        }
-
-    def _denominators(self, batch: Mapping[str, Tensor]) -> Denominators:
-        mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
-        counts = torch.stack([mask.sum(), batch["sample_mask"].double().sum()])
-        dist.all_reduce(counts, group=self.parallel.dp_group)
-        tokens, seqs = counts.clamp(min=1.0).float()
-        return Denominators(valid_tokens=tokens, valid_seqs=seqs)
+        """One optimizer step on one global batch; see `aligner.models.gpt.updates.update`."""
+        return update(self, self.optimizer, batch, number, mbs)
 
     def _reduce(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
         reduced = None
@@ -261,49 +229,11 @@ class MegatronGPTModel(ModelPT):
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
         return broadcast_floats(reduced, last, self.parallel.pp_group)
 
-    def _report_non_finite(
-        self, batch: Mapping[str, Tensor], number: int, loss: float, outcome: StepOutcome
-    ) -> None:
-        updates = self._trainable().steps
-        where = "nowhere (no log directory is set)"
-        if self.settings.non_finite_dir is not None:
-            where = str(
-                write_nonfinite(
-                    self.settings.non_finite_dir,
-                    self.role_name,
-                    {"loss": loss, "grad_norm": outcome.grad_norm, "lr": outcome.lr},
-                    batch,
-                    self._texts(batch),
-                    update=number,
-                    updates=updates,
-                    rank=self.parallel.rank,
-                )
-            )
-        if self.settings.non_finite == "stop":
-            raise NonFiniteError(
-                f"{self.role_name}, step {current_step()}, mini-batch {number} (after {updates} "
-                f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
-                "Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
-            )
-
-    def _texts(self, batch: Mapping[str, Tensor]) -> list[str] | None:
-        if self.tokenizer is None:
-            return None
-        rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
-        return [self.tokenizer.decode(ids[:length]) for ids, length in rows]
-
-    def _trainable(self) -> RoleOptimizer:
-        if self.optimizer is None:
-            raise ConfigError(
-                "optim: this role was built without an optimizer; give it an optim section"
-            )
-        return self.optimizer
-
     # Phases -----------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
         """Bring the optimizer state back and enter training mode."""
-        self._trainable().restore()
+        trainable(self.optimizer).restore()
         self.model.train()
 
     def finish_training(self) -> None:

@@ -1,25 +1,23 @@
 """Log-probs of selected tokens from hidden states, in the one frame of `aligner.types`."""
 
-from megatron.core.models.gpt import GPTModel
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config import SamplingParams
 from aligner.distributed.model_utils import hidden_states_to_logprobs
-from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.token_layout import TokenLayout
 from aligner.types import TokenOutputs
 
 
 def token_logprobs(
-    gpt: GPTModel,
     hidden: Tensor,
+    weight: Tensor,
     input_ids: Tensor,
     selected: Tensor,
     layout: TokenLayout,
     *,
     vocab_size: int,
-    parallel: ParallelState,
+    tp_group: dist.ProcessGroup | None,
     sampling: SamplingParams,
     with_entropy: bool = False,
 ) -> TokenOutputs:
@@ -29,14 +27,15 @@ def token_logprobs(
     prompt, padding) are dropped before the output layer and never cost a vocabulary.
 
     Args:
-        gpt: supplies the output weight.
-        hidden: ``[n, L, H]``, rows of the layout, with gradients when they are wanted.
+        hidden: ``[n * L, H]``, rows of the layout, with gradients when they are wanted; under
+            tensor parallelism its gradient is this rank's part.
+        weight: ``[V / tp, H]`` of the output layer; every rank has as many rows.
         input_ids: int64 ``[B, S]``.
         selected: bool or float ``[B, S]``, true where the log-prob of token t is wanted. Position
             0 has no predecessor and is never computed.
         layout: which row holds which token.
         vocab_size: unpadded vocabulary.
-        parallel: process groups.
+        tp_group: spreads the vocabulary; None: it is whole.
         sampling: temperature, top-k and top-p of the distribution the tokens were drawn from.
         with_entropy: also return the entropy of that distribution.
 
@@ -47,10 +46,10 @@ def token_logprobs(
     chosen = selected.flatten()[tokens].bool()
     rows, tokens = rows[chosen], tokens[chosen]
     logprobs, entropy = hidden_states_to_logprobs(
-        full_hidden_states(gpt, hidden, vocab_parallel=True)[rows],
-        output_weight(gpt),
+        hidden[rows],
+        weight,
         input_ids.flatten()[tokens],
-        tp_group=parallel.tp_group if parallel.config.tensor > 1 else None,
+        tp_group=tp_group,
         vocab_size=vocab_size,
         temperature=sampling.temperature,
         top_k=sampling.top_k,

@@ -1,0 +1,167 @@
+"""One optimizer step of a role, whatever the role is built of."""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.config import OptimConfig
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.parallel import ParallelState
+from aligner.errors import ConfigError, NonFiniteError
+from aligner.models.gpt.optimizer import StepOutcome
+from aligner.models.gpt.pipeline import Microbatch, MicroBatches, row_bounds, split_microbatches
+from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.token_layout import LayoutRules
+from aligner.observe.nonfinite import current_step, write_nonfinite
+from aligner.types import Denominators
+
+Optimizer = TypeVar("Optimizer")
+
+
+class StepOptimizer(Protocol):
+    """An optimizer with its schedule."""
+
+    steps: int
+    config: OptimConfig
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        ...
+
+    def step(self, loss_is_finite: bool = True) -> StepOutcome:
+        """Update the weights, unless the loss or the gradient is not finite."""
+        ...
+
+
+class TrainedRole(Protocol):
+    """What is trained."""
+
+    role_name: str
+    settings: RoleSettings
+    tokenizer: Tokenizer | None
+    parallel: ParallelState
+
+    def get_loss_and_metrics(
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of a global batch; adds to the gradients unless ``forward_only``."""
+        ...
+
+
+def update(
+    role: TrainedRole,
+    optimizer: StepOptimizer | None,
+    batch: Mapping[str, Tensor],
+    number: int = 0,
+    mbs: MicroBatches | None = None,
+) -> dict[str, float]:
+    """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
+
+    A loss or gradient that is not finite never reaches the weights: the step is skipped or the
+    run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
+
+    Args:
+        role: what learns.
+        optimizer: its optimizer; `ConfigError` where it has none.
+        batch: this rank's share.
+        number: which mini-batch of the pass this is, for the report of a non-finite one.
+        mbs: sequences per forward-backward, or the rows of each; default ``micro_batch_size``.
+    """
+    optimizer = trainable(optimizer)
+    optimizer.zero_grad()
+    loss, metrics = role.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
+    outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
+    if outcome.skipped:
+        _report_non_finite(role, optimizer.steps, batch, number, loss, outcome)
+    return {
+        **metrics,
+        "grad_norm": outcome.grad_norm,
+        "lr": outcome.lr,
+        "skipped": float(outcome.skipped),
+    }
+
+
+def trainable(optimizer: Optimizer | None) -> Optimizer:
+    """The optimizer; `ConfigError` where there is none."""
+    if optimizer is None:
+        raise ConfigError(
+            "optim: this role was built without an optimizer; give it an optim section"
+        )
+    return optimizer
+
+
+def count_denominators(batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup) -> Denominators:
+    """Valid tokens and sequences of a global batch, of which ``batch`` is this rank's share."""
+    mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
+    counts = torch.stack([mask.sum(), batch["sample_mask"].double().sum()])
+    dist.all_reduce(counts, group=dp_group)
+    tokens, seqs = counts.clamp(min=1.0).float()
+    return Denominators(valid_tokens=tokens, valid_seqs=seqs)
+
+
+def role_microbatches(
+    batch: Mapping[str, Tensor],
+    micro_batches: MicroBatches,
+    settings: RoleSettings,
+    parallel: ParallelState,
+    *,
+    in_step: bool,
+) -> list[Microbatch]:
+    """This rank's micro-batches.
+
+    ``in_step``: every data-parallel rank gets as many as the one with most, by empty ones at the
+    end, because all ranks meet in every pass. Collective then.
+    """
+    bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
+    if in_step:
+        count = torch.tensor(len(bounds), device=batch["input_ids"].device)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=parallel.dp_group)
+        end = bounds[-1][1]
+        bounds += [(end, end)] * (int(count) - len(bounds))
+    rules = LayoutRules.of(
+        parallel,
+        packed=settings.sequence_packing,
+        sequence_length_round=settings.sequence_length_round,
+    )
+    return split_microbatches(batch, bounds, rules)
+
+
+def _report_non_finite(
+    role: TrainedRole,
+    updates: int,
+    batch: Mapping[str, Tensor],
+    number: int,
+    loss: float,
+    outcome: StepOutcome,
+) -> None:
+    where = "nowhere (no log directory is set)"
+    if role.settings.non_finite_dir is not None:
+        where = str(
+            write_nonfinite(
+                role.settings.non_finite_dir,
+                role.role_name,
+                {"loss": loss, "grad_norm": outcome.grad_norm, "lr": outcome.lr},
+                batch,
+                _texts(role.tokenizer, batch),
+                update=number,
+                updates=updates,
+                rank=role.parallel.rank,
+            )
+        )
+    if role.settings.non_finite == "stop":
+        raise NonFiniteError(
+            f"{role.role_name}, step {current_step()}, mini-batch {number} (after {updates} "
+            f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
+            "Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
+        )
+
+
+def _texts(tokenizer: Tokenizer | None, batch: Mapping[str, Tensor]) -> list[str] | None:
+    if tokenizer is None:
+        return None
+    rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
+    return [tokenizer.decode(ids[:length]) for ids, length in rows]
