@@ -10,11 +10,31 @@ Message = dict[str, str]
 
 
 def parse_messages(value: Sequence[Any]) -> list[Message]:
-    """Check a list of ``{"role": ..., "content": ...}``; further keys are refused.
+    """A chat that waits for the assistant: ``{"role": ..., "content": ...}``, no further keys.
 
     Raises:
         DataError: what is wrong; the caller adds where.
     """
+    messages = _parse(value)
+    if messages[-1]["role"] == "assistant":
+        raise DataError("the last chat message is the assistant's; nothing is left to answer")
+    return messages
+
+
+def parse_conversation(value: Sequence[Any]) -> list[Message]:
+    """A chat that the assistant has answered, as `parse_messages` else."""
+    messages = _parse(value)
+    if messages[-1]["role"] != "assistant":
+        raise DataError(
+            f"the last chat message is of role {messages[-1]['role']!r}; it must be the "
+            "assistant's, for that is what is learned"
+        )
+    if messages[0]["role"] == "assistant":
+        raise DataError("the first chat message is the assistant's; nothing was asked before it")
+    return messages
+
+
+def _parse(value: Sequence[Any]) -> list[Message]:
     if not value:
         raise DataError("the list of chat messages is empty")
     messages = []
@@ -27,8 +47,6 @@ def parse_messages(value: Sequence[Any]) -> list[Message]:
         if not all(isinstance(part, str) for part in message.values()):
             raise DataError(f"chat message {index}: role and content must be text")
         messages.append({"role": message["role"], "content": message["content"]})
-    if messages[-1]["role"] == "assistant":
-        raise DataError("the last chat message is the assistant's; nothing is left to answer")
     return messages
 
 

@@ -1,17 +1,15 @@
 """The prompts of a run: read, rendered, tokenized and measured once, at the start."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from aligner.data.chat import render_chat
+from aligner.data.lengths import drop_too_long
 from aligner.data.readers import Row, Source, read_rows
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
-
-logger = logging.getLogger(__name__)
 
 # Names that the reward function's own arguments and the trainer's columns already have.
 RESERVED_COLUMNS = frozenset(
@@ -81,24 +79,15 @@ class PromptDataset:
         ]
         if not prompts:
             raise DataError(f"data: {source} holds no rows")
-        return cls._drop_too_long(prompts, prompt_format.max_prompt_length, source)
-
-    @classmethod
-    def _drop_too_long(
-        cls, prompts: list[Prompt], limit: int | None, source: Source
-    ) -> "PromptDataset":
-        kept = [prompt for prompt in prompts if limit is None or len(prompt.ids) <= limit]
-        dropped = len(prompts) - len(kept)
-        if dropped:
-            longest = max(len(prompt.ids) for prompt in prompts)
-            summary = (
-                f"{dropped} of {len(prompts)} prompts of {source} are longer than "
-                f"max_prompt_length={limit} tokens (the longest has {longest})"
-            )
-            if not kept:
-                raise DataError(f"data: {summary}; none is left: raise max_prompt_length")
-            logger.warning("%s and were dropped", summary)
-        return cls(kept, dropped_too_long=dropped)
+        kept = drop_too_long(
+            prompts,
+            lambda prompt: len(prompt.ids),
+            prompt_format.max_prompt_length,
+            source=source,
+            what="prompts",
+            key="max_prompt_length",
+        )
+        return cls(kept, dropped_too_long=len(prompts) - len(kept))
 
     @property
     def max_length(self) -> int:

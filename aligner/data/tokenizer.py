@@ -48,8 +48,10 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text that asks for the assistant's next message."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat, by default with the opening of the assistant's next message."""
         ...
 
     def files(self) -> dict[str, bytes]:

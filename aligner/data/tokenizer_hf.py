@@ -99,8 +99,10 @@ class HuggingFaceTokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render ``messages`` and the opening of the assistant's answer."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Render ``messages`` and, unless told not to, the opening of the assistant's answer."""
         if not self._config.get("chat_template"):
             raise TokenizerError(
                 f"{self._origin} has no chat template, so chat messages cannot become a prompt; "
@@ -110,7 +112,9 @@ class HuggingFaceTokenizer:
             self._renderer = self._make_renderer()
         try:
             text = self._renderer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # Jinja's errors, and what templates raise themselves
             raise DataError(f"the chat template refuses the messages: {error}") from error

@@ -62,7 +62,9 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode(ids)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
         """Refuse: a SentencePiece model holds no template."""
         raise TokenizerError(
             f"{self._origin} is a SentencePiece model without a chat template, so "

@@ -1,0 +1,154 @@
+"""Worked examples: what is learned is the response and its end, nothing else."""
+
+import json
+
+import pytest
+import torch
+
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.supervised import (
+    ExampleDataset,
+    ExampleFormat,
+    collate_examples,
+    encode_chat,
+    encode_pair,
+)
+from aligner.errors import ConfigError, DataError
+
+CHAT = [
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "2+3?"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "4+4?"},
+    {"role": "assistant", "content": "8"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level_tokenizer()
+
+
+def load(tmp_path, tokenizer, rows, **options):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ExampleDataset.load(path, tokenizer, ExampleFormat(**options))
+
+
+def learned_text(tokenizer, example):
+    return [tokenizer.decode(example.ids[start:end]) for start, end in example.learned]
+
+
+def test_prompt_and_response(tmp_path, tokenizer):
+    example = load(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5"}])[0]
+    assert example.ids == [*tokenizer.encode("2+3=5"), tokenizer.eos_id]
+    assert example.learned == [(4, 6)]  # "5" and EOS
+
+
+def test_the_prompt_keeps_its_tokens():
+    """Where a merge reaches over the border, the response is encoded by itself."""
+
+    class Merging:
+        eos_id = 0
+
+        def encode(self, text):
+            return [100] if text == "ab" else [ord(letter) for letter in text]
+
+    assert encode_pair(Merging(), "a", "b") == ([97, 98, 0], [(1, 3)])
+    assert encode_pair(Merging(), "a", "c") == ([97, 99, 0], [(1, 3)])
+
+
+def test_every_answer_of_a_chat(tmp_path, tokenizer):
+    rows = [{"messages": CHAT}]
+    example = load(tmp_path, tokenizer, rows, messages_column="messages")[0]
+    eos = tokenizer.decode([tokenizer.eos_id])
+    assert learned_text(tokenizer, example) == [f"5{eos}", f"8{eos}"]
+    assert example.ids[-1] == tokenizer.eos_id  # what the template puts behind it is cut off
+    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert whole.startswith(tokenizer.decode(example.ids))
+    last = load(tmp_path, tokenizer, rows, messages_column="messages", learn="last")[0]
+    assert last.ids == example.ids
+    assert learned_text(tokenizer, last) == [f"8{eos}"]
+
+
+def test_a_template_without_an_end_gets_one(tokenizer):
+    class Plain:
+        eos_id = tokenizer.eos_id
+        encode = staticmethod(tokenizer.encode)
+
+        def apply_chat_template(self, messages, *, add_generation_prompt=True):
+            text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
+            return text + "a:" * add_generation_prompt
+
+    ids, learned = encode_chat(Plain(), CHAT[1:3])
+    assert tokenizer.decode(ids[:-1]) == "u:2+3?\na:5\n"
+    assert ids[-1] == tokenizer.eos_id
+    assert learned == [(len("u:2+3?\na:"), len(ids))]
+
+
+def test_a_template_that_forgets_is_refused(tokenizer):
+    class Forgetful:
+        eos_id = tokenizer.eos_id
+        encode = staticmethod(tokenizer.encode)
+
+        def apply_chat_template(self, messages, *, add_generation_prompt=True):
+            return "".join(m["content"] for m in messages[-2:]) + ">" * add_generation_prompt
+
+    with pytest.raises(DataError, match="learn=last"):
+        encode_chat(Forgetful(), CHAT[1:])
+
+
+def test_chat_prompt_with_response(tmp_path, tokenizer):
+    rows = [{"prompt": "2+3?", "response": "5"}, {"prompt": CHAT[:2], "response": "5"}]
+    examples = load(tmp_path, tokenizer, rows, chat=True, system_prompt="Add.")
+    assert examples[0] == examples[1].__class__(0, examples[1].ids, examples[1].learned)
+    asked = tokenizer.apply_chat_template(CHAT[:2])
+    assert tokenizer.decode(examples[0].ids).startswith(asked + "5")
+
+
+def test_bos_moves_the_spans(tmp_path, tokenizer):
+    rows = [{"prompt": "2+3=", "response": "5"}]
+    example = load(tmp_path, tokenizer, rows, add_bos=True)[0]
+    assert example.ids[0] == tokenizer.bos_id
+    assert example.learned == [(5, 7)]
+
+
+def test_collated(tmp_path, tokenizer):
+    rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "1=", "response": "111111"}]
+    examples = list(load(tmp_path, tokenizer, rows))
+    batch = collate_examples(examples, pad_id=tokenizer.eos_id)  # padding with EOS is safe
+    assert batch["input_ids"].shape == (2, 9)
+    assert batch["input_lengths"].tolist() == [6, 9]
+    assert batch["token_mask"].tolist() == [
+        [0, 0, 0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 1, 1, 1, 1],
+    ]
+    assert torch.equal(batch["sample_mask"], torch.ones(2))
+
+
+def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "2+3=", "response": "5" * 9}]
+    dataset = load(tmp_path, tokenizer, rows, max_length=6)
+    assert (len(dataset), dataset.dropped_too_long, dataset.max_length) == (1, 1, 6)
+    with pytest.raises(DataError, match="none is left: raise max_length"):
+        load(tmp_path, tokenizer, rows, max_length=5)
+    with pytest.raises(ConfigError, match="max_length=1 must be at least 2"):
+        load(tmp_path, tokenizer, rows, max_length=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"prompt": "x"}, {}, "line 1: column 'response' is missing"),
+        ({"prompt": "x", "response": 5}, {}, "column 'response' must be text, got int"),
+        ({"prompt": "", "response": "5"}, {}, "the prompt is empty"),
+        ({"messages": CHAT[:2]}, {"messages_column": "messages"}, "of role 'user'; it must be"),
+        ({"messages": CHAT[2:3]}, {"messages_column": "messages"}, "nothing was asked before"),
+        ({"messages": "hi"}, {"messages_column": "messages"}, "must be a list of chat messages"),
+        ({"prompt": CHAT, "response": "5"}, {}, "nothing is left to answer"),
+    ],
+)
+def test_bad_row_is_named(tmp_path, tokenizer, row, options, message):
+    with pytest.raises(DataError, match=message) as refusal:
+        load(tmp_path, tokenizer, [row], **options)
+    assert f"columns found: {sorted(row)}" in str(refusal.value)
