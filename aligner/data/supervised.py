@@ -218,8 +218,9 @@ def _take(row: Row, name: str, kind: type | tuple[type, ...]) -> Any:
     if value is None:
         raise DataError(f"column {name!r} is {'null' if name in row.columns else 'missing'}")
     if not isinstance(value, kind):
+        names: dict[Any, str] = {str: "text", list: "a list of chat messages"}
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        wanted = " or ".join({str: "text", list: "a list of chat messages"}[k] for k in kinds)
+        wanted = " or ".join(names[each] for each in kinds)
         raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
     return value
 
