@@ -52,3 +52,10 @@ class NonFiniteError(AlignerError, FloatingPointError):
 
 class WorkerError(AlignerError, RuntimeError):
     """A worker process failed or died."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process ended while it was needed: killed, out of memory, or its node is gone.
+
+    The message names its role, rank, node and the last lines of its log.
+    """

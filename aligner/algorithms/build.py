@@ -94,7 +94,7 @@ def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
         steps=steps,
         with_reference=needs_reference(config),
         restored=None if restored is None else _restored(restored),
-        notes=_notes(train_prompts, restored, layout_in_words(parallel)),
+        notes=_notes(train_prompts, restored, parallel.layout_in_words),
     )
     console.print(startup_report(facts))
     ended = loop.run(None if restored is None else restored.step)
@@ -187,7 +187,6 @@ def build_loop(
         exp.monitor,
         exp.mode,
         rank=parallel.rank,
-        world_size=parallel.world_size,
         exchange=gather_objects,
     )
 
@@ -220,7 +219,7 @@ def build_loop(
         console=console,
         config=config.as_dict(),
         monitor=exp.monitor,
-        layout=layout_in_words(parallel),
+        layout=parallel.layout_in_words,
         resume=exp.resume_if_exists,
     )
 
@@ -263,21 +262,6 @@ def check_log_dir(config: RunConfig) -> None:
 def log_dir(config: RunConfig) -> Path:
     """Directory of the run."""
     return Path(config.exp_manager.explicit_log_dir).expanduser()
-
-
-def layout_in_words(parallel: ParallelState) -> str:
-    """Number of processes and size of every axis; what decides who holds which state."""
-    axes = parallel.config
-    sizes = {
-        "tensor": axes.tensor,
-        "pipeline": axes.pipeline,
-        "context": axes.context,
-        "expert": axes.expert,
-        "data": parallel.dp_size,
-    }
-    split = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    count = f"{parallel.world_size} process" + ("es" if parallel.world_size > 1 else "")
-    return f"{count} ({split})" if split else count
 
 
 def _restored(restoration: Restoration) -> Restored:

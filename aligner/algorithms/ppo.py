@@ -7,7 +7,8 @@
 Everything passes in one rollout batch whose columns are those of `aligner.types`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -303,19 +304,20 @@ class PPOTrainer:
             "kl_controller": self.kl_controller.state_dict(),
         }
 
-    def shard_dict(self) -> dict[str, Any]:
-        """This rank's share of weights and optimizer states."""
-        return {"policy": self.policy.state_dict(), "value": self.value.state_dict()}
+    def save_roles(self, folder: Path) -> None:
+        """Have the workers write their shares of weights and optimizer states below ``folder``."""
+        self.policy.save_state(folder / "policy")
+        self.value.save_state(folder / "value")
 
-    def load(self, state: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of the two above; ``shards``: of every rank of the run that was saved."""
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Inverse of the two above."""
         self.consumed_samples = state["consumed_samples"]
         self.policy_updates = state["policy_updates"]
         self.critic_updates = state["critic_updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.policy.load_state_dict([shard["policy"] for shard in shards])
-        self.value.load_state_dict([shard["value"] for shard in shards])
+        self.policy.load_state(folder / "policy")
+        self.value.load_state(folder / "value")
 
 
 def needs_reference(config: RunConfig) -> bool:

@@ -14,7 +14,7 @@ computed again, to the bit.
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,12 +58,12 @@ class Learner(Protocol):
         """Counters and positions, the same on every rank."""
         ...
 
-    def shard_dict(self) -> dict[str, Any]:
-        """This rank's share of weights and optimizer states."""
+    def save_roles(self, folder: Path) -> None:
+        """Have the workers of every role write their shares below ``folder``."""
         ...
 
-    def load(self, state: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of the two above; ``shards``: of every rank of the saved run, on any layout."""
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Inverse of the two above, on any layout."""
         ...
 
 
@@ -158,7 +158,7 @@ class RunLoop:
         """Continue from the newest run state, if there is one.
 
         What was written after that state is removed; without one, everything is. Random states
-        belong to a process: on another layout the generators stay as the seed left them.
+        belong to a process: workers restore their own (`worker_state`), this one rank 0's.
         """
         path = self.store.latest()
         if path is not None and not self._resume:
@@ -169,11 +169,10 @@ class RunLoop:
         restored = None
         if path is not None:
             saved = self.store.load(path)
-            shards = self.store.load_shards(path)
-            self.learner.load(saved.state["learner"], [shard["learner"] for shard in shards])
+            self.learner.load(saved.state["learner"], path)
             saved_layout = saved.state["layout"]
-            if saved_layout == self.layout:
-                restore_rng(shards[self.store.rank]["rng"], accelerator.set_rng_state)
+            if saved_layout == self.layout and is_rank_zero():
+                restore_rng(saved.state["rng"], accelerator.set_rng_state)
             restored = Restoration(
                 saved.step,
                 path,
@@ -204,12 +203,10 @@ class RunLoop:
                 "learner": self.learner.state_dict(),
                 "config": dict(self.config),
                 "layout": self.layout,
-            },
-            metric=metrics.get(self.monitor),
-            shard={
-                "learner": self.learner.shard_dict(),
                 "rng": capture_rng(accelerator.rng_state),
             },
+            metric=metrics.get(self.monitor),
+            write=self.learner.save_roles,
         )
 
     def _out_of_time(self) -> bool:

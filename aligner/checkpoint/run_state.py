@@ -4,9 +4,8 @@
 
     <root>/step_000012/manifest.json   step, metric, number of ranks, size of every file
                        state.json      entries without tensors: counters, scheduler, config, …
-                       policy.pt       one file per entry with tensors, written by rank 0
-                       rank_00003.pt   what rank 3 alone holds: its share of weights and moments,
-                                       RNG states
+                       rng.pt          one file per entry with tensors, written by rank 0
+                       policy/         what the workers of a role write (`worker_state`)
 
 A state is written into ``.tmp-step_000012``, every file and directory is flushed to the disk, and
 only then it gets its name. A process that dies at any moment leaves the earlier states as they
@@ -72,10 +71,10 @@ class RunStateStore:
             Without ``monitor`` the newest are the best.
         monitor: name of the metric given to `save`; None: none is given.
         mode: whether more (``max``) or less of the metric is better.
-        rank, world_size, exchange: who writes what; the defaults are one process.
+        rank, exchange: who writes what; the defaults are one process.
 
-    `save`, `writing`, `latest` and `load_shards` are collective: every rank calls them, and an
-    error on one rank is raised on all.
+    `save`, `writing` and `latest` are collective: every rank calls them, and an error on one rank
+    is raised on all.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class RunStateStore:
         mode: Literal["max", "min"] = "max",
         *,
         rank: int = 0,
-        world_size: int = 1,
         exchange: Exchange = lambda mine: [mine],
     ) -> None:
         if mode not in ("max", "min"):
@@ -95,7 +93,7 @@ class RunStateStore:
             raise ConfigError(f"save_top_k is {save_top_k}; it must be 0 or more")
         self.root = Path(root)
         self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
-        self.rank, self.world_size, self._exchange = rank, world_size, exchange
+        self.rank, self._exchange = rank, exchange
 
     # Writing
 
@@ -105,21 +103,20 @@ class RunStateStore:
         state: Mapping[str, Any],
         metric: float | None = None,
         *,
-        shard: Mapping[str, Any] | None = None,
+        write: Callable[[Path], None] = lambda folder: None,
     ) -> Path:
         """Write the state of ``step`` and return its directory.
 
         ``state``: named trees (`state_tree`) that are the same on every rank; rank 0 writes them.
-        ``shard``: named trees of this rank alone; either every rank gives one or none does.
-        ``metric``: value of ``monitor`` at this step, None where it was not measured.
+        ``write``: called on every rank with the directory, to write whatever else belongs to the
+        state into folders of it. ``metric``: value of ``monitor`` at this step, None where it was
+        not measured.
         """
         with self._together():
             entries = self._entries(state) if self.rank == 0 else {}
-            own = None if shard is None else normalise(shard, "shard")
-            needed = sum(estimate_bytes(tree) for tree in (*entries.values(), own) if tree)
+            needed = sum(estimate_bytes(tree) for tree in entries.values())
         with self.writing(step, metric, needed_bytes=needed) as folder:
-            if own is not None:
-                write_tree(folder / _shard_name(self.rank), own)
+            write(folder)
             if self.rank == 0:
                 plain = {name: tree for name, tree in entries.items() if is_json(tree)}
                 write_json(folder / "state.json", plain)
@@ -163,10 +160,10 @@ class RunStateStore:
 
     def _entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         for name in state:
-            if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED or name.startswith("rank_"):
+            if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
                 raise CheckpointError(
                     f"{name!r} cannot name an entry of a run state; use lower-case letters, digits "
-                    f"and underscores, and none of {', '.join(_RESERVED)}, rank_…"
+                    f"and underscores, and none of {', '.join(_RESERVED)}"
                 )
         return {name: normalise(tree, name) for name, tree in state.items()}
 
@@ -179,8 +176,6 @@ class RunStateStore:
         manifest = {
             "format": FORMAT,
             "step": step,
-            "world_size": self.world_size,
-            "sharded": _shard_name(0) in files,
             "monitor": self.monitor,
             "metric": metric if metric is not None and isfinite(metric) else None,
             "files": files,
@@ -239,19 +234,8 @@ class RunStateStore:
         plain = path / "state.json"
         state = json.loads(plain.read_text()) if plain.exists() else {}
         for file in path.glob("*.pt"):
-            if not file.name.startswith("rank_"):
-                state[file.stem] = read_tree(file)
+            state[file.stem] = read_tree(file)
         return LoadedState(**vars(saved), state=state)
-
-    def load_shards(self, path: Path) -> list[Mapping[str, Any]]:
-        """What each rank of the run that saved wrote, in rank order, however many read it now.
-
-        Memory-mapped: what is not touched is not read. Empty where nobody gave a shard.
-        """
-        with self._together():
-            saved = self._complete(path)
-            ranks = range(saved.world_size if saved.sharded else 0)
-            return [read_tree(path / _shard_name(rank)) for rank in ranks]
 
     def _complete(self, path: Path) -> SavedState:
         if not path.is_dir():
@@ -294,7 +278,3 @@ def _as_storage_error(path: Path, needed: int) -> Iterator[None]:
         )
         told.errno = refined.errno
         raise told from error
-
-
-def _shard_name(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"

@@ -13,7 +13,7 @@ from aligner.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -23,8 +23,6 @@ class SavedState:
 
     path: Path
     step: int
-    world_size: int
-    sharded: bool  # every rank wrote a file of its own
     monitor: str | None
     metric: float | None  # value of ``monitor`` at that step; None: not measured
 
@@ -51,7 +49,7 @@ def read_manifest(path: Path) -> SavedState | None:
         for name, size in manifest["files"].items():
             if (path / name).stat().st_size != size:
                 raise ValueError(f"{name} does not have {size} bytes")
-        fields = ("step", "world_size", "sharded", "monitor", "metric")
+        fields = ("step", "monitor", "metric")
         return SavedState(path, **{name: manifest[name] for name in fields})
     except CheckpointError:
         raise

@@ -38,6 +38,11 @@ class ParallelState:
     model_parallel_group: dist.ProcessGroup
 
     @property
+    def layout_in_words(self) -> str:
+        """See `describe_layout`."""
+        return describe_layout(self.config, self.world_size)
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this process holds the embedding."""
         return self.pp_rank == 0
@@ -46,6 +51,20 @@ class ParallelState:
     def is_last_stage(self) -> bool:
         """Whether this process holds the final norm and the head."""
         return self.pp_rank == self.config.pipeline - 1
+
+
+def describe_layout(config: ParallelConfig, world_size: int) -> str:
+    """Number of processes and size of every axis; what decides who holds which state."""
+    sizes = {
+        "tensor": config.tensor,
+        "pipeline": config.pipeline,
+        "context": config.context,
+        "expert": config.expert,
+        "data": config.data_size(world_size),
+    }
+    split = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    count = f"{world_size} process" + ("es" if world_size > 1 else "")
+    return f"{count} ({split})" if split else count
 
 
 def _start_torch_distributed(timeout: timedelta) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from aligner.checkpoint.worker_state import load_worker_state, save_worker_state
 from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.distributed.parallel import ParallelState
@@ -130,6 +131,14 @@ class MegatronWorker(Generic[Role]):
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Inverse of `state_dict`, from what every process of the saved run returned."""
         self.model.load_run_state(states)
+
+    def save_state(self, folder: str) -> None:
+        """Write this process's share of the run state to ``folder``."""
+        save_worker_state(self, folder)
+
+    def load_state(self, folder: str) -> None:
+        """Inverse of `save_state`, whatever layout wrote it."""
+        load_worker_state(self, folder)
 
     def save_nemo(self, path: str) -> None:
         """Write the weights, configuration and tokenizer as a `.nemo`."""

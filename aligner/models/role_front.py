@@ -3,7 +3,8 @@
 A front takes and returns global batches; its workers see their data-parallel shares.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from aligner.config import CriticConfig, ModelConfig
@@ -68,13 +69,13 @@ class RoleFront:
         """Leave training; optimizer state may leave the device."""
         run_on_all(self.worker_group, "finish_training")
 
-    def state_dict(self) -> dict[str, Any]:
-        """This process's share of weights, optimizer and schedule, as the run state keeps it."""
-        return run_on_all(self.worker_group, "state_dict")[0]
+    def save_state(self, folder: Path) -> None:
+        """Have every worker write its share of weights, optimizer and schedule to ``folder``."""
+        run_on_all(self.worker_group, "save_state", folder=str(folder.absolute()))
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from the shares of all processes of the run that was saved."""
-        run_on_all(self.worker_group, "load_state_dict", states=states)
+    def load_state(self, folder: Path) -> None:
+        """Inverse of `save_state`, whatever layout wrote it."""
+        run_on_all(self.worker_group, "load_state", folder=str(folder.absolute()))
 
     def num_parameters(self) -> int:
         """Parameters of the whole role."""

@@ -10,6 +10,7 @@ another; what each hand-over ends with is saved for the test to look at.
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule
 from aligner.checkpoint.nemo import save_nemo
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.checkpoint.worker_state import StatefulWorker, load_worker_state, save_worker_state
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.agreement import gather_objects
@@ -118,18 +120,26 @@ def store(folder: Path, role: MegatronGPTModel) -> RunStateStore:
         folder,
         save_top_k=2,
         rank=state.rank,
-        world_size=state.world_size,
         exchange=gather_objects,
     )
 
 
+def worker_of(role: MegatronGPTModel) -> StatefulWorker:
+    return SimpleNamespace(
+        parallel=role.parallel, state_dict=role.run_state, load_state_dict=role.load_run_state
+    )
+
+
 def save(folder: Path, role: MegatronGPTModel) -> None:
-    store(folder, role).save(role.optimizer.steps, {}, shard={"role": role.run_state()})
+    store(folder, role).save(
+        role.optimizer.steps,
+        {},
+        write=lambda path: save_worker_state(worker_of(role), str(path / "role")),
+    )
 
 
 def restore(folder: Path, role: MegatronGPTModel) -> None:
-    states = store(folder, role)
-    role.load_run_state([shard["role"] for shard in states.load_shards(states.latest())])
+    load_worker_state(worker_of(role), str(store(folder, role).latest() / "role"))
 
 
 def tensors(role: MegatronGPTModel) -> dict[str, torch.Tensor]:

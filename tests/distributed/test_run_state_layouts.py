@@ -15,6 +15,7 @@ import run_state_worker as worker
 from ranks import run_ranks
 
 from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.worker_state import load_worker_state, read_worker_states
 from aligner.errors import CheckpointError
 
 WORKER = Path(worker.__file__)
@@ -37,9 +38,8 @@ def folder(tmp_path_factory):
 def restored(folder, case, name, step):
     """What one process has after restoring a state; ``step`` says after how many updates."""
     role = worker.build(folder, case, worker.ONE)
-    states = RunStateStore(folder / case / name)
-    shards = states.load_shards(states.path(step))
-    role.load_run_state([shard["role"] for shard in shards])
+    state = RunStateStore(folder / case / name).path(step)
+    load_worker_state(worker.worker_of(role), str(state / "role"))
     assert role.optimizer.steps == step
     return worker.tensors(role)
 
@@ -87,12 +87,10 @@ def test_training_goes_on_as_if_on_one_process(name, case, folder, uninterrupted
 
 def test_moments_are_shared_out_over_data_parallel_ranks(folder):
     """Neither rank wrote all of it: together they hold each element once."""
-    shards = RunStateStore(folder / "untied" / "data").load_shards(
-        folder / "untied" / "data" / "step_000002"
-    )
+    shares = read_worker_states(folder / "untied" / "data" / "step_000002" / "role")
     counts = [
-        sum(piece["tensors"]["exp_avg"].numel() for piece in shard["role"]["slices"].values())
-        for shard in shards
+        sum(piece["tensors"]["exp_avg"].numel() for piece in share["state"]["slices"].values())
+        for share in shares
     ]
     total = sum(
         value.numel()
@@ -104,8 +102,8 @@ def test_moments_are_shared_out_over_data_parallel_ranks(folder):
 
 
 def test_another_model_and_missing_shares_are_refused(folder):
-    store = RunStateStore(folder / "untied" / "one")
-    states = [shard["role"] for shard in store.load_shards(store.latest())]
+    latest = RunStateStore(folder / "untied" / "one").latest()
+    states = [share["state"] for share in read_worker_states(latest / "role")]
     name, piece = next(iter(states[0]["slices"].items()))
     beginning = {kind: tensor[:-1] for kind, tensor in piece["tensors"].items()}
     gap = {**states[0]["slices"], name: {**piece, "tensors": beginning}}

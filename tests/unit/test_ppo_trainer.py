@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,11 +75,11 @@ class FakePolicy(Recorder):
         metrics = {"loss": 1.0, "ppo_ratio": 1.0, "logprob_gap_mean": 0.1, "logprob_gap_max": 0.2}
         return result(data.size, **metrics)
 
-    def state_dict(self):
-        return {"weights": torch.ones(1)}
+    def save_state(self, folder):
+        self.log.append(("save", folder))
 
-    def load_state_dict(self, state):
-        self.log.append(("load_policy", state))
+    def load_state(self, folder):
+        self.log.append(("load", folder))
 
 
 class FakeValue(Recorder):
@@ -91,10 +92,7 @@ class FakeValue(Recorder):
         self.trained = data
         return result(data.size, loss=2.0, clip_fraction=0.0)
 
-    state_dict = FakePolicy.state_dict
-
-    def load_state_dict(self, state):
-        self.log.append(("load_value", state))
+    save_state, load_state = FakePolicy.save_state, FakePolicy.load_state
 
 
 class FakeReward:
@@ -296,8 +294,10 @@ def test_adaptive_kl_coefficient_moves_and_survives_a_resume():
     # KL per sample 1.0 is twice the target: error clipped to 0.2, times 2 samples / 10.
     assert t.kl_controller.value == pytest.approx(0.1 * 1.04)
     again = trainer(loop=options)
-    again.load(t.state_dict(), [t.shard_dict()])
+    t.save_roles(Path("state"))
+    assert t.policy.log[-2:] == [("save", Path("state/policy")), ("save", Path("state/value"))]
+    again.load(t.state_dict(), Path("state"))
     assert again.kl_controller.value == t.kl_controller.value
     assert again.consumed_samples == 2
     assert again.sampler.next_batch() == t.sampler.next_batch()
-    assert names(again.policy.log) == ["load_policy", "load_value"]
+    assert again.policy.log == [("load", Path("state/policy")), ("load", Path("state/value"))]

@@ -145,8 +145,8 @@ def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
 def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):
     store = RunStateStore(tmp_path)
     manifest = store.save(1, {"counters": {}}) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(CheckpointError, match=r"format 1 and this version reads 2.*log_dir"):
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 1'))
+    with pytest.raises(CheckpointError, match=r"format 1 and this version reads 3.*log_dir"):
         store.latest()
 
 
@@ -161,10 +161,10 @@ def test_rng_states_come_back(tmp_path):
     device = {"device": torch.tensor([1, 2, 3], dtype=torch.uint8)}
     random.gauss(0, 1)  # leaves half a pair behind, which is part of the state
     store = RunStateStore(tmp_path)
-    path = store.save(1, {}, shard={"rng": capture_rng(lambda: device)})
+    path = store.save(1, {"rng": capture_rng(lambda: device)})
     expected = [draw(), random.gauss(0, 1)]
     restored = []
-    restore_rng(store.load_shards(path)[0]["rng"], restored.append)
+    restore_rng(store.load(path).state["rng"], restored.append)
     assert [draw(), random.gauss(0, 1)] == expected
     assert torch.equal(restored[0]["device"], device["device"])
 

@@ -130,25 +130,30 @@ def run_ranks(size: int, work) -> list:
     return results
 
 
-def test_each_rank_writes_its_shard_and_rank_0_the_rest(tmp_path):
+def test_each_rank_writes_its_share_and_rank_0_the_rest(tmp_path):
     def work(rank: int, exchange) -> tuple:
-        store = RunStateStore(tmp_path, rank=rank, world_size=3, exchange=exchange)
-        path = store.save(1, state_of(1), shard={"moment": torch.full((4,), float(rank))})
-        assert store.latest() == path
-        return store.load(path).state["counters"], [
-            shard["moment"][0].item() for shard in store.load_shards(path)
-        ]
+        store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
 
-    assert run_ranks(3, work) == [({"step": 1}, [0.0, 1.0, 2.0])] * 3
-    names = {file.name for file in (tmp_path / "step_000001").iterdir()}
-    shards = {f"rank_0000{rank}.pt" for rank in range(3)}
-    assert names == shards | {"manifest.json", "state.json", "policy.pt"}
-    assert len(RunStateStore(tmp_path).load_shards(tmp_path / "step_000001")) == 3
+        def write(folder) -> None:
+            (folder / "policy").mkdir(exist_ok=True)
+            (folder / "policy" / f"rank{rank}").write_bytes(b"share")
+
+        path = store.save(1, state_of(1), write=write)
+        assert store.latest() == path
+        return store.load(path).state["counters"]
+
+    assert run_ranks(3, work) == [{"step": 1}] * 3
+    state = tmp_path / "step_000001"
+    shares = {f"policy/rank{rank}" for rank in range(3)}
+    names = {str(path.relative_to(state)) for path in state.rglob("*") if path.is_file()}
+    assert names == shares | {"manifest.json", "state.json", "policy.pt"}
+    (state / "policy" / "rank1").write_bytes(b"sh")
+    assert RunStateStore(tmp_path).latest() is None  # a share that is not whole
 
 
 def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_path):
     def work(rank: int, exchange) -> None:
-        store = RunStateStore(tmp_path, rank=rank, world_size=2, exchange=exchange)
+        store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
         with store.writing(1) as folder:
             (folder / f"{rank}").write_text("x")
             if rank == 1:
