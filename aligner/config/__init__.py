@@ -12,6 +12,7 @@ from aligner.config.experiment import (
     ExpManagerConfig,
     WandbConfig,
 )
+from aligner.config.generation import GenerationConfig, VllmConfig
 from aligner.config.layout import ParallelConfig, check_layout
 from aligner.config.load import as_omegaconf, load_config, parse_config
 from aligner.config.model import (
@@ -43,6 +44,7 @@ __all__ = [
     "DataConfig",
     "DynamicBatchingConfig",
     "ExpManagerConfig",
+    "GenerationConfig",
     "ImproperEndConfig",
     "KLControllerConfig",
     "KLLossConfig",
@@ -61,6 +63,7 @@ __all__ = [
     "SequencePackingConfig",
     "TrainerConfig",
     "TrainerPPOConfig",
+    "VllmConfig",
     "WandbConfig",
     "as_omegaconf",
     "check_layout",

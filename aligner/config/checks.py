@@ -4,6 +4,7 @@ import math
 import os
 
 from aligner.config.data import PromptSourceConfig
+from aligner.config.generation import check_generation
 from aligner.config.run import RunConfig
 from aligner.config.trainer import parse_duration
 from aligner.errors import ConfigError
@@ -12,6 +13,7 @@ from aligner.errors import ConfigError
 def check_config(config: RunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     _check_not_in_this_version(config)
+    check_generation(config)
     _check_lengths(config)
     _check_token_budgets(config)
     _check_batches(config)
@@ -41,7 +43,6 @@ def _check_not_in_this_version(config: RunConfig) -> None:
     wanted = {
         "cluster.engine": (config.cluster.engine, "local"),
         "policy.backend": (config.policy.backend, "megatron"),
-        "generation.backend": (config.generation.backend, "megatron"),
     }
     for key, (value, supported) in wanted.items():
         if value != supported:

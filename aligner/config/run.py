@@ -7,6 +7,7 @@ from typing import Any
 from aligner.config.data import DataConfig
 from aligner.config.experiment import BackendConfig, ClusterConfig, ExpManagerConfig
 from aligner.config.fields import Natural
+from aligner.config.generation import GenerationConfig
 from aligner.config.model import CriticConfig, ModelConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.trainer import TrainerConfig
@@ -24,7 +25,7 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
-    generation: BackendConfig = field(default_factory=BackendConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
 
     def as_dict(self) -> dict[str, Any]:
