@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
 from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf, family_of
-from aligner.checkpoint.hf_tensors import HuggingFaceWeights, to_hugging_face
-from aligner.data.tokenizer import tokenizer_from_files
+from aligner.checkpoint.hf_tensors import HuggingFaceView, HuggingFaceWeights
+from aligner.data.tokenizer import Tokenizer, tokenizer_from_files
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
 TOKENIZER_FILES = (
@@ -36,6 +36,11 @@ class HuggingFaceModel:
     architecture: GPTArchitecture
     weights: HuggingFaceWeights
     tokenizer_files: dict[str, bytes]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that these files describe."""
+        return tokenizer_from_files(self.tokenizer_files)
 
 
 def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
@@ -161,7 +166,7 @@ def save_hf(
         for name, content in tokenizer_files.items():
             (partial / name).write_bytes(content)
         config |= _special_ids(tokenizer_files)
-        dtype = _write_shards(partial, to_hugging_face(weights, family.table, architecture))
+        dtype = _write_shards(partial, HuggingFaceView(weights, family.table, architecture).items())
         config["torch_dtype"] = dtype
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         sync_tree(partial)
@@ -188,7 +193,7 @@ def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | None]:
     }
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> str:
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Write safetensors, in several files where one would be too large; returns the dtype."""
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}

@@ -186,11 +186,29 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
         return len(self._rows)
 
 
-def to_hugging_face(
-    weights: Weights, table: Table, architecture: GPTArchitecture
-) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and tensors of canonical weights, one canonical tensor at a time."""
-    for name in expected_shapes(architecture):
-        layout, names = _row(name, table)
-        for target, part in zip(names, layout.part(weights[name], architecture), strict=True):
-            yield target, part.contiguous()
+class HuggingFaceView(Mapping[str, Tensor]):
+    """Canonical weights under Hugging Face's names; each is read when it is indexed."""
+
+    def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
+        self._weights, self._table, self._architecture = weights, table, architecture
+        present = set(weights)
+        self._sources = {
+            target: (name, place)
+            for name in expected_shapes(architecture)
+            if name in present
+            for place, target in enumerate(_row(name, table)[1])
+        }
+        self._last: tuple[str, list[Tensor]] = "", []
+
+    def __getitem__(self, target: str) -> Tensor:
+        name, place = self._sources[target]
+        if self._last[0] != name:  # what one canonical tensor holds is asked for in a row
+            layout, _ = _row(name, self._table)
+            self._last = name, layout.part(self._weights[name], self._architecture)
+        return self._last[1][place].contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)

@@ -1,0 +1,52 @@
+"""A model to start from, whichever way it is stored: a `.nemo`, or a Hugging Face directory."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import Weights
+from aligner.checkpoint.hf import read_hf
+from aligner.checkpoint.nemo import open_nemo
+from aligner.data.tokenizer import Tokenizer
+
+
+class ModelSource(Protocol):
+    """Valid while it is open; weights are read one by one when they are indexed."""
+
+    @property
+    def architecture(self) -> GPTArchitecture:
+        """Shape of the model."""
+        ...
+
+    @property
+    def weights(self) -> Weights:
+        """Canonical weights (`aligner.checkpoint.canonical`)."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer packaged with it; `TokenizerError` where there is none."""
+        ...
+
+
+@contextlib.contextmanager
+def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
+    """Open a `.nemo` (file or unpacked) or a Hugging Face directory or `.gguf` file.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path``.
+        CheckpointError: it is neither, or damaged.
+    """
+    if is_hugging_face(path):
+        yield read_hf(path)
+        return
+    with open_nemo(path) as checkpoint:
+        yield checkpoint
+
+
+def is_hugging_face(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` looks like a Hugging Face model rather than a `.nemo`."""
+    return Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file()
