@@ -1,49 +1,32 @@
 """What a reward function is, what it gets, and what it must give back.
 
+``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, which may
+also be ``async def``. All arguments are lists of the same length, one entry per sample:
+
+* ``prompts``: prompt text as the model saw it, chat template included;
+* ``responses``: response text without the end-of-sequence token;
+* ``ground_truths``: the data's ground truth, None where the data has none;
+* ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
+  (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
+  (int, in tokens). Only those that the signature names are passed, all of them if it has
+  ``**columns``. What ``reward.kwargs`` of the configuration holds comes by keyword too, and
+  wins over columns.
+
+It returns one finite number per sample, or one dict per sample that holds ``"reward"`` and
+further numbers under the same keys for every sample; those become metrics.
+
 This module and :mod:`aligner.rewards.worker` import neither torch nor numpy: they are loaded by
 every reward process.
 """
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from aligner.errors import ConfigError, DataError, RewardError
-
-Scores = Sequence[float] | Sequence[Mapping[str, float]]
-
-
-class RewardFunctionProtocol(Protocol):
-    """``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``.
-
-    May also be ``async def``. All arguments are lists of the same length, one entry per sample:
-
-    * ``prompts``: prompt text as the model saw it, chat template included;
-    * ``responses``: response text without the end-of-sequence token;
-    * ``ground_truths``: the data's ground truth, None where the data has none;
-    * ``columns``: by keyword, every other column of the data, and from the trainer ``is_end``
-      (bool: the response ended by itself, with EOS or a stop string) and ``response_lengths``
-      (int, in tokens). Only those that the signature names are passed, all of them if it has
-      ``**columns``. What ``reward.kwargs`` of the configuration holds comes by keyword too, and
-      wins over columns.
-
-    It returns one finite number per sample, or one dict per sample that holds ``"reward"`` and
-    further numbers under the same keys for every sample; those become metrics.
-    """
-
-    def __call__(
-        self,
-        prompts: list[str],
-        responses: list[str],
-        ground_truths: list[Any],
-        **columns: list[Any],
-    ) -> Scores | Awaitable[Scores]:
-        """Score every sample."""
-        ...
-
 
 @dataclass(frozen=True)
 class Signature:
