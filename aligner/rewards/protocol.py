@@ -28,6 +28,7 @@ from typing import Any
 
 from aligner.errors import ConfigError, DataError, RewardError
 
+
 @dataclass(frozen=True)
 class Signature:
     """Which columns a reward function accepts. Picklable."""
