@@ -54,7 +54,7 @@ def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
     check_log_dir(config)
     tokenizer, architecture = describe_model(config)
     check_layout(architecture, config.model.parallel, parallel.world_size)
-    check_batch_layout(config, parallel.dp_size)
+    check_batch_layout(config, parallel.dp_size, parallel.dp_size)
 
     train_prompts = load_prompts(config, config.data.train, tokenizer)
     val_prompts = (

@@ -5,10 +5,10 @@ ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``
 documented where its dataclass defines it, and again beside its default in ``conf/``.
 """
 
+from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.experiment import (
     BackendConfig,
-    ClusterConfig,
     ExpManagerConfig,
     WandbConfig,
 )

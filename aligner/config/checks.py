@@ -3,6 +3,7 @@
 import math
 import os
 
+from aligner.config.cluster import check_cluster
 from aligner.config.data import PromptSourceConfig
 from aligner.config.generation import check_generation
 from aligner.config.run import RunConfig
@@ -13,6 +14,7 @@ from aligner.errors import ConfigError
 def check_config(config: RunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     _check_not_in_this_version(config)
+    check_cluster(config)
     check_generation(config)
     _check_lengths(config)
     _check_token_budgets(config)
@@ -21,14 +23,16 @@ def check_config(config: RunConfig) -> None:
     _check_max_time(config)
 
 
-def check_batch_layout(config: RunConfig, data_parallel_size: int) -> None:
-    """Refuse batch sizes that the data-parallel ranks cannot share evenly.
+def check_batch_layout(config: RunConfig, policy_size: int, value_size: int) -> None:
+    """Refuse batch sizes that the data-parallel ranks of a role cannot share evenly.
 
     Token budgets level tokens instead: any number of sequences will do.
     """
     if config.model.token_budgets is not None:
         return
+    sizes = {"model": policy_size, "critic": value_size}
     for role, batch in (("model", config.model), ("critic", config.critic)):
+        data_parallel_size = sizes[role]
         per_pass = batch.micro_batch_size * data_parallel_size
         if batch.global_batch_size % per_pass:
             raise ConfigError(
@@ -41,7 +45,6 @@ def check_batch_layout(config: RunConfig, data_parallel_size: int) -> None:
 
 def _check_not_in_this_version(config: RunConfig) -> None:
     wanted = {
-        "cluster.engine": (config.cluster.engine, "local"),
         "policy.backend": (config.policy.backend, "megatron"),
     }
     for key, (value, supported) in wanted.items():
@@ -125,8 +128,9 @@ def _check_batches(config: RunConfig) -> None:
                 f"{key} is not a multiple of {role}.global_batch_size={batch.global_batch_size}; "
                 f"nearest that work: {_multiples(samples, batch.global_batch_size)}"
             )
-    data_parallel_size = config.model.parallel.data_size(config.trainer.world_size)
-    check_batch_layout(config, max(1, data_parallel_size))
+    worlds = (config.trainer.world_size, config.value_world_size)
+    policy_size, value_size = (config.model.parallel.data_size(world) for world in worlds)
+    check_batch_layout(config, max(1, policy_size), max(1, value_size))
 
 
 def _check_data(config: RunConfig) -> None:

@@ -1,21 +1,10 @@
-"""Engine, backends, and what a run leaves behind."""
+"""Backends, and what a run leaves behind."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from aligner.config.fields import Count, Natural, Positive
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Who runs the workers."""
-
-    # local: the processes that torchrun or trainer.devices started; ray: actors of a Ray cluster.
-    engine: Literal["local", "ray"] = "local"
-    # Longest wait for another rank in a collective. A rank on another machine that has not been
-    # heard of for a thirtieth of it (10 s at the least) is taken for dead.
-    timeout_s: Positive = 1800.0
+from aligner.config.fields import Count, Natural
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig
-from aligner.config.experiment import BackendConfig, ClusterConfig, ExpManagerConfig
+from aligner.config.experiment import BackendConfig, ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
 from aligner.config.model import CriticConfig, ModelConfig
@@ -27,6 +28,11 @@ class RunConfig:
     policy: BackendConfig = field(default_factory=BackendConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    @property
+    def value_world_size(self) -> int:
+        """Workers of the critic."""
+        return self.cluster.value_workers or self.trainer.world_size
 
     def as_dict(self) -> dict[str, Any]:
         """The whole tree as JSON has it: mappings, lists and plain values."""

@@ -64,7 +64,21 @@ def test_configuration_is_frozen():
         ({"model__ppo": 3}, ["model.ppo", "expected a group of keys"]),
         ({"model__ppo__dual_clip": 1.0}, ["model.ppo.dual_clip", "greater than 1"]),
         ({"trainer__max_time": "4h"}, ["trainer.max_time", "DD:HH:MM:SS"]),
-        ({"cluster__engine": "ray"}, ["cluster.engine=ray", "not in this version", "local"]),
+        ({"cluster__address": "a:1"}, ["cluster.address=a:1", "local", "cluster.engine=ray"]),
+        (
+            {"cluster__engine": "ray", "cluster__value_workers": 2},
+            ["cluster.value_workers=2", "cluster.colocated=false"],
+        ),
+        (
+            {
+                "cluster__engine": "ray",
+                "cluster__value_workers": 3,
+                "cluster__colocated": False,
+                "model__tensor_model_parallel_size": 2,
+            },
+            ["cluster.value_workers=3", "multiple", "use 4"],
+        ),
+        ({"cluster__object_store_mb": 8}, ["cluster.object_store_mb", "at least 80"]),
         ({"policy__backend": "dtensor"}, ["policy.backend=dtensor", "megatron"]),
         ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
         (
@@ -154,9 +168,9 @@ def test_values_are_converted_where_that_loses_nothing():
 
 def test_batches_must_divide_over_data_parallel_ranks():
     config = parse_config(MINIMAL)  # global 64, micro 8
-    check_batch_layout(config, 4)
+    check_batch_layout(config, 4, 4)
     with pytest.raises(ConfigError, match=r"8 x 3 data-parallel ranks = 24.*48 or 72"):
-        check_batch_layout(config, 3)
+        check_batch_layout(config, 3, 4)
 
 
 @pytest.mark.parametrize(
