@@ -39,13 +39,22 @@ class KLLossConfig:
 
 
 @dataclass(frozen=True)
-class PolicyPPOConfig:
-    """One PPO step, seen from the policy."""
+class RolloutConfig:
+    """How a policy samples: what every algorithm that learns from its own samples has."""
 
     num_rollout_samples: Count = 64  # responses per step, over all ranks
     num_rollouts_per_prompt: Count = 1  # responses to the same prompt; divides the samples
     rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
     forward_micro_batch_size: Count = 16  # sequences per forward pass of log-probs, per rank
+    offload_adam_states: bool = False  # optimizer state to host memory while not training
+    length_params: LengthParams = field(default_factory=LengthParams)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class PolicyPPOConfig(RolloutConfig):
+    """One PPO step, seen from the policy."""
+
     ppo_epochs: Count = 1  # passes over the same rollout
     # Clip range of the ratio: one number for both sides or [low, high] (clip-higher).
     ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
@@ -55,9 +64,6 @@ class PolicyPPOConfig:
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
     # Upper bound of the trainer/sampler probability ratio that weights each token; null: off.
     truncated_importance_sampling: Positive | None = None
-    offload_adam_states: bool = False  # optimizer state to host memory while not training
-    length_params: LengthParams = field(default_factory=LengthParams)
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:
@@ -107,8 +113,8 @@ class DynamicBatchingConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The policy. Its parallel layout is the layout of every role of the run."""
+class TrainedModelConfig:
+    """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
     restore_from_path: str  # a .nemo file
     tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
@@ -124,8 +130,11 @@ class ModelConfig:
     # full: recompute whole layers in backward; selective: the attention only; null: nothing.
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
-    ppo: PolicyPPOConfig = field(default_factory=PolicyPPOConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    @property
+    def rollout(self) -> RolloutConfig | None:
+        """How it samples; None where it learns from what others wrote."""
+        return None
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -149,6 +158,19 @@ class ModelConfig:
     def sequence_length_round(self) -> int:
         """What padded lengths of micro-batches are rounded up to a multiple of."""
         return self.dynamic_batching.sequence_length_round if self.dynamic_batching.enabled else 1
+
+
+@dataclass(frozen=True)
+class ModelConfig(TrainedModelConfig):
+    """The policy of a PPO run."""
+
+    ppo: PolicyPPOConfig = field(default_factory=PolicyPPOConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How it samples."""
+        return self.ppo
 
 
 @dataclass(frozen=True)

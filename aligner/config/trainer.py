@@ -35,15 +35,23 @@ class ImproperEndConfig:
 
 
 @dataclass(frozen=True)
-class TrainerPPOConfig:
+class LoopConfig:
+    """The loop of any algorithm."""
+
+    max_epochs: Count = 1  # passes over the training data
+    max_steps: Annotated[int, Range(low=-1)] = -1  # steps; -1: as max_epochs says
+    val_check_interval: Natural = 10  # steps between validations; 0: only first and last
+    save_interval: Natural = 10  # steps between saved run states; 0: only at the end
+    gradient_clip_val: NonNegative = 1.0  # largest gradient norm of a step; 0: off
+    # A loss or gradient that is NaN or infinite: skip that optimizer step, or stop the run.
+    non_finite: Literal["skip", "stop"] = "skip"
+
+
+@dataclass(frozen=True)
+class TrainerPPOConfig(LoopConfig):
     """The PPO loop."""
 
-    max_epochs: Count = 1  # passes over the training prompts
-    max_steps: Annotated[int, Range(low=-1)] = -1  # PPO steps; -1: as max_epochs says
-    val_check_interval: Natural = 10  # PPO steps between validations; 0: only first and last
-    save_interval: Natural = 10  # PPO steps between saved run states; 0: only at the end
     limit_val_prompts: Count | None = None  # validate on the first so many; null: on all
-    gradient_clip_val: NonNegative = 1.0  # largest gradient norm of a step; 0: off
     initial_policy_kl_penalty: NonNegative = 0.01  # weight of the KL in the reward; 0: off
     kl_estimator: KLEstimator = "k1"  # of the KL in the reward; abs is |k1|
     kl_controller: KLControllerConfig = field(default_factory=KLControllerConfig)
@@ -53,19 +61,16 @@ class TrainerPPOConfig:
     critic_warmup_steps: Natural = 0  # first PPO steps that train the critic alone
     reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
-    # A loss or gradient that is NaN or infinite: skip that optimizer step, or stop the run.
-    non_finite: Literal["skip", "stop"] = "skip"
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class ProcessConfig:
     """Processes, precision and limits."""
 
     num_nodes: Count = 1
     devices: Count = 1  # processes per node
     precision: Literal["32", "bf16"] = "32"  # of weights in the forward pass; heads stay float32
     max_time: str | None = None  # DD:HH:MM:SS; then the run saves and ends cleanly
-    ppo: TrainerPPOConfig = field(default_factory=TrainerPPOConfig)
 
     @property
     def max_seconds(self) -> float | None:
@@ -76,6 +81,13 @@ class TrainerConfig:
     def world_size(self) -> int:
         """Processes that the run asks for."""
         return self.num_nodes * self.devices
+
+
+@dataclass(frozen=True)
+class TrainerConfig(ProcessConfig):
+    """The trainer of a PPO run."""
+
+    ppo: TrainerPPOConfig = field(default_factory=TrainerPPOConfig)
 
 
 def parse_duration(text: str) -> float:
