@@ -1,16 +1,25 @@
 """The critic: a GPT body with a scalar head in place of the output layer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
 
 from aligner.models.gpt.hidden_states import OutputLayerBypass, full_hidden_states
 from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.pipeline import (
+    ForwardStep,
+    Microbatch,
+    MicroBatches,
+    forward_step,
+    loss_head,
+)
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.interfaces import CriticModelInterface
-from aligner.types import TokenOutputs
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
@@ -22,6 +31,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     """
 
     role_name = "critic"
+    right_shift: ClassVar[bool] = True
 
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by `ValueHead` on the last pipeline stage."""
@@ -33,13 +43,20 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """The value before every token: what was read up to token j is the value of j + 1.
-
-        Without this shift the value of a state would be computed after its action was seen.
-        """
+        """What the head says of every token; see `value_outputs`."""
         assert not with_entropy  # a policy's matter
-        rows, tokens = microbatch.layout.predicted_tokens()
-        return TokenOutputs(microbatch.layout.to_frame(head_output(gpt, hidden)[rows], tokens))
+        return value_outputs(gpt, hidden, microbatch, gpt.rm_head, right_shift=self.right_shift)
+
+    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
+        """`forward_step_value` with this role's head and loss."""
+        return partial(
+            forward_step_value,
+            denominators.valid_seqs,
+            denominators.valid_tokens,
+            value_head=getattr(self.gpt, "rm_head", None),
+            loss_fn=loss_fn,
+            right_shift=self.right_shift,
+        )
 
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
@@ -65,6 +82,56 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return {"values": self.get_values(batch)}
 
 
-def head_output(gpt: GPTModel, hidden: Tensor) -> Tensor:
-    """What the scalar head makes of hidden states ``[n, L, H]``: ``[n * L]``."""
-    return gpt.rm_head(full_hidden_states(gpt, hidden, vocab_parallel=False)).squeeze(-1)
+def forward_step_value(
+    global_valid_seqs: Tensor,
+    global_valid_toks: Tensor,
+    data_iterator: Iterator[Microbatch],
+    model: nn.Module,
+    *,
+    value_head: nn.Module | None,
+    loss_fn: LossFunction,
+    right_shift: bool = True,
+) -> tuple[Tensor, Callable[..., Any]]:
+    """megatron-core's forward step of a critic: hidden states, values, loss.
+
+    Args:
+        global_valid_seqs: sequences that count in the global batch, the loss's denominator or
+        global_valid_toks: tokens that do.
+        data_iterator: this rank's micro-batches.
+        model: this stage of the body, wrapped or not.
+        value_head: `ValueHead`; None on the stages before the last, which have none.
+        loss_fn: what the values are trained with.
+        right_shift: see `value_outputs`.
+
+    Returns:
+        The stage's output, and the closure that makes loss and metrics of the last one's.
+    """
+
+    def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
+        assert value_head is not None, "the last stage holds the head"
+        return value_outputs(
+            unwrap_model(model), hidden, microbatch, value_head, right_shift=right_shift
+        )
+
+    denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
+    return forward_step(data_iterator, model, head=loss_head(outputs, loss_fn, denominators))
+
+
+def value_outputs(
+    gpt: GPTModel,
+    hidden: Tensor,
+    microbatch: Microbatch,
+    value_head: nn.Module,
+    *,
+    right_shift: bool,
+) -> TokenOutputs:
+    """The scalars that ``value_head`` makes of hidden states ``[n, L, H]``, as ``[B, S]``.
+
+    With ``right_shift`` what was read up to token j is the value of j + 1, the state *before* that
+    token: otherwise the value of a state would be computed after its action was seen. Without it
+    the scalar speaks of the token just read.
+    """
+    layout = microbatch.layout
+    rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
+    scalars = value_head(full_hidden_states(gpt, hidden, vocab_parallel=False)).squeeze(-1)
+    return TokenOutputs(layout.to_frame(scalars[rows], tokens))

@@ -6,6 +6,7 @@ between phases, and `.nemo` files. What a role computes from the hidden states i
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,9 +33,12 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.build import build_gpt
 from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.pipeline import (
+    ForwardStep,
     Microbatch,
     MicroBatches,
+    forward_step,
     infer_microbatches,
+    loss_head,
     train_microbatches,
 )
 from aligner.models.gpt.role_state import load_role_state, role_state
@@ -45,7 +49,7 @@ from aligner.models.gpt.updates import (
     trainable,
     update,
 )
-from aligner.types import LossFunction, TokenOutputs
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class MegatronGPTModel(ModelPT):
@@ -99,6 +103,15 @@ class MegatronGPTModel(ModelPT):
     ) -> TokenOutputs:
         """What the role says of each token, from ``gpt``'s hidden states ``[n, L, H]``."""
         raise NotImplementedError
+
+    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
+        """megatron-core's forward step that ends in the loss and its metrics."""
+        gpt = self.gpt
+
+        def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
+            return self.token_outputs(gpt, hidden, microbatch, loss_fn.needs_entropy)
+
+        return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 
     # The model -------------------------------------------------------------------------------
 
@@ -162,7 +175,7 @@ class MegatronGPTModel(ModelPT):
             return self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
 
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
-        results = infer_microbatches(model, microbatches, head)
+        results = infer_microbatches(model, microbatches, partial(forward_step, head=head))
         total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         if self.parallel.is_last_stage:
             start = 0
@@ -200,19 +213,12 @@ class MegatronGPTModel(ModelPT):
         loss_fn = self.loss_fn
         if loss_fn is None:
             raise ConfigError("loss_fn is None; set model.loss_fn before training")
-        denominators = count_denominators(batch, self.parallel.dp_group)
-        gpt = self.gpt
-
-        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
-            outputs = self.token_outputs(gpt, hidden, microbatch, loss_fn.needs_entropy)
-            loss, metrics = loss_fn(outputs, microbatch.columns, denominators)
-            return loss, {**metrics, "loss": loss.detach()}
-
+        step = self.loss_step(loss_fn, count_denominators(batch, self.parallel.dp_group))
         microbatches = self._split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
-            results = infer_microbatches(gpt, microbatches, lambda h, m: head(h, m)[1])
+            results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
-            results = train_microbatches(self.model, microbatches, head)
+            results = train_microbatches(self.model, microbatches, step)
         metrics = self._reduce(results)
         return metrics["loss"], metrics
 

@@ -1,7 +1,8 @@
 """One pass of micro-batches through the model, forward and (if asked) backward.
 
 This is the only place that speaks megatron-core's schedule protocol: a forward step that returns
-``(output, closure)``, where the closure turns the last stage's output into a loss or a result.
+``(output, closure)``, where the closure turns the last stage's output into a loss or a result. A
+role binds the head of `forward_step`.
 
     microbatches ─► forward_step ─► GPTModel (bypassed output layer) ─► hidden [n, L, H]
                                                                             │
@@ -10,8 +11,7 @@ This is the only place that speaks megatron-core's schedule protocol: a forward 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,6 +22,7 @@ from aligner.distributed import accelerator
 from aligner.models.gpt.attention import SegmentParams
 from aligner.models.gpt.hidden_states import bypassed_output_layer, placed_positions
 from aligner.models.gpt.token_layout import LayoutRules, TokenLayout, build_layout
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class Microbatch:
 
 # Sequences per micro-batch, or [first row, last row + 1] of each; a micro-batch may be empty.
 MicroBatches = int | Sequence[Sequence[int]]
-Result = TypeVar("Result")
-LossHead = Callable[[Tensor, Microbatch], tuple[Tensor, Result]]
-InferenceHead = Callable[[Tensor, Microbatch], Result]
+# What the last stage makes of hidden states; in training a pair of the loss and a result.
+Head = Callable[[Tensor, Microbatch], Any]
+# megatron-core's: (micro-batches, this stage of the model) -> (output, closure over the output).
+ForwardStep = Callable[[Iterator[Microbatch], nn.Module], tuple[Tensor, Callable[..., Any]]]
 
 
 def row_bounds(rows: int, micro_batches: MicroBatches) -> list[tuple[int, int]]:
@@ -71,53 +73,70 @@ def split_microbatches(
     return microbatches
 
 
-def train_microbatches(
-    model: nn.Module, microbatches: Sequence[Microbatch], head: LossHead[Result]
-) -> list[Result]:
-    """Forward and backward; gradients are added to the gradient buffers, summed over ranks.
+def forward_step(
+    data_iterator: Iterator[Microbatch], model: nn.Module, *, head: Head
+) -> tuple[Tensor, Callable[..., Any]]:
+    """megatron-core's forward step of every role.
 
-    Returns what ``head`` returned beside the loss, per micro-batch, on the last pipeline stage.
+    Returns this stage's output (on the last one hidden states ``[n, L, H]``: the output layer is
+    bypassed) and what the schedule calls with it, which asks ``head``.
     """
-    return _run(model, microbatches, head, forward_only=False)
+    microbatch = next(data_iterator)
+    layout, gpt = microbatch.layout, unwrap_model(model)
+    packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
+    with bypassed_output_layer(gpt), placed_positions(gpt, layout):
+        hidden = model(layout.input_ids, layout.positions, None, packed_seq_params=packed)
 
-
-def infer_microbatches(
-    model: nn.Module, microbatches: Sequence[Microbatch], head: InferenceHead[Result]
-) -> list[Result]:
-    """Forward without gradients; ``head``'s results per micro-batch, on the last stage."""
-    with torch.no_grad():
-        return _run(model, microbatches, head, forward_only=True)
-
-
-def _run(
-    model: nn.Module,
-    microbatches: Sequence[Microbatch],
-    head: Callable[[Tensor, Microbatch], Any],
-    forward_only: bool,
-) -> list[Any]:
-    def loss_closure(
-        microbatch: Microbatch, hidden: Tensor, non_loss_data: bool = False
-    ) -> tuple[Tensor, Tensor, Any] | Any:
+    def closure(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, Any] | Any:
         if non_loss_data:
-            return head(hidden, microbatch)
-        loss, result = head(hidden, microbatch)
+            return head(output, microbatch)
+        loss, result = head(output, microbatch)
         # The loss is divided already: a token count of 0 tells the schedule to leave it alone.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
-    def forward_step(
-        data: Iterator[Microbatch], stage: nn.Module
-    ) -> tuple[Tensor, Callable[..., Any]]:
-        microbatch = next(data)
-        layout, gpt = microbatch.layout, unwrap_model(stage)
-        packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
-        with bypassed_output_layer(gpt), placed_positions(gpt, layout):
-            hidden = stage(layout.input_ids, layout.positions, None, packed_seq_params=packed)
-        return hidden, partial(loss_closure, microbatch)
+    return hidden, closure
 
+
+def loss_head(
+    outputs: Callable[[Tensor, Microbatch], TokenOutputs],
+    loss_fn: LossFunction,
+    denominators: Denominators,
+) -> Head:
+    """The head that ends in ``loss_fn`` of what ``outputs`` makes of the hidden states."""
+
+    def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)
+        return loss, {**metrics, "loss": loss.detach()}
+
+    return head
+
+
+def train_microbatches(
+    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep
+) -> list[Any]:
+    """Forward and backward; gradients are added to the gradient buffers, summed over ranks.
+
+    Returns what the head of ``step`` returned beside the loss, per micro-batch, on the last
+    pipeline stage.
+    """
+    return _run(model, microbatches, step, forward_only=False)
+
+
+def infer_microbatches(
+    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep
+) -> list[Any]:
+    """Forward without gradients; what the head of ``step`` returned, on the last stage."""
+    with torch.no_grad():
+        return _run(model, microbatches, step, forward_only=True)
+
+
+def _run(
+    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep, forward_only: bool
+) -> list[Any]:
     rows, length = microbatches[0].layout.input_ids.shape
     with accelerator.cuda_literals():
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=step,
             data_iterator=iter(microbatches),
             model=[model],
             num_microbatches=len(microbatches),

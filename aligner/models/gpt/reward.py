@@ -7,26 +7,16 @@ the ``rm_head`` it brings.
 from collections.abc import Mapping
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.models.gpt.critic import MegatronGPTCriticModel, head_output
-from aligner.models.gpt.pipeline import Microbatch
-from aligner.types import TokenOutputs
+from aligner.models.gpt.critic import MegatronGPTCriticModel
 
 
 class MegatronGPTRewardModel(MegatronGPTCriticModel):
     """Scores sequences; the head's output is not shifted, it speaks of the token just read."""
 
     role_name = "reward model"
-
-    def token_outputs(
-        self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
-    ) -> TokenOutputs:
-        """Raw head output of every token."""
-        assert not with_entropy
-        rows, tokens = microbatch.layout.held_tokens()
-        return TokenOutputs(microbatch.layout.to_frame(head_output(gpt, hidden)[rows], tokens))
+    right_shift = False
 
     def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Reward of each sequence, float32 ``[B]``: the head's output at the last valid token."""
