@@ -1,4 +1,4 @@
-"""The root of the configuration."""
+"""The roots of the configuration."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,31 +9,47 @@ from aligner.config.data import DataConfig
 from aligner.config.experiment import BackendConfig, ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
-from aligner.config.model import CriticConfig, ModelConfig
+from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
 from aligner.config.reward import RewardConfig
+from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.trainer import TrainerConfig
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything a run is told."""
+@dataclass(frozen=True, kw_only=True)
+class BaseRunConfig:
+    """What a run of any algorithm is told; each adds its ``model``, ``data`` and ``trainer``."""
+
+    seed: Natural = 1234  # of sampling, shuffling and fresh weights
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    policy: BackendConfig = field(default_factory=BackendConfig)
+    exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole tree as JSON has it: mappings, lists and plain values."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(BaseRunConfig):
+    """Everything a PPO run is told."""
 
     model: ModelConfig
     reward: RewardConfig
     data: DataConfig
-    seed: Natural = 1234  # of sampling, shuffling and fresh weights
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    policy: BackendConfig = field(default_factory=BackendConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
 
     @property
     def value_world_size(self) -> int:
         """Workers of the critic."""
         return self.cluster.value_workers or self.trainer.world_size
 
-    def as_dict(self) -> dict[str, Any]:
-        """The whole tree as JSON has it: mappings, lists and plain values."""
-        return json.loads(json.dumps(asdict(self)))
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRunConfig(BaseRunConfig):
+    """Everything a supervised run is told."""
+
+    model: TrainedModelConfig
+    data: ExampleDataConfig
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)

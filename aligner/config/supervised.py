@@ -1,0 +1,40 @@
+"""Worked examples, and a loop over them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aligner.config.data import PromptSourceConfig
+from aligner.config.fields import Count
+from aligner.config.trainer import LoopConfig, ProcessConfig
+
+
+@dataclass(frozen=True)
+class ExampleDataConfig:
+    """Training and validation examples, and how a row becomes one."""
+
+    train: PromptSourceConfig
+    validation: PromptSourceConfig | None = None  # null: no validation
+    prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
+    response_column: str = "response"  # text
+    # A whole chat that ends with the assistant, instead of the two columns above; null: none.
+    messages_column: str | None = None
+    chat: bool = False  # plain text becomes a user message; messages always use the template
+    system_prompt: str | None = None  # put before chat messages that have none
+    add_bos: bool = False  # begin with the BOS token, unless the text already does
+    learn: Literal["last", "all"] = "all"  # which assistant messages of a chat are learned
+    max_length: Count | None = None  # tokens; longer examples are dropped and counted
+    shuffle: bool = True  # training examples, by seed and epoch
+
+
+@dataclass(frozen=True)
+class TrainerSFTConfig(LoopConfig):
+    """The loop; a step is one optimizer update."""
+
+    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
+
+
+@dataclass(frozen=True)
+class SFTTrainerConfig(ProcessConfig):
+    """The trainer of a supervised run."""
+
+    sft: TrainerSFTConfig = field(default_factory=TrainerSFTConfig)
