@@ -1,23 +1,57 @@
 """Checks that involve more than one key."""
 
-import math
 import os
 
+from aligner.config.batches import (
+    check_shares,
+    check_token_budgets,
+    multiples_near,
+    token_budgets,
+)
 from aligner.config.cluster import check_cluster
 from aligner.config.data import PromptSourceConfig
 from aligner.config.generation import check_generation
-from aligner.config.run import RunConfig
+from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
 from aligner.config.trainer import parse_duration
 from aligner.errors import ConfigError
 
 
-def check_config(config: RunConfig) -> None:
+def check_config(config: BaseRunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
+    if isinstance(config, SFTRunConfig):
+        _check_supervised(config)
+    if isinstance(config, RunConfig):
+        _check_ppo(config)
+
+
+def _check_supervised(config: SFTRunConfig) -> None:
+    model = config.model
+    check_token_budgets(model)
+    check_longest_example(config, config.data.max_length or 1)
+    if model.token_budgets is None:
+        ranks = max(1, model.parallel.data_size(config.trainer.world_size))
+        check_shares("model", model.global_batch_size, model.micro_batch_size, ranks)
+    _check_data(config)
+    _check_max_time(config)
+
+
+def check_longest_example(config: SFTRunConfig, longest: int) -> None:
+    """Refuse a token budget that the longest example exceeds."""
+    for key, tokens in token_budgets(config.model).items():
+        if tokens < longest:
+            raise ConfigError(
+                f"{key}={tokens}: an example may have {longest} tokens; raise it to at least "
+                f"that, or lower data.max_length"
+            )
+
+
+def _check_ppo(config: RunConfig) -> None:
     _check_not_in_this_version(config)
     check_cluster(config)
     check_generation(config)
     _check_lengths(config)
-    _check_token_budgets(config)
+    check_token_budgets(config.model)
+    check_longest_sequence(config, config.data.max_prompt_length or 1)
     _check_batches(config)
     _check_data(config)
     _check_max_time(config)
@@ -30,17 +64,11 @@ def check_batch_layout(config: RunConfig, policy_size: int, value_size: int) -> 
     """
     if config.model.token_budgets is not None:
         return
-    sizes = {"model": policy_size, "critic": value_size}
-    for role, batch in (("model", config.model), ("critic", config.critic)):
-        data_parallel_size = sizes[role]
-        per_pass = batch.micro_batch_size * data_parallel_size
-        if batch.global_batch_size % per_pass:
-            raise ConfigError(
-                f"{role}.global_batch_size={batch.global_batch_size} is not a multiple of "
-                f"{role}.micro_batch_size={batch.micro_batch_size} x {data_parallel_size} "
-                f"data-parallel ranks = {per_pass}; nearest that work: "
-                f"{_multiples(batch.global_batch_size, per_pass)}"
-            )
+    for role, batch, ranks in (
+        ("model", config.model, policy_size),
+        ("critic", config.critic, value_size),
+    ):
+        check_shares(role, batch.global_batch_size, batch.micro_batch_size, ranks)
 
 
 def _check_not_in_this_version(config: RunConfig) -> None:
@@ -65,7 +93,7 @@ def _check_lengths(config: RunConfig) -> None:
 def check_longest_sequence(config: RunConfig, longest_prompt: int) -> None:
     """Refuse a token budget that the longest possible sequence exceeds."""
     longest = longest_prompt + config.model.ppo.length_params.max_length
-    for key, tokens in _token_budgets(config).items():
+    for key, tokens in token_budgets(config.model).items():
         if tokens < longest:
             raise ConfigError(
                 f"{key}={tokens}: a prompt of {longest_prompt} tokens and "
@@ -75,44 +103,6 @@ def check_longest_sequence(config: RunConfig, longest_prompt: int) -> None:
             )
 
 
-def _check_token_budgets(config: RunConfig) -> None:
-    model = config.model
-    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
-        raise ConfigError(
-            "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
-            "each other; set one of them to false (packing wastes less)"
-        )
-    parallel = model.parallel
-    multiple = math.lcm(
-        parallel.sequence_multiple,
-        parallel.context * parallel.row_multiple(model.sequence_length_round),
-    )
-    for key, tokens in _token_budgets(config).items():
-        if tokens % multiple:
-            raise ConfigError(
-                f"{key}={tokens} does not divide by {multiple}, which "
-                f"model.context_parallel_size={parallel.context}, "
-                f"model.tensor_model_parallel_size={parallel.tensor} with "
-                f"model.sequence_parallel={str(parallel.sequence_parallel).lower()} and lengths "
-                f"in multiples of {model.sequence_length_round} need; nearest that work: "
-                f"{_multiples(tokens, multiple)}"
-            )
-    check_longest_sequence(config, config.data.max_prompt_length or 1)
-
-
-def _token_budgets(config: RunConfig) -> dict[str, int]:
-    """The token budgets in force, by key."""
-    model = config.model
-    name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
-    budgets = model.token_budgets
-    if budgets is None:
-        return {}
-    found = {"train_mb_tokens": budgets.train_mb_tokens}
-    if budgets.logprob_mb_tokens is not None:
-        found["logprob_mb_tokens"] = budgets.logprob_mb_tokens
-    return {f"model.{name}.{key}": tokens for key, tokens in found.items()}
-
-
 def _check_batches(config: RunConfig) -> None:
     samples = config.model.ppo.num_rollout_samples
     key = f"model.ppo.num_rollout_samples={samples}"
@@ -120,20 +110,20 @@ def _check_batches(config: RunConfig) -> None:
     if samples % per_prompt:
         raise ConfigError(
             f"{key} is not a multiple of model.ppo.num_rollouts_per_prompt={per_prompt}; "
-            f"nearest that work: {_multiples(samples, per_prompt)}"
+            f"nearest that work: {multiples_near(samples, per_prompt)}"
         )
     for role, batch in (("model", config.model), ("critic", config.critic)):
         if samples % batch.global_batch_size:
             raise ConfigError(
                 f"{key} is not a multiple of {role}.global_batch_size={batch.global_batch_size}; "
-                f"nearest that work: {_multiples(samples, batch.global_batch_size)}"
+                f"nearest that work: {multiples_near(samples, batch.global_batch_size)}"
             )
     worlds = (config.trainer.world_size, config.value_world_size)
     policy_size, value_size = (config.model.parallel.data_size(world) for world in worlds)
     check_batch_layout(config, max(1, policy_size), max(1, value_size))
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(config: RunConfig | SFTRunConfig) -> None:
     _check_source("data.train", config.data.train)
     if config.data.validation is not None:
         _check_source("data.validation", config.data.validation)
@@ -152,7 +142,7 @@ def _check_source(key: str, source: PromptSourceConfig) -> None:
         )
 
 
-def _check_max_time(config: RunConfig) -> None:
+def _check_max_time(config: RunConfig | SFTRunConfig) -> None:
     if config.trainer.max_time is None:
         return
     try:
@@ -162,8 +152,3 @@ def _check_max_time(config: RunConfig) -> None:
             f"trainer.max_time={config.trainer.max_time}: expected DD:HH:MM:SS, "
             "for example 00:04:00:00 for four hours"
         ) from error
-
-
-def _multiples(near: int, step: int) -> str:
-    below, above = near // step * step, -(-near // step) * step
-    return f"{below} or {above}" if below else str(above)

@@ -17,14 +17,21 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import hydra
 from omegaconf import DictConfig
 
-from aligner.config.load import load_config
+from aligner.config.load import Root, load_config
 from aligner.config.parse import field_types, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
 
 
-def launch(fit: Callable[[RunConfig], None], conf_dir: Path, config_name: str) -> None:
+def launch(
+    fit: Callable[[Root], None],
+    conf_dir: Path,
+    config_name: str,
+    root: type[Root] = RunConfig,  # type: ignore[assignment]
+) -> None:
     """Compose ``conf_dir/config_name`` with the command line, validate it and call ``fit``.
+
+    ``root`` is what the configuration describes.
 
     An ``AlignerError`` ends the process with status 2 and its message instead of a traceback;
     set ``HYDRA_FULL_ERROR=1`` to see the traceback.
@@ -33,9 +40,9 @@ def launch(fit: Callable[[RunConfig], None], conf_dir: Path, config_name: str) -
     _quiet_imports()
 
     def main(config: DictConfig) -> None:
-        _report_errors(lambda: fit(load_config(config)))
+        _report_errors(lambda: fit(load_config(config, root)))
 
-    _report_errors(lambda: check_overrides(sys.argv[1:]))
+    _report_errors(lambda: check_overrides(sys.argv[1:], root))
     hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
         main
     )()
@@ -51,7 +58,7 @@ def _quiet_imports() -> None:
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
 
 
-def check_overrides(arguments: Sequence[str]) -> None:
+def check_overrides(arguments: Sequence[str], root: type = RunConfig) -> None:
     """Refuse ``key=value`` arguments whose key no dataclass has, suggesting the nearest."""
     for argument in arguments:
         key, separator, _ = argument.partition("=")
@@ -60,12 +67,12 @@ def check_overrides(arguments: Sequence[str]) -> None:
             continue
         if "@" in key or "/" in key:  # a choice of a config group
             continue
-        check_key(key)
+        check_key(key, root)
 
 
-def check_key(key: str) -> None:
-    """Refuse a dotted key that is not in the tree of dataclasses."""
-    level: Any = RunConfig
+def check_key(key: str, root: type = RunConfig) -> None:
+    """Refuse a dotted key that is not in the tree of dataclasses below ``root``."""
+    level: Any = root
     prefix = ""
     for name in key.split("."):
         level = _dataclass_of(level)

@@ -1,19 +1,21 @@
 """From omegaconf's tree to ``RunConfig``: the only door."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from aligner.config.checks import check_config
 from aligner.config.parse import build
-from aligner.config.run import RunConfig
+from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import ConfigError
 
+Root = TypeVar("Root", bound=BaseRunConfig)
 
-def load_config(config: DictConfig) -> RunConfig:
-    """Resolve interpolations and validate hydra's configuration."""
+
+def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
+    """Resolve interpolations and validate hydra's configuration as a ``root``."""
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError(
@@ -25,12 +27,12 @@ def load_config(config: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "the configuration"
         raise ConfigError(f"{key}: cannot be resolved: {error}") from error
-    return parse_config(plain)  # type: ignore[arg-type]
+    return parse_config(plain, root)  # type: ignore[arg-type]
 
 
-def parse_config(values: Mapping[str, Any]) -> RunConfig:
-    """Validate a plain nested mapping."""
-    config = build(RunConfig, values)
+def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
+    """Validate a plain nested mapping as a ``root``."""
+    config = build(root, values)
     check_config(config)
     return config
 

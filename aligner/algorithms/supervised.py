@@ -1,0 +1,139 @@
+"""Supervised learning of a role: batches of a data set, one optimizer update a step.
+
+    examples ─► next global batch ─► one update of the role with the loss ─► validate, save
+
+Fine-tuning, reward models and preference optimisation differ in what an example is, how examples
+make a batch, and the loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from aligner.algorithms.rollout import prefixed
+from aligner.algorithms.run_loop import Outcome
+from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.data.sampler import PromptSampler
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.role_front import RoleFront
+from aligner.observe.timers import PhaseTimers
+from aligner.types import LossFunction
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Examples(Protocol[T_co]):
+    """A data set: ``len`` and indexing."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> T_co: ...
+
+
+@dataclass(frozen=True)
+class Task(Generic[T_co]):
+    """What is learned from what.
+
+    ``collate`` makes the batch that ``loss`` reads out of so many examples, with the columns of
+    `aligner.types`; every example gives ``rows_per_example`` adjacent rows.
+    """
+
+    train: Examples[T_co]
+    validation: Examples[T_co] | None
+    collate: Callable[[Sequence[T_co]], BatchedDataDict]
+    loss: LossFunction
+    rows_per_example: int = 1
+
+
+class SupervisedTrainer:
+    """Trains one role on a `Task`; `RunLoop` drives it."""
+
+    def __init__(
+        self,
+        role: RoleFront,
+        task: Task[Any],
+        sampler: PromptSampler,
+        *,
+        limit_val_examples: int | None = None,
+    ) -> None:
+        """``sampler`` draws a global batch; None as ``limit_val_examples``: validate on all."""
+        self.role, self.task, self.sampler = role, task, sampler
+        self.limit_val_examples = limit_val_examples
+        self.consumed_samples = 0
+        self.updates = 0
+
+    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+        """One optimizer update on the next global batch."""
+        with timers("data"):
+            indices = self.sampler.next_batch()
+            batch = self.task.collate([self.task.train[index] for index in indices])
+        with timers("train"):
+            self.role.prepare_for_training()
+            result = self.role.train(batch, self.task.loss)
+            self.role.finish_training()
+        self.consumed_samples += len(indices)
+        self.updates += count_updates([result])
+        return Outcome(
+            {
+                **prefixed("train_optim", update_metrics([result])),
+                "train_optim/optimizer_steps": self.updates,
+                "train_data/tokens": int(batch["input_lengths"].sum()),
+                "train_data/learned_tokens": int(batch["token_mask"].sum()),
+                "progress/epoch": self.sampler.epoch,
+                "progress/consumed_samples": self.consumed_samples,
+            }
+        )
+
+    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+        """Loss and metrics over the validation examples taken as one global batch.
+
+        So a mean is over all their tokens (or pairs), however they are cut into micro-batches.
+        """
+        examples = self.task.validation
+        if examples is None:
+            return Outcome({})
+        count = min(len(examples), self.limit_val_examples or len(examples))
+        with timers("validate"):
+            batch = self.task.collate([examples[index] for index in range(count)])
+            batch = _filled_up(batch, self._rows_that_divide())
+            result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
+        metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
+        return Outcome(prefixed("val_optim", metrics))
+
+    def _rows_that_divide(self) -> int:
+        """Rows of any batch are a multiple of it: what all data-parallel ranks take in a pass."""
+        ranks = self.role.sharding_annotations.get_axis_size("data_parallel")
+        return self.role.config.micro_batch_size * ranks
+
+    # Run state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the sampler's position."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "updates": self.updates,
+            "sampler": self.sampler.state_dict(),
+        }
+
+    def save_roles(self, folder: Path) -> None:
+        """Have the workers write their shares of weights and optimizer states below ``folder``."""
+        self.role.save_state(folder / "role")
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Inverse of the two above."""
+        self.consumed_samples = state["consumed_samples"]
+        self.updates = state["updates"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.role.load_state(folder / "role")
+
+
+def _filled_up(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:
+    """``batch`` and, up to a multiple of ``multiple``, copies of its rows that do not count."""
+    missing = -batch.size % multiple
+    if not missing:
+        return batch
+    repeats = -(-missing // batch.size)
+    filler: BatchedDataDict = BatchedDataDict.from_batches([batch] * repeats).slice(0, missing)
+    filler["sample_mask"] = filler["sample_mask"] * 0
+    return BatchedDataDict.from_batches([batch, filler])

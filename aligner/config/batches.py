@@ -1,0 +1,65 @@
+"""How rows become micro-batches: what cannot be cut so, is refused."""
+
+import math
+
+from aligner.config.model import TrainedModelConfig
+from aligner.errors import ConfigError
+
+
+def check_shares(
+    role: str, global_batch_size: int, micro_batch_size: int, data_parallel_size: int
+) -> None:
+    """Refuse a global batch that the data-parallel ranks cannot share evenly.
+
+    ``role``: the configuration's section.
+    """
+    per_pass = micro_batch_size * data_parallel_size
+    if global_batch_size % per_pass:
+        raise ConfigError(
+            f"{role}.global_batch_size={global_batch_size} is not a multiple of "
+            f"{role}.micro_batch_size={micro_batch_size} x {data_parallel_size} "
+            f"data-parallel ranks = {per_pass}; nearest that work: "
+            f"{multiples_near(global_batch_size, per_pass)}"
+        )
+
+
+def check_token_budgets(model: TrainedModelConfig) -> None:
+    """Refuse two ways at once, and budgets that the layout cannot cut."""
+    if model.sequence_packing.enabled and model.dynamic_batching.enabled:
+        raise ConfigError(
+            "model.sequence_packing.enabled=true and model.dynamic_batching.enabled=true exclude "
+            "each other; set one of them to false (packing wastes less)"
+        )
+    parallel = model.parallel
+    multiple = math.lcm(
+        parallel.sequence_multiple,
+        parallel.context * parallel.row_multiple(model.sequence_length_round),
+    )
+    for key, tokens in token_budgets(model).items():
+        if tokens % multiple:
+            raise ConfigError(
+                f"{key}={tokens} does not divide by {multiple}, which "
+                f"model.context_parallel_size={parallel.context}, "
+                f"model.tensor_model_parallel_size={parallel.tensor} with "
+                f"model.sequence_parallel={str(parallel.sequence_parallel).lower()} and lengths "
+                f"in multiples of {model.sequence_length_round} need; nearest that work: "
+                f"{multiples_near(tokens, multiple)}"
+            )
+
+
+def token_budgets(model: TrainedModelConfig) -> dict[str, int]:
+    """The token budgets in force, by key."""
+    name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
+    budgets = model.token_budgets
+    if budgets is None:
+        return {}
+    found = {"train_mb_tokens": budgets.train_mb_tokens}
+    if budgets.logprob_mb_tokens is not None:
+        found["logprob_mb_tokens"] = budgets.logprob_mb_tokens
+    return {f"model.{name}.{key}": tokens for key, tokens in found.items()}
+
+
+def multiples_near(number: int, step: int) -> str:
+    """The multiples of ``step`` around ``number``, in words."""
+    below, above = number // step * step, -(-number // step) * step
+    return f"{below} or {above}" if below else str(above)
