@@ -11,13 +11,13 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from aligner.data.chat import Message, parse_conversation, parse_messages
 from aligner.data.collate import pad_right
 from aligner.data.lengths import drop_too_long
 from aligner.data.readers import Row, Source, read_rows
 from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 
@@ -69,7 +69,7 @@ class ExampleDataset:
                 after dropping what is too long.
         """
         example_format = example_format or ExampleFormat()
-        _check_format(example_format, tokenizer)
+        check_format(example_format, tokenizer)
         rows = islice(read_rows(source, arguments), limit)
         examples = [
             make_example(row, index, tokenizer, example_format) for index, row in enumerate(rows)
@@ -172,7 +172,7 @@ def encode_chat(
     return ids[: learned[-1][1]], learned
 
 
-def collate_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
+def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:
     """``input_ids`` int64 [B, S] right-padded, ``input_lengths`` int64 [B], ``token_mask`` float32
     [B, S] (1 where the token is learned), ``sample_mask`` float32 [B] (all 1).
     """
@@ -181,12 +181,14 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Tens
     for row, example in zip(mask, examples, strict=True):
         for start, end in example.learned:
             row[start:end] = 1.0
-    return {
-        "input_ids": ids,
-        "input_lengths": lengths,
-        "token_mask": mask,
-        "sample_mask": torch.ones(len(examples)),
-    }
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            "token_mask": mask,
+            "sample_mask": torch.ones(len(examples)),
+        }
+    )
 
 
 def _prompt_and_response(
@@ -225,7 +227,8 @@ def _take(row: Row, name: str, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _check_format(example_format: ExampleFormat, tokenizer: Tokenizer) -> None:
+def check_format(example_format: ExampleFormat, tokenizer: Tokenizer) -> None:
+    """Refuse a format that no row can have."""
     if example_format.max_length is not None and example_format.max_length < 2:
         raise ConfigError(
             f"data: max_length={example_format.max_length} must be at least 2 tokens, a prompt's "

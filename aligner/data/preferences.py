@@ -1,0 +1,155 @@
+"""Preference pairs: two responses to one prompt, of which one is better.
+
+A row is a prompt with a chosen and a rejected response (text, or the assistant's chat message), and
+perhaps the reward of each. In a batch the two sequences of a pair are adjacent rows, the chosen one
+first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from aligner.data.lengths import drop_too_long
+from aligner.data.readers import Row, Source, read_rows
+from aligner.data.supervised import (
+    Example,
+    ExampleFormat,
+    check_format,
+    collate_examples,
+    make_example,
+)
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import DataError
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two examples of one prompt. ``rewards``: of chosen and rejected; 1 and 0 if unknown."""
+
+    chosen: Example
+    rejected: Example
+    rewards: tuple[float, float] = (1.0, 0.0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer sequence."""
+        return max(len(self.chosen.ids), len(self.rejected.ids))
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """How a row becomes a pair."""
+
+    prompt_column: str = "prompt"  # text, or a list of chat messages
+    chosen_column: str = "chosen"  # text
+    rejected_column: str = "rejected"  # text
+    chosen_reward_column: str | None = None  # a number; None: the data has none
+    rejected_reward_column: str | None = None
+    chat: bool = False  # a plain-text prompt becomes a user message; messages always use a template
+    system_prompt: str | None = None  # put before chat messages that have none
+    add_bos: bool = False  # begin with the BOS token, unless the text already does
+    max_length: int | None = None  # in tokens; pairs with a longer sequence are dropped and counted
+
+    def example_format(self, response_column: str) -> ExampleFormat:
+        """How one of the two sequences is made."""
+        return ExampleFormat(
+            prompt_column=self.prompt_column,
+            response_column=response_column,
+            chat=self.chat,
+            system_prompt=self.system_prompt,
+            add_bos=self.add_bos,
+            max_length=self.max_length,
+        )
+
+
+class PairDataset:
+    """All pairs, in the order of their source. ``len`` and indexing; immutable."""
+
+    def __init__(self, pairs: list[Pair], *, dropped_too_long: int = 0) -> None:
+        """Hold ``pairs``; ``dropped_too_long`` tells how many others were dropped."""
+        self._pairs = pairs
+        self.dropped_too_long = dropped_too_long
+
+    @classmethod
+    def load(
+        cls,
+        source: Source,
+        tokenizer: Tokenizer,
+        pair_format: PairFormat | None = None,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> "PairDataset":
+        """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`."""
+        pair_format = pair_format or PairFormat()
+        check_format(pair_format.example_format(pair_format.chosen_column), tokenizer)
+        rows = islice(read_rows(source, arguments), limit)
+        pairs = [make_pair(row, index, tokenizer, pair_format) for index, row in enumerate(rows)]
+        if not pairs:
+            raise DataError(f"data: {source} holds no rows")
+        kept = drop_too_long(
+            pairs,
+            lambda pair: pair.length,
+            pair_format.max_length,
+            source=source,
+            what="pairs",
+            key="max_length",
+        )
+        return cls(kept, dropped_too_long=len(pairs) - len(kept))
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest sequence, in tokens."""
+        return max(pair.length for pair in self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self._pairs[index]
+
+
+def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairFormat) -> Pair:
+    """Turn one row into a pair; a refusal says where the row stands and what it holds."""
+    chosen, rejected = (
+        make_example(row, index, tokenizer, pair_format.example_format(column))
+        for column in (pair_format.chosen_column, pair_format.rejected_column)
+    )
+    if chosen.ids == rejected.ids:
+        raise DataError(
+            f"{row.place}: the chosen and the rejected response are the same; remove the row"
+        )
+    rewards = (
+        _reward(row, pair_format.chosen_reward_column, 1.0),
+        _reward(row, pair_format.rejected_reward_column, 0.0),
+    )
+    return Pair(chosen, rejected, rewards)
+
+
+def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
+    """Columns of `collate_examples` with 2 rows for each pair, chosen before rejected.
+
+    ``preference_rewards`` float32 [B]: the reward of each row.
+    """
+    batch = collate_examples(
+        [example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_id
+    )
+    batch["preference_rewards"] = torch.tensor([r for pair in pairs for r in pair.rewards])
+    return batch
+
+
+def _reward(row: Row, column: str | None, default: float) -> float:
+    if column is None:
+        return default
+    value = row.columns.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        found = "missing" if value is None else f"{value!r} ({type(value).__name__})"
+        raise DataError(
+            f"{row.place}: column {column!r} must be a number, it is {found}; columns found: "
+            f"{sorted(row.columns)}"
+        )
+    return float(value)
