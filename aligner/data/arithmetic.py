@@ -104,6 +104,26 @@ def arithmetic_prompts(
         }
 
 
+def arithmetic_examples(**arguments: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows with the columns prompt and response; arguments as of `arithmetic_prompts`."""
+    for row in arithmetic_prompts(**arguments):
+        yield {"prompt": row["prompt"], "response": row["ground_truth"]}
+
+
+def arithmetic_pairs(**arguments: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows with the columns prompt, chosen and rejected: the right answer and a wrong one.
+
+    It takes the arguments of `arithmetic_prompts`. The wrong answer is off by 1 to 9, never
+    negative, and depends on (seed, split, row) alone.
+    """
+    key = f"{arguments.get('seed', 0)}/{arguments.get('split', 'train')}"
+    for index, row in enumerate(arithmetic_prompts(**arguments)):
+        right = int(row["ground_truth"])
+        off = [right + step for step in range(-9, 10) if step and right + step >= 0]
+        wrong = random.Random(f"{key}/wrong/{index}").choice(off)
+        yield {"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)}
+
+
 def split_problems(
     *, seed: int, low: int, high: int, operators: Sequence[str], validation_fraction: float
 ) -> dict[str, list[Problem]]:

@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from aligner.data.arithmetic import Problem, _shuffled, arithmetic_prompts, split_problems
+from aligner.data.arithmetic import (
+    Problem,
+    _shuffled,
+    arithmetic_examples,
+    arithmetic_pairs,
+    arithmetic_prompts,
+    split_problems,
+)
 from aligner.errors import ConfigError
 
 
@@ -117,3 +124,16 @@ def test_format():
 def test_refusals(arguments, message):
     with pytest.raises(ConfigError, match=message):
         list(arithmetic_prompts(**{"split": "train", "size": 4, **arguments}))
+
+
+def test_worked_examples_and_pairs_ask_the_same():
+    asked = list(arithmetic_prompts("validation", 40, seed=3))
+    worked = list(arithmetic_examples(split="validation", size=40, seed=3))
+    pairs = list(arithmetic_pairs(split="validation", size=40, seed=3))
+    for row, example, pair in zip(asked, worked, pairs, strict=True):
+        assert row["prompt"] == example["prompt"] == pair["prompt"]
+        assert row["ground_truth"] == example["response"] == pair["chosen"]
+        assert 1 <= abs(int(pair["rejected"]) - int(pair["chosen"])) <= 9
+        assert int(pair["rejected"]) >= 0
+    assert len({int(p["rejected"]) - int(p["chosen"]) for p in pairs}) > 5
+    assert pairs == list(arithmetic_pairs(split="validation", size=40, seed=3))
