@@ -8,16 +8,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from aligner.config import RunConfig, load_config
+from aligner.algorithms.run_loop import config_changes
+from aligner.config import RunConfig, SFTRunConfig, load_config
 from aligner.config.parse import field_types
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "recipes").glob("*.yaml"))
-REQUIRED = [
-    "model.restore_from_path=m.nemo",
-    "reward.function=a.b:reward",
-    "data.train.source=train.jsonl",
-]
+MODEL, TRAIN = "model.restore_from_path=m.nemo", "data.train.source=train.jsonl"
+# What a script's configuration describes, and what it has no default for.
+ROOTS = {
+    "gpt_ppo": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
+    "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
+}
 GROUPS = {
     "model": "model",
     "critic": "critic",
@@ -28,6 +30,12 @@ GROUPS = {
     "cluster": "cluster",
     "exp_manager": "exp_manager",
 }
+# Options that belong to one script alone; the others to gpt_ppo at least.
+OWNERS = {
+    ("model", "trained"): "gpt_sft",
+    ("data", "examples"): "gpt_sft",
+    ("data", "arithmetic_examples"): "gpt_sft",
+}
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
 
@@ -36,13 +44,21 @@ def composed(name, overrides=()):
         return compose(name, overrides=list(overrides))
 
 
-def test_gpt_ppo_validates():
-    assert isinstance(load_config(composed("gpt_ppo", REQUIRED)), RunConfig)
+def root_of(recipe):
+    """The script's configuration that a recipe completes."""
+    text = (CONF / "recipes" / f"{recipe}.yaml").read_text()
+    return re.search(r"^  - /(gpt_\w+)$", text, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_script_validates(name):
+    root, required = ROOTS[name]
+    assert isinstance(load_config(composed(name, required), root), root)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_validates_and_documents_itself(recipe):
-    load_config(composed(f"recipes/{recipe}"))
+    load_config(composed(f"recipes/{recipe}"), ROOTS[root_of(recipe)][0])
     header = (CONF / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
     for word in ("Launch:", "Hardware:", "Expected:"):
         assert word in header
@@ -50,13 +66,15 @@ def test_recipe_validates_and_documents_itself(recipe):
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_group_option_composes(group, option):
-    tree = composed("gpt_ppo", [f"{GROUPS[group]}={option}", *REQUIRED])
-    assert isinstance(load_config(tree), RunConfig)
+    name = OWNERS.get((group, option), "gpt_ppo")
+    root, required = ROOTS[name]
+    tree = composed(name, [f"{GROUPS[group]}={option}", *required])
+    assert isinstance(load_config(tree, root), root)
 
 
 def test_yaml_defaults_equal_dataclass_defaults():
     """A default stands in two places, so that both can be read; they must not drift apart."""
-    from_yaml = load_config(composed("gpt_ppo", REQUIRED))
+    from_yaml = load_config(composed("gpt_ppo", ROOTS["gpt_ppo"][1]))
     sparse = RunConfig(
         model=type(from_yaml.model)(restore_from_path="m.nemo"),
         reward=type(from_yaml.reward)(function="a.b:reward"),
@@ -65,20 +83,36 @@ def test_yaml_defaults_equal_dataclass_defaults():
     assert from_yaml == sparse
 
 
-def test_every_key_is_in_the_yaml():
+# What a supervised run has no better default for than its own.
+SFT_DIFFERS = {"model.optim.lr", "trainer.sft.val_check_interval", "trainer.sft.save_interval"}
+SFT_DIFFERS |= {"exp_manager.monitor", "exp_manager.mode"}
+
+
+def test_defaults_of_a_supervised_run():
+    from_yaml = load_config(composed("gpt_sft", ROOTS["gpt_sft"][1]), SFTRunConfig)
+    sparse = SFTRunConfig(
+        model=type(from_yaml.model)(restore_from_path="m.nemo"),
+        data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
+    )
+    changes = config_changes(from_yaml.as_dict(), sparse.as_dict())
+    assert {change.split(":")[0] for change in changes} == SFT_DIFFERS
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_every_key_is_in_the_yaml(name):
     """So that ``--help`` shows it and it can be overridden without a plus sign."""
-    tree = OmegaConf.to_container(composed("gpt_ppo"), resolve=False)
+    tree = OmegaConf.to_container(composed(name), resolve=False)
 
     def missing(cls, level, prefix):
         found = []
-        for name, hint in field_types(cls).items():
-            if name not in level:
-                found.append(f"{prefix}{name}")
+        for key, hint in field_types(cls).items():
+            if key not in level:
+                found.append(f"{prefix}{key}")
             elif dataclasses.is_dataclass(hint):
-                found += missing(hint, level[name], f"{prefix}{name}.")
+                found += missing(hint, level[key], f"{prefix}{key}.")
         return found
 
-    assert missing(RunConfig, tree, "") == []
+    assert missing(ROOTS[name][0], tree, "") == []
 
 
 @pytest.mark.parametrize(
@@ -90,5 +124,5 @@ def test_every_key_is_documented_where_it_is_defined(path):
     """A file says what it is, and a line that gives a value says what the value means."""
     lines = path.read_text().split("\nhydra:")[0].splitlines()
     assert lines[0].startswith("#")
-    bare = [line for line in lines if re.match(r"\s*\w+: [^#]+$", line)]
+    bare = [line for line in lines if re.match(r"\s*\w+: [^#]+$", line) and "usage:" not in line]
     assert bare == []

@@ -23,15 +23,20 @@ from aligner.config.model import (
     ModelConfig,
     PolicyPPOConfig,
     ReferenceConfig,
+    RolloutConfig,
     SamplingParams,
     SequencePackingConfig,
+    TrainedModelConfig,
 )
 from aligner.config.optim import OptimConfig, SchedConfig
 from aligner.config.reward import RewardConfig
-from aligner.config.run import RunConfig
+from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
+from aligner.config.supervised import ExampleDataConfig
 from aligner.config.trainer import (
     ImproperEndConfig,
     KLControllerConfig,
+    LoopConfig,
+    ProcessConfig,
     RewardShapingConfig,
     TrainerConfig,
     TrainerPPOConfig,
@@ -39,28 +44,35 @@ from aligner.config.trainer import (
 
 __all__ = [
     "BackendConfig",
+    "BaseRunConfig",
     "ClusterConfig",
     "CriticConfig",
     "DataConfig",
     "DynamicBatchingConfig",
+    "ExampleDataConfig",
     "ExpManagerConfig",
     "GenerationConfig",
     "ImproperEndConfig",
     "KLControllerConfig",
     "KLLossConfig",
     "LengthParams",
+    "LoopConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
     "PolicyPPOConfig",
+    "ProcessConfig",
     "PromptSourceConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RewardShapingConfig",
+    "RolloutConfig",
     "RunConfig",
+    "SFTRunConfig",
     "SamplingParams",
     "SchedConfig",
     "SequencePackingConfig",
+    "TrainedModelConfig",
     "TrainerConfig",
     "TrainerPPOConfig",
     "VllmConfig",
