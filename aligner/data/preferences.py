@@ -133,12 +133,15 @@ def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairForma
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
     """Columns of `collate_examples` with 2 rows for each pair, chosen before rejected.
 
-    ``preference_rewards`` float32 [B]: the reward of each row.
+    ``ground_truth_rewards`` float32 [B]: the reward of each row. ``preference_strengths`` float32
+    [B]: by how much the chosen response of the row's pair is better.
     """
     batch = collate_examples(
         [example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_id
     )
-    batch["preference_rewards"] = torch.tensor([r for pair in pairs for r in pair.rewards])
+    rewards = torch.tensor([pair.rewards for pair in pairs])
+    batch["ground_truth_rewards"] = rewards.flatten()
+    batch["preference_strengths"] = (rewards[:, 0] - rewards[:, 1]).repeat_interleave(2)
     return batch
 
 

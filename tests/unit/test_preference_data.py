@@ -33,7 +33,8 @@ def test_rows_of_a_pair_are_adjacent(tmp_path):
     ]
     assert batch["input_lengths"].tolist() == [6, 7, 6, 6]
     assert batch["token_mask"].sum(1).tolist() == [2, 3, 2, 2]
-    assert batch["preference_rewards"].tolist() == pytest.approx([0.9, 0.25, 1.0, 0.0])
+    assert batch["ground_truth_rewards"].tolist() == pytest.approx([0.9, 0.25, 1.0, 0.0])
+    assert batch["preference_strengths"].tolist() == pytest.approx([0.65, 0.65, 1.0, 1.0])
 
 
 def test_without_rewards_the_better_is_worth_one(tmp_path):
