@@ -23,9 +23,16 @@ LAYERS = [
         "aligner.algorithms.kl",
         "aligner.algorithms.masked",
     ],
-    ["aligner.models.interfaces", "aligner.models.gpt", "aligner.models.generation"],
+    [
+        "aligner.models.interfaces",
+        "aligner.models.gpt",
+        "aligner.models.generation.vllm_engine",
+        "aligner.models.generation.vllm_extension",
+        "aligner.models.generation.vllm_sampling",
+    ],
     [
         "aligner.models.megatron_worker",
+        "aligner.models.generation.vllm_worker",
         "aligner.models.policy.workers",
         "aligner.models.value.workers",
         "aligner.models.reward.workers",
@@ -33,6 +40,7 @@ LAYERS = [
     [
         "aligner.models.sharded",
         "aligner.models.role_front",
+        "aligner.models.generation",
         "aligner.models.policy",
         "aligner.models.value",
         "aligner.models.reward",
@@ -43,6 +51,7 @@ CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],
     "hydra": ["aligner/config/", "examples/", "tests/"],
     "ray": ["aligner/distributed/virtual_cluster.py", "aligner/distributed/ray_"],
+    "vllm": ["aligner/models/generation/vllm"],
     "nemo": ["aligner/checkpoint/", "aligner/data/tokenizer", "aligner/models/gpt/megatron.py"],
 }
 

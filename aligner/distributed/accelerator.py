@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from aligner.distributed.host_memory import keep_freed_memory
 
+_IPC_DEVICE = 6  # place of the device's number among the arguments that rebuild a CUDA tensor
+
 
 @functools.cache
 def has_gpu() -> bool:
@@ -92,6 +94,29 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor) -> Tensor:
     """Move a tensor to `device`; a tensor that is there already is returned as is."""
     return tensor.to(device(), non_blocking=True)
+
+
+def sharing_key() -> str:
+    """Names what processes must have in common to share memory: the GPU, or the machine."""
+    if has_gpu():
+        return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"machine {file.read().strip()}"
+
+
+def export_tensor(tensor: Tensor) -> Any:
+    """What another process needs to open a GPU tensor of this one (CUDA IPC); picklable."""
+    from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
+
+    return reduce_tensor(tensor)
+
+
+def import_tensor(exported: Any) -> Tensor:
+    """The tensor another process exported; its device may have another number here."""
+    rebuild, arguments = exported
+    values = list(arguments)
+    values[_IPC_DEVICE] = device().index
+    return rebuild(*values)
 
 
 def gpu_profiler(action: str) -> None:

@@ -134,8 +134,13 @@ class GenerationInterface(ABC):
         """Make ready to generate."""
 
     @abstractmethod
-    def generate(self, data: "BatchedDataDict", greedy: bool = False) -> "BatchedDataDict":
+    def generate(
+        self, data: "BatchedDataDict", greedy: bool = False, *, seed: int = 0
+    ) -> "BatchedDataDict":
         """Continue prompts; see `GenerationOutputSpec`."""
+
+    def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy's own weights draw
+        """The policy's weights are others now; the next `prepare_for_generation` fetches them."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:

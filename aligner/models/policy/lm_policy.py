@@ -12,6 +12,7 @@ from aligner.distributed.worker_groups import Cluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
+from aligner.models.policy.refit import RefitSource
 from aligner.models.role_front import RoleFront, worker_class
 from aligner.models.sharded import columns_of, run_on_all, run_sharded, score_sharded
 
@@ -22,7 +23,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
-class Policy(RoleFront, ColocatablePolicyInterface, GenerationInterface):
+class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInterface):
     """A language-model policy: samples, scores tokens, and learns."""
 
     def __init__(

@@ -1,8 +1,14 @@
 """One process's share of a policy on megatron-core."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
+from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.hf_families import config_to_hf
+from aligner.checkpoint.hf_tensors import HuggingFaceView
 from aligner.config import ModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -11,9 +17,10 @@ from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.settings import RunFacts, policy_settings
 from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+from aligner.models.policy.workers.refit_worker import RefitWorker
 
 
-class MegatronPolicyWorker(MegatronWorker[MegatronGPTActorModel]):
+class MegatronPolicyWorker(RefitWorker, MegatronWorker[MegatronGPTActorModel]):
     """Loads the policy from ``config.restore_from_path`` and serves `Policy`."""
 
     def __init__(
@@ -91,3 +98,29 @@ class MegatronPolicyWorker(MegatronWorker[MegatronGPTActorModel]):
     def prepare_for_lp_inference(self) -> None:
         """Evaluation mode."""
         self.model.prepare_for_inference()
+
+    # Weights for sampling engines -------------------------------------------------------------
+
+    def hf_weight_names(self) -> Sequence[str]:
+        """Names of all weights, as in a Hugging Face state dict, in depth order."""
+        return list(self._hugging_face_view())
+
+    def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on every worker; collective over tensor, pipeline and expert parallel."""
+        view = self._hugging_face_view()
+        return ((name, view[name]) for name in names)
+
+    def _hugging_face_view(self) -> HuggingFaceView:
+        architecture = self.model.architecture
+        family, _ = config_to_hf(architecture)
+        return HuggingFaceView(self._gathered_weights, family.table, architecture)
+
+    @cached_property
+    def _gathered_weights(self) -> GatheredWeights:
+        return GatheredWeights(
+            self.model.gpt,
+            self.model.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
+        )

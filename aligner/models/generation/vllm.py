@@ -1,0 +1,171 @@
+"""`VllmGeneration`: the controller's front of vLLM engines that draw for a policy."""
+
+from pathlib import Path
+from typing import Any
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf_families import config_to_hf
+from aligner.config import RunConfig
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
+from aligner.models.interfaces import GenerationInterface
+from aligner.models.policy.refit import Refit, RefitSource
+from aligner.models.sharded import columns_of, run_on_all, run_sharded
+
+WORKER = "aligner.models.generation.vllm_worker.VllmWorker"
+GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
+
+
+class VllmGeneration(GenerationInterface):
+    """Engines with a copy of the policy's weights, each drawing its share of a rollout."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        architecture: GPTArchitecture,
+        policy: RefitSource,
+        max_sequence_length: int,
+        name_prefix: str = "vllm",
+    ) -> None:
+        """Start the engines on ``cluster``; the first rollout brings them ``policy``'s weights.
+
+        Raises:
+            CheckpointError: no Hugging Face family can express ``architecture``.
+        """
+        config_to_hf(architecture)
+        self.tokenizer = tokenizer
+        self._settings = config.generation.vllm
+        ppo = config.model.ppo
+        self.worker_group = cluster.start_workers(
+            WORKER,
+            name_prefix,
+            layout=layout_of(1, self._settings.engines, 1, 1),
+            python_executable=str(Path(self._settings.python).expanduser().absolute()),
+            architecture=architecture,
+            tokenizer_files=tokenizer.files(),
+            eos_ids=(tokenizer.eos_id,),
+            pad_id=tokenizer.pad_id,
+            precision=config.trainer.precision,
+            length=ppo.length_params,
+            sampling=ppo.sampling_params,
+            max_batch_size=ppo.rollout_micro_batch_size,
+            max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
+            settings=self._settings,
+        )
+        self._stale = True
+        self._refit = Refit(
+            policy,
+            self,
+            separate=self._settings.refit == "separate",
+            buffer_bytes=self._settings.refit_buffer_mb * 2**20,
+            world_size=1 + self._settings.engines,
+            timeout_s=self._settings.timeout_s,
+        )
+
+    # Drawing ----------------------------------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """The engines' weights are old; the next `prepare_for_generation` replaces them."""
+        self._stale = True
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Bring the engines' weights to the policy's, where they are not."""
+        if self._stale:
+            self._refit()
+            self._stale = False
+        return True
+
+    def generate(
+        self, data: BatchedDataDict, greedy: bool = False, *, seed: int = 0
+    ) -> BatchedDataDict:
+        """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
+
+        Every response is drawn with a seed of its own, made of ``seed`` and its ``sample_ids``.
+        """
+        results, _ = run_sharded(
+            self.worker_group,
+            "generate",
+            columns_of(data, GENERATION_COLUMNS),
+            seed=seed,
+            greedy=greedy,
+        )
+        return self._joined(results)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Nothing to release: the engines keep their weights."""
+        return True
+
+    def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> "VllmPending":
+        """As `generate`, without waiting; one batch at a time."""
+        run_sharded(
+            self.worker_group,
+            "start_generation",
+            columns_of(data, GENERATION_COLUMNS),
+            seed=seed,
+        )
+        return VllmPending(self)
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """``logprobs`` float32 [B, S] of given tokens at temperature 1, as the engines see them."""
+        results, _ = run_sharded(
+            self.worker_group, "get_logprobs", columns_of(data, ("input_ids", "input_lengths"))
+        )
+        return BatchedDataDict.from_batches(results)
+
+    def memory_bytes(self) -> list[int]:
+        """Resident memory of every engine's process."""
+        return run_on_all(self.worker_group, "memory_bytes")
+
+    def shutdown(self) -> bool:
+        """End the engines."""
+        return self.worker_group.shutdown(cleanup_method="shutdown")
+
+    def _joined(self, results: list[BatchedDataDict]) -> BatchedDataDict:
+        return BatchedDataDict.from_batches(
+            results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
+        )
+
+    # Refit (`RefitTarget`) --------------------------------------------------------------------
+
+    def begin_refit(self) -> None:
+        """Expect weights."""
+        run_on_all(self.worker_group, "begin_refit")
+
+    def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
+        """Load a group that policy workers offer on the engines' machines or devices."""
+        run_on_all(self.worker_group, "load_weights_from_ipc", handles=handles)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, timeout_s: float
+    ) -> WorkerFuture:
+        """Begin to meet the policy."""
+        return self.worker_group.run_all_workers_single_data(
+            "init_collective", ip=ip, port=port, world_size=world_size, timeout_s=timeout_s
+        )
+
+    def receive_weights(self, infos: list[tuple[str, Any]]) -> WorkerFuture:
+        """Begin to receive a group."""
+        return self.worker_group.run_all_workers_single_data("receive_weights", infos=infos)
+
+    def finish_refit(self) -> None:
+        """The weights are complete."""
+        run_on_all(self.worker_group, "finish_refit")
+
+
+class VllmPending:
+    """A batch that the engines are drawing."""
+
+    def __init__(self, generation: VllmGeneration) -> None:
+        self._generation = generation
+
+    def result(self) -> BatchedDataDict:
+        """Wait for it; see ``GenerationOutputSpec``."""
+        results = run_on_all(self._generation.worker_group, "collect_generation")
+        return self._generation._joined(results)
+
+    def abandon(self) -> None:
+        """End and forget it."""
+        run_on_all(self._generation.worker_group, "abandon_generation")

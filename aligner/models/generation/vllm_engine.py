@@ -1,0 +1,242 @@
+"""`VllmEngine`: one ``vllm.LLM`` in this process, token ids in and out.
+
+It runs where vLLM is installed, which need not be where the policy trains. The engine core lives in
+the process itself, so nothing is left when the process is killed.
+"""
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf_families import config_to_hf
+from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.distributed import accelerator
+from aligner.errors import ConfigError
+from aligner.models.generation.vllm_sampling import (
+    logprobs_mode,
+    request_seed,
+    sampling_arguments,
+)
+from aligner.models.gpt.stop_strings import StopStrings
+
+
+@dataclass
+class Response:
+    """What was drawn for one prompt; ``is_end``: it ended by itself."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_end: bool = False
+
+
+class VllmEngine:
+    """Draws responses with weights that are pushed into it.
+
+    It begins with random weights: call `begin_refit`, `load_weights`, `finish_refit` before the
+    first `generate`. All calls come from one thread, the one that made the engine.
+    """
+
+    def __init__(
+        self,
+        architecture: GPTArchitecture,
+        *,
+        precision: str,
+        eos_ids: Sequence[int],
+        length: LengthParams,
+        sampling: SamplingParams,
+        stop: StopStrings | None,
+        max_batch_size: int,
+        max_sequence_length: int,
+        settings: VllmConfig,
+    ) -> None:
+        """Start vLLM on ``architecture``.
+
+        Args:
+            architecture: must be one that Hugging Face and vLLM have.
+            precision: ``32`` or ``bf16``, of weights and activations.
+            eos_ids: tokens that end a response.
+            length, sampling: how long responses are and how they are drawn.
+            stop: finds stop strings; None: there are none.
+            max_batch_size: most sequences in flight together.
+            max_sequence_length: longest prompt and response together.
+            settings: the engine's own.
+        """
+        self._length, self._sampling, self._stop = length, sampling, stop
+        self._eos_ids = tuple(eos_ids)
+        set_environment(settings)
+        arguments = {
+            "dtype": "float32" if precision == "32" else "bfloat16",
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "enforce_eager": settings.enforce_eager,
+            "max_num_seqs": max_batch_size,
+            "max_model_len": max_sequence_length,
+            "kv_cache_memory_bytes": settings.kv_cache_mb and settings.kv_cache_mb * 2**20,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "logprobs_mode": logprobs_mode(sampling),
+            "disable_log_stats": True,
+            "worker_extension_cls": "aligner.models.generation.vllm_extension.RefitExtension",
+            **settings.kwargs,
+        }
+        self._llm = _start(architecture, arguments)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[int],
+        *,
+        seed: int,
+        greedy: bool,
+        abandoned: threading.Event | None = None,
+    ) -> list[Response] | None:
+        """Continue ``prompts``; None where ``abandoned`` was set before all had ended.
+
+        A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels give
+        the same bits in every batch.
+        """
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        core = self._llm.llm_engine
+        responses = [Response() for _ in prompts]
+        for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
+            arguments = sampling_arguments(
+                self._length,
+                self._sampling,
+                eos_ids=self._eos_ids,
+                seed=request_seed(seed, sample_id),
+                greedy=greedy or self._sampling.use_greedy,
+            )
+            # Only the new tokens of every step; else each step would repeat all before.
+            params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
+            core.add_request(str(row), tokens_input(list(prompt)), params)
+        running = set(range(len(prompts)))
+        while running:
+            if abandoned is not None and abandoned.is_set():
+                self._abort(running)
+                return None
+            for output in core.step():
+                row = int(output.request_id)
+                if row not in running:
+                    continue  # a token that was under way when its stop string was found
+                ended = self._take(prompts[row], responses[row], output.outputs[0])
+                if ended and not output.finished:
+                    core.abort_request([output.request_id])
+                if ended or output.finished:
+                    running.discard(row)
+        self._drain()
+        return responses
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of all tokens but the first at temperature 1, under the engine's weights."""
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.inputs.engine import tokens_input
+
+        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompts = [tokens_input(list(sequence)) for sequence in sequences]
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        return [
+            [
+                chosen[token].logprob
+                for token, chosen in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            for sequence, output in zip(sequences, outputs, strict=True)
+        ]
+
+    # Weights ----------------------------------------------------------------------------------
+
+    def begin_refit(self) -> None:
+        """Expect weights."""
+        self._llm.collective_rpc("begin_refit")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take some of the weights; their memory must stay valid until `finish_refit`."""
+        self._llm.collective_rpc("load_refit_weights", args=(weights,))
+
+    def finish_refit(self) -> None:
+        """All weights are there: put them in force and forget what the old ones computed."""
+        self._llm.collective_rpc("finish_refit")
+        self._llm.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Give memory and threads back."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    # Small things -----------------------------------------------------------------------------
+
+    def _take(self, prompt: Sequence[int], response: Response, new: Any) -> bool:
+        """Add the tokens of one step up to the one that ends the response; whether one does."""
+        for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
+            response.tokens.append(token)
+            response.logprobs.append(chosen[token].logprob)
+            if self._ends(prompt, response.tokens):
+                response.is_end = True
+                return True
+        return False
+
+    def _ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
+        """As our own engine has it (`aligner.models.gpt.rollout`)."""
+        if response[-1] in self._eos_ids:
+            return True  # before min_length it could not have been drawn
+        if self._stop is None or len(response) < self._length.min_length:
+            return False
+        return self._stop.completed(prompt, response)
+
+    def _abort(self, running: Iterable[int]) -> None:
+        self._llm.llm_engine.abort_request([str(row) for row in running])
+        self._drain()
+
+    def _drain(self) -> None:
+        """Let the scheduler notice what was aborted."""
+        while self._llm.llm_engine.has_unfinished_requests():
+            self._llm.llm_engine.step()
+
+
+def set_environment(settings: VllmConfig) -> None:
+    """What vLLM reads when it is imported; a user's own values win where they can work."""
+    # An engine core in a process of its own could outlive this one.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not accelerator.has_gpu():
+        threads = settings.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # what vLLM goes by
+        if settings.enforce_eager:
+            defaults["TORCH_COMPILE_DISABLE"] = "1"  # the sampler's small functions, too
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _start(architecture: GPTArchitecture, arguments: dict[str, Any]) -> Any:
+    """A ``vllm.LLM`` from nothing but a ``config.json``."""
+    _, config = config_to_hf(architecture)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            f"generation.vllm.python: vLLM cannot be imported there: {error}; `make vllm-env` "
+            "makes an environment that has it"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="aligner-vllm-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        try:
+            return LLM(model=folder, **arguments)
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(
+                f"generation.backend=vllm: vLLM does not run this model or these settings: {error}"
+            ) from error

@@ -1,0 +1,199 @@
+"""`VllmWorker`: one vLLM engine behind batch-level methods, in an interpreter of its own.
+
+The engine lives in one thread, so that a rollout can be drawn while the process answers other
+calls: `start_generation` returns at once, `collect_generation` waits, `abandon_generation` ends it.
+
+Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` and
+`receive_weights`, at most ``timeout_s``.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.data.tokenizer import tokenizer_from_files
+from aligner.distributed import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.weight_broadcast import WeightBroadcast
+from aligner.distributed.weight_segments import accept
+from aligner.errors import WorkerError
+from aligner.models.generation.vllm_engine import Response, VllmEngine
+from aligner.models.gpt.stop_strings import StopStrings
+
+
+class VllmWorker:
+    """Serves `aligner.models.generation.vllm.VllmGeneration`."""
+
+    def __init__(
+        self,
+        architecture: GPTArchitecture,
+        tokenizer_files: Mapping[str, bytes],
+        eos_ids: Sequence[int],
+        pad_id: int,
+        precision: str,
+        length: LengthParams,
+        sampling: SamplingParams,
+        max_batch_size: int,
+        max_sequence_length: int,
+        settings: VllmConfig,
+    ) -> None:
+        """See `VllmEngine`; the tokenizer is built from its files, and only for stop strings."""
+        self._pad_id = pad_id
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._abandoned = threading.Event()
+        self._pending: Future[list[Response] | None] | None = None
+        self._prompts: list[list[int]] = []
+        self._broadcast: WeightBroadcast | None = None
+        stop = None
+        if sampling.end_strings:
+            stop = StopStrings(tokenizer_from_files(tokenizer_files), sampling.end_strings)
+        self._engine: VllmEngine = self._thread.submit(
+            VllmEngine,
+            architecture,
+            precision=precision,
+            eos_ids=eos_ids,
+            length=length,
+            sampling=sampling,
+            stop=stop,
+            max_batch_size=max_batch_size,
+            max_sequence_length=max_sequence_length,
+            settings=settings,
+        ).result()
+
+    # Drawing ----------------------------------------------------------------------------------
+
+    def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
+        """Continue right-padded prompts; see `GenerationOutputSpec`."""
+        self.start_generation(data, seed, greedy)
+        return self.collect_generation()
+
+    def start_generation(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> None:
+        """Begin to continue ``input_ids`` [b, P] of ``input_lengths`` [b] and ``sample_ids`` [b].
+
+        One batch at a time: the one before must have been collected or abandoned.
+        """
+        if self._pending is not None:
+            raise WorkerError("a batch is in flight; collect or abandon it before the next")
+        lengths = data["input_lengths"].tolist()
+        rows = zip(data["input_ids"].tolist(), lengths, strict=True)
+        self._prompts = [row[:length] for row, length in rows]
+        self._abandoned.clear()
+        self._pending = self._thread.submit(
+            self._engine.generate,
+            self._prompts,
+            data["sample_ids"].tolist(),
+            seed=seed,
+            greedy=greedy,
+            abandoned=self._abandoned,
+        )
+
+    def collect_generation(self) -> BatchedDataDict:
+        """Wait for the batch in flight; see `GenerationOutputSpec`."""
+        if self._pending is None:
+            raise WorkerError("no batch is in flight")
+        pending, self._pending = self._pending, None
+        responses = pending.result()
+        assert responses is not None  # who abandons a batch takes it out of flight
+        return responses_batch(self._prompts, responses, self._pad_id)
+
+    def abandon_generation(self) -> None:
+        """End the batch in flight, if there is one, and forget it."""
+        if self._pending is not None:
+            self._abandoned.set()
+            self._pending.result()
+            self._pending = None
+
+    def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
+        """``logprobs`` float32 [b, S] of given tokens at temperature 1, 0 at t = 0 and in padding.
+
+        What a policy's ``get_logprobs`` is compared with after a refit.
+        """
+        lengths = data["input_lengths"].tolist()
+        rows = zip(data["input_ids"].tolist(), lengths, strict=True)
+        sequences = [row[:length] for row, length in rows]
+        scores = self._thread.submit(self._engine.score, sequences).result()
+        logprobs = torch.zeros(data["input_ids"].shape)
+        for row, score in enumerate(scores):
+            logprobs[row, 1 : 1 + len(score)] = torch.tensor(score)
+        return BatchedDataDict({"logprobs": logprobs})
+
+    # Weights ----------------------------------------------------------------------------------
+
+    def begin_refit(self) -> None:
+        """Expect weights; nothing may be in flight."""
+        if self._pending is not None:
+            raise WorkerError(
+                "weights are coming while a batch is in flight; collect or abandon it"
+            )
+        self._thread.submit(self._engine.begin_refit).result()
+
+    def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
+        """Load the weights that a policy worker on this machine or device offers."""
+        self._load(list(accept(handles)))
+
+    def init_collective(self, ip: str, port: int, world_size: int, timeout_s: float) -> None:
+        """Join the group in which the policy broadcasts its weights."""
+        self._broadcast = WeightBroadcast.join(ip, port, world_size, timeout_s)
+
+    def receive_weights(
+        self, infos: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
+    ) -> None:
+        """Load the weights that the policy sends now: names, each with shape and dtype."""
+        if self._broadcast is None:
+            raise WorkerError("init_collective must be called before weights are received")
+        weights: list[tuple[str, Tensor]] = []
+        for name, (shape, dtype) in infos:
+            tensor = torch.empty(shape, dtype=dtype, device=accelerator.device())
+            self._broadcast.send(tensor)
+            weights.append((name, tensor))
+        self._load(weights)
+
+    def finish_refit(self) -> None:
+        """The weights are complete."""
+        self._thread.submit(self._engine.finish_refit).result()
+
+    def _load(self, weights: list[tuple[str, Tensor]]) -> None:
+        self._thread.submit(self._engine.load_weights, weights).result()
+
+    # The process ------------------------------------------------------------------------------
+
+    def memory_bytes(self) -> int:
+        """Resident memory of this process."""
+        return psutil.Process().memory_info().rss
+
+    def shutdown(self) -> bool:
+        """End the engine and its thread."""
+        self.abandon_generation()
+        self._thread.submit(self._engine.shutdown).result()
+        self._thread.shutdown()
+        return True
+
+
+def responses_batch(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Response], pad_id: int
+) -> BatchedDataDict:
+    """Prompts and responses as a `GenerationOutputSpec`, right-padded to the longest."""
+    starts = [len(prompt) for prompt in prompts]
+    made = [len(response.tokens) for response in responses]
+    ends = [start + count for start, count in zip(starts, made, strict=True)]
+    ids = torch.full((len(prompts), max(ends, default=0)), pad_id, dtype=torch.int64)
+    logprobs = torch.zeros(ids.shape)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids[row, : ends[row]] = torch.tensor([*prompt, *response.tokens])
+        logprobs[row, starts[row] : ends[row]] = torch.tensor(response.logprobs)
+    return BatchedDataDict(
+        {
+            "output_ids": ids,
+            "generation_lengths": torch.tensor(made, dtype=torch.int64),
+            "unpadded_sequence_lengths": torch.tensor(ends, dtype=torch.int64),
+            "logprobs": logprobs,
+            "is_end": torch.tensor([response.is_end for response in responses], dtype=torch.bool),
+        }
+    )

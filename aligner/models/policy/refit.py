@@ -1,0 +1,171 @@
+"""Weights from a policy to the engines that draw for it: the controller's side.
+
+::
+
+    policy workers                          engines
+      tensor made whole on all ranks          reload begins
+      group of a byte budget  ── shared memory, CUDA IPC or broadcast ──►  loaded layer by layer
+      next group ...                          reload ends, caches of old keys and values dropped
+
+Nothing touches the disk, and no process holds the model a second time: a group is at most the
+budget. Names and shapes are those of a Hugging Face state dict.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aligner.distributed.worker_groups import WorkerFuture, WorkerGroup
+from aligner.models.sharded import run_on_all
+
+
+class RefitSource:
+    """A policy's part of a refit; its workers are `RefitWorker`."""
+
+    worker_group: WorkerGroup
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """Shape and dtype of every weight, by its Hugging Face name, in depth order."""
+        return run_on_all(self.worker_group, "prepare_refit_info")[0]
+
+    def prepare_weights_for_ipc(
+        self, _refit_buffer_size_gb: float | None = None
+    ) -> list[list[str]]:
+        """Names of all weights in groups of at most so many GiB; default what all workers have.
+
+        A tensor that is larger than the budget is a group of its own.
+        """
+        results = run_on_all(self.worker_group, "prepare_weights_for_ipc")
+        sizes, _ = results[0]
+        budget = min(available for _, available in results)
+        if _refit_buffer_size_gb is not None:
+            budget = int(_refit_buffer_size_gb * 1024**3)
+        return group_by_bytes(sizes, budget)
+
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Offer some weights; what opens them, by machine or device. See `RefitWorker`."""
+        handles: dict[str, Any] = {}
+        for offered in run_on_all(self.worker_group, "get_weights_ipc_handles", keys=list(keys)):
+            handles |= offered
+        return handles
+
+    def offer_rendezvous(self, world_size: int, timeout_s: float) -> tuple[str, int]:
+        """Address and port at which a group for broadcasts can meet."""
+        offers = run_on_all(
+            self.worker_group, "offer_rendezvous", world_size=world_size, timeout_s=timeout_s
+        )
+        return next(offer for offer in offers if offer is not None)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
+    ) -> WorkerFuture:
+        """Begin to meet the engines; the caller waits, for the engines must come at once."""
+        return self.worker_group.run_all_workers_single_data(
+            "init_collective", ip=ip, port=port, world_size=world_size, timeout_s=timeout_s
+        )
+
+    def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> WorkerFuture:
+        """Begin to send weights (default all); the caller waits, for the engines must receive."""
+        return self.worker_group.run_all_workers_single_data(
+            "broadcast_weights_for_collective", keys=None if keys is None else list(keys)
+        )
+
+    def offload_before_refit(self) -> None:
+        """Make room on devices that engines share."""
+        run_on_all(self.worker_group, "offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        """Take back what was offered."""
+        run_on_all(self.worker_group, "offload_after_refit")
+
+
+class RefitTarget(Protocol):
+    """The engines' part of a refit."""
+
+    def begin_refit(self) -> None:
+        """Stop drawing and expect weights."""
+        ...
+
+    def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
+        """Load a group that policy workers offer."""
+        ...
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, timeout_s: float
+    ) -> WorkerFuture:
+        """Begin to meet the policy."""
+        ...
+
+    def receive_weights(self, infos: list[tuple[str, Any]]) -> WorkerFuture:
+        """Begin to receive and load a group; ``infos``: names, each with shape and dtype."""
+        ...
+
+    def finish_refit(self) -> None:
+        """The weights are complete."""
+        ...
+
+
+class Refit:
+    """Pushes a policy's weights into engines whenever it is called."""
+
+    def __init__(
+        self,
+        policy: RefitSource,
+        target: RefitTarget,
+        *,
+        separate: bool,
+        buffer_bytes: int,
+        world_size: int,
+        timeout_s: float,
+    ) -> None:
+        """``separate``: by broadcast among ``world_size`` members, else through shared memory."""
+        self._policy, self._target = policy, target
+        self._separate = separate
+        self._buffer_gb = buffer_bytes / 1024**3
+        self._world_size, self._timeout_s = world_size, timeout_s
+        self._groups: list[list[str]] | None = None
+        self._infos: dict[str, Any] = {}
+
+    def __call__(self) -> None:
+        """Bring the engines' weights to the policy's."""
+        self._policy.offload_before_refit()
+        groups = self._prepare()
+        self._target.begin_refit()
+        for keys in groups:
+            if self._separate:
+                sending = self._policy.broadcast_weights_for_collective(keys)
+                receiving = self._target.receive_weights([(key, self._infos[key]) for key in keys])
+                sending.get_results()
+                receiving.get_results()
+            else:
+                self._target.load_weights_from_ipc(self._policy.get_weights_ipc_handles(keys))
+        self._target.finish_refit()
+        self._policy.offload_after_refit()
+
+    def _prepare(self) -> list[list[str]]:
+        """What is the same in every refit, made in the first."""
+        if self._groups is None:
+            self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
+            if self._separate:
+                self._infos = self._policy.prepare_refit_info()
+                ip, port = self._policy.offer_rendezvous(self._world_size, self._timeout_s)
+                meeting = self._policy.init_collective(ip, port, self._world_size, self._timeout_s)
+                joined = self._target.init_collective(ip, port, self._world_size, self._timeout_s)
+                meeting.get_results()
+                joined.get_results()
+        return self._groups
+
+
+def group_by_bytes(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
+    """Names in order, cut into groups whose bytes add up to ``budget`` at most.
+
+    What is larger than the budget alone makes a group of its own.
+    """
+    groups: list[list[str]] = []
+    left = 0
+    for name, size in sizes:
+        if not groups or size > left:
+            groups.append([])
+            left = budget
+        groups[-1].append(name)
+        left -= size
+    return groups

@@ -1,0 +1,124 @@
+"""`RefitWorker`: a policy worker's weights on their way to sampling engines, on every backend."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import ParallelState
+from aligner.distributed.weight_broadcast import WeightBroadcast, open_rendezvous, own_address
+from aligner.distributed.weight_segments import Offer, aligned_bytes
+from aligner.errors import WorkerError
+
+RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class RefitWorker(ABC):
+    """Hands weights over under Hugging Face's names, a group of tensors at a time.
+
+    A backend says how one tensor becomes whole (`hf_weights`); how it travels is said here once.
+    All methods are called on every worker, for making a tensor whole is collective.
+    """
+
+    parallel: ParallelState
+    _info: RefitInfo | None = None
+    _offer: Offer | None = None
+    _broadcast: WeightBroadcast | None = None
+    _rendezvous: Any = None
+
+    @abstractmethod
+    def hf_weight_names(self) -> Sequence[str]:
+        """Names of all weights, as in a Hugging Face state dict, in depth order."""
+
+    @abstractmethod
+    def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under these names, on every worker; none is kept when the next is made."""
+
+    def prepare_refit_info(self) -> RefitInfo:
+        """Shape and dtype of every weight; shapes do not change, so they are looked up once."""
+        if self._info is None:
+            tensors = self.hf_weights(list(self.hf_weight_names()))
+            self._info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
+        return self._info
+
+    # Shared memory or a shared device ---------------------------------------------------------
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], int]:
+        """Name and bytes of every weight, and the bytes that an offer may take here."""
+        sizes = [(name, self._bytes_of(name)) for name in self.prepare_refit_info()]
+        return sizes, accelerator.free_memory_bytes() // 2
+
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Offer the weights ``keys`` until the next offer; what opens them, by who can open them.
+
+        On CPU the first worker of a machine offers them, on GPUs every worker on its own device.
+        """
+        self._withdraw()
+        tensors = self.hf_weights(keys)
+        if not accelerator.has_gpu() and _local_rank() != 0:
+            for _ in tensors:  # its part in making them whole
+                pass
+            return {}
+        self._offer = Offer(tensors, sum(aligned_bytes(self._bytes_of(name)) for name in keys))
+        return {accelerator.sharing_key(): self._offer.handle}
+
+    # Broadcast --------------------------------------------------------------------------------
+
+    def offer_rendezvous(self, world_size: int, timeout_s: float) -> tuple[str, int] | None:
+        """Rank 0 opens the place where policy and engines meet: its address and port."""
+        if self.parallel.rank != 0:
+            return None
+        self._rendezvous = open_rendezvous("0.0.0.0", 0, world_size, timeout_s)
+        return own_address(), self._rendezvous.port
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
+    ) -> None:
+        """Rank 0 joins the group of ``world_size`` members that meets at ``ip:port``.
+
+        The rendezvous is the one that `offer_rendezvous` opened, or is opened here.
+        """
+        if self.parallel.rank != 0:
+            return
+        store, self._rendezvous = self._rendezvous, None
+        if store is None:
+            store = open_rendezvous(ip, port, world_size, timeout_s)
+        self._broadcast = WeightBroadcast(store, 0, world_size, timeout_s)
+
+    def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> None:
+        """Send the weights ``keys`` (default all) to every engine, one after the other."""
+        names = list(self.prepare_refit_info()) if keys is None else keys
+        for _, tensor in self.hf_weights(names):
+            if self.parallel.rank != 0:
+                continue
+            if self._broadcast is None:
+                raise WorkerError("init_collective must be called before weights are broadcast")
+            self._broadcast.send(tensor.contiguous())
+
+    # Before and after -------------------------------------------------------------------------
+
+    def offload_before_refit(self) -> None:
+        """Make room on a device that the engine shares."""
+        accelerator.release_memory()
+
+    def offload_after_refit(self) -> None:
+        """Withdraw what was offered; the engine has its own copy now."""
+        self._withdraw()
+        accelerator.release_memory()
+
+    def _withdraw(self) -> None:
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None
+
+    def _bytes_of(self, name: str) -> int:
+        shape, dtype = self.prepare_refit_info()[name]
+        return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
