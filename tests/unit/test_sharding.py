@@ -246,3 +246,43 @@ def test_errors_name_key_value_and_remedy():
             data.shard_by_batch_size(1, batch_size=3, **args)
         with pytest.raises(DataError, match="0 shards"):
             data.shard_by_batch_size(0, **args)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, WIDTH), st.integers(0, WIDTH)), min_size=1, max_size=15
+    ),
+    mode=st.sampled_from(["dynamic", "packed"]),
+    shards=st.integers(1, 4),
+    multiple=st.integers(1, 8),
+)
+def test_rows_of_a_group_stay_together(lengths, mode, shards, multiple):
+    """Preference pairs: both rows in one micro-batch, the budgets kept."""
+    data = batch([length for pair in lengths for length in pair])
+    budget = 2 * round_up(WIDTH, multiple)
+    args = {"dynamic": dynamic, "packed": packed}[mode](budget, multiple, rows_per_group=2)
+    parts, order = data.shard_by_batch_size(shards, **args)
+    for part in parts:
+        rows = part["row"]
+        padded = [round_up(length, multiple) for length in part["input_lengths"].tolist()]
+        planned_lengths = part.micro_batch_lengths[0]
+        for (start, end), planned in zip(part.micro_batch_indices[0], planned_lengths, strict=True):
+            members = rows[start:end]
+            assert [row for row in members if row % 2 == 0] == [
+                row - 1 for row in members if row % 2
+            ]
+            sizes = padded[start:end]
+            if mode == "packed":
+                assert planned == sum(sizes) <= budget
+            else:
+                assert planned == max(sizes, default=0)
+                assert planned * len(sizes) <= budget
+    assert sorted(order) == list(range(data.size))
+
+
+def test_groups_that_do_not_divide_are_refused():
+    with pytest.raises(DataError, match="3 rows cannot be taken 2 at a time"):
+        batch([1, 2, 3]).shard_by_batch_size(1, **packed(8, rows_per_group=2))
+    with pytest.raises(DataError, match="rows 0 to 3 cuts a group of 2 adjacent rows"):
+        batch([1] * 6).shard_by_batch_size(1, 3, **dynamic(8, rows_per_group=2))
