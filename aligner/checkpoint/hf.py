@@ -16,8 +16,13 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
-from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf, family_of
-from aligner.checkpoint.hf_tensors import HuggingFaceView, HuggingFaceWeights
+from aligner.checkpoint.hf_families import (
+    Family,
+    architecture_from_hf,
+    config_to_hf,
+    family_of,
+)
+from aligner.checkpoint.hf_tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
 from aligner.data.tokenizer import Tokenizer, tokenizer_from_files
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
@@ -149,12 +154,9 @@ def save_hf(
     """
     folder = Path(folder)
     check_names(weights, architecture, "the model to be saved")
-    if REWARD_HEAD[0] in weights:
-        raise CheckpointError(
-            "the model has a reward head (rm_head), which these Hugging Face families lack; "
-            "convert the policy instead"
-        )
     family, config = config_to_hf(architecture)
+    if REWARD_HEAD[0] in set(weights):
+        config |= _classifier(family)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
             f"{str(folder)!r} exists and is not empty; remove it or give another --output"
@@ -180,6 +182,17 @@ def save_hf(
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _classifier(family: Family) -> dict[str, Any]:
+    """What ``config.json`` says of a body with a scalar head: a token classifier of one label."""
+    if family.table is not LLAMA_TABLE:
+        raise CheckpointError(
+            f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
+            "cannot carry in our form; save it as a .nemo, or convert the policy instead"
+        )
+    name = family.model_class.replace("ForCausalLM", "ForTokenClassification")
+    return {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
 def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | None]:

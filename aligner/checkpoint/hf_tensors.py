@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import OUTPUT_LAYER, Weights, check_shape, expected_shapes
+from aligner.checkpoint.canonical import (
+    OUTPUT_LAYER,
+    REWARD_HEAD,
+    Weights,
+    check_shape,
+    expected_shapes,
+)
 from aligner.errors import CheckpointError
 
 
@@ -114,6 +120,8 @@ GPT2_TABLE: Table = {
     "decoder.final_layernorm": (_COPY, ("transformer.ln_f",)),
     "output_layer": (_COPY, ("lm_head",)),
 }
+# The scalar head of token and sequence classifiers.
+SCORE = dict(zip(REWARD_HEAD, ("score.weight", "score.bias"), strict=True))
 _NUMBERED = re.compile(r"^decoder\.layers\.(\d+)\.")
 _NUMBERED_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 # Buffers that old transformers versions saved: causal masks and rope frequencies.
@@ -141,13 +149,20 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
 
 
 class HuggingFaceWeights(Mapping[str, Tensor]):
-    """Canonical view of a Hugging Face state dict; tensors are read when indexed."""
+    """Canonical view of a Hugging Face state dict; tensors are read when indexed.
+
+    A classifier's ``score`` is the reward head, and there is no output layer then.
+    """
 
     def __init__(self, state: Weights, table: Table, architecture: GPTArchitecture) -> None:
         self._architecture = architecture
         self._state = state
         self._shapes = expected_shapes(architecture)
+        heads = {name: target for name, target in SCORE.items() if target in state}
+        if heads:
+            self._shapes.pop(OUTPUT_LAYER, None)
         self._rows = {name: _row(name, table) for name in self._shapes}
+        self._rows |= {name: (_COPY, [target]) for name, target in heads.items()}
         self._actual = self._resolve(table)
 
     def _resolve(self, table: Table) -> dict[str, str]:
@@ -176,8 +191,12 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
         except RuntimeError as error:
             shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
             raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
-        check_shape(name, tensor.shape, self._shapes[name])
+        if name not in SCORE:  # of a head that does not fit, the role says more
+            check_shape(name, tensor.shape, self._shapes[name])
         return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows  # without reading it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -190,22 +209,27 @@ class HuggingFaceView(Mapping[str, Tensor]):
     """Canonical weights under Hugging Face's names; each is read when it is indexed."""
 
     def __init__(self, weights: Weights, table: Table, architecture: GPTArchitecture) -> None:
-        self._weights, self._table, self._architecture = weights, table, architecture
+        self._weights, self._architecture = weights, architecture
+        rows = {name: _row(name, table) for name in expected_shapes(architecture)}
+        rows |= {name: (_COPY, [target]) for name, target in SCORE.items()}
         present = set(weights)
+        self._rows = {name: row for name, row in rows.items() if name in present}
         self._sources = {
             target: (name, place)
-            for name in expected_shapes(architecture)
-            if name in present
-            for place, target in enumerate(_row(name, table)[1])
+            for name, (_, targets) in self._rows.items()
+            for place, target in enumerate(targets)
         }
         self._last: tuple[str, list[Tensor]] = "", []
 
     def __getitem__(self, target: str) -> Tensor:
         name, place = self._sources[target]
         if self._last[0] != name:  # what one canonical tensor holds is asked for in a row
-            layout, _ = _row(name, self._table)
+            layout, _ = self._rows[name]
             self._last = name, layout.part(self._weights[name], self._architecture)
         return self._last[1][place].contiguous()
+
+    def __contains__(self, target: object) -> bool:
+        return target in self._sources
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)

@@ -1,0 +1,231 @@
+"""`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors.
+
+What every role shares: building, passes of micro-batches, phases, files and run state. The twin of
+`MegatronGPTModel`; what a role computes from the hidden states is the role's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf import save_hf
+from aligner.checkpoint.hf_families import config_to_hf
+from aligner.checkpoint.hf_tensors import HuggingFaceView
+from aligner.checkpoint.model_source import ModelSource
+from aligner.checkpoint.nemo import save_nemo
+from aligner.config import check_layout
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed import accelerator
+from aligner.distributed.agreement import on_rank_zero
+from aligner.distributed.collectives import combine_metrics, reduce_metrics
+from aligner.distributed.parallel import ParallelState
+from aligner.errors import ConfigError
+from aligner.models.gpt.dtensor_build import build_sharded
+from aligner.models.gpt.dtensor_generation import canonical_weights
+from aligner.models.gpt.dtensor_model import TransformersModel
+from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
+from aligner.models.gpt.dtensor_shards import ParameterShard
+from aligner.models.gpt.dtensor_state import load_shard_state, shard_state
+from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.updates import (
+    count_denominators,
+    role_microbatches,
+    trainable,
+    update,
+)
+from aligner.types import LossFunction, TokenOutputs
+
+
+class DTensorModel:
+    """A role's share of a transformers model on this process."""
+
+    role_name = "model"  # in reports
+    has_scalar_head = False
+    loss_fn: LossFunction | None = None
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: RoleSettings,
+        parallel: ParallelState,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Build from an open checkpoint; the optimizer comes with `setup_training`."""
+        self.settings = settings
+        self.parallel = parallel
+        self.tokenizer: Tokenizer | None = tokenizer
+        self.architecture: GPTArchitecture = source.architecture
+        check_layout(self.architecture, settings.parallel, parallel.world_size)
+        self.model, self.shards = self.build(_hugging_face_names(source))
+        self.optimizer: ShardOptimizer | None = None
+
+    # What a role adds -------------------------------------------------------------------------
+
+    def token_outputs(
+        self,
+        model: TransformersModel,
+        hidden: Tensor,
+        microbatch: Microbatch,
+        with_entropy: bool,
+    ) -> TokenOutputs:
+        """What the role says of each token, from ``model``'s hidden states ``[n * L, H]``.
+
+        Called inside ``model``'s forward pass.
+        """
+        raise NotImplementedError
+
+    # The model --------------------------------------------------------------------------------
+
+    def build(
+        self, weights: Mapping[str, Tensor] | None
+    ) -> tuple[TransformersModel, list[ParameterShard]]:
+        """This process's share, filled where ``weights`` (Hugging Face's names) are given."""
+        return build_sharded(
+            self.architecture,
+            weights,
+            self.parallel,
+            dtype=self.settings.dtype,
+            recompute=self.settings.recompute,
+            with_scalar_head=self.has_scalar_head,
+        )
+
+    def setup_training(self) -> None:
+        """Make the optimizer; call once."""
+        if self.optimizer is None and self.settings.optim is not None:
+            self.optimizer = ShardOptimizer(
+                self.shards,
+                self.parallel,
+                self.settings.optim,
+                gradient_clip_val=self.settings.gradient_clip_val,
+                total_steps=self.settings.max_optimizer_steps,
+            )
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole role, over all processes."""
+        return sum(torch.Size(shard.shape).numel() for shard in self.shards)
+
+    # Passes -----------------------------------------------------------------------------------
+
+    def infer_tokens(
+        self,
+        batch: Mapping[str, Tensor],
+        micro_batches: MicroBatches | None = None,
+        model: TransformersModel | None = None,
+    ) -> Tensor:
+        """The role's `token_outputs` without gradients; see `MegatronGPTModel.infer_tokens`."""
+        asked = model or self.model
+        microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
+        total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
+        start = 0
+        for microbatch in microbatches:
+            with torch.no_grad():
+                result = asked(microbatch.layout, self._scores(microbatch, asked))
+            total[start : start + result.shape[0], : result.shape[1]] = result
+            start += result.shape[0]
+        return total
+
+    def _scores(
+        self, microbatch: Microbatch, model: TransformersModel
+    ) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: (
+            self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
+        )
+
+    def get_loss_and_metrics(
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+    ) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of one global batch; see `MegatronGPTModel.get_loss_and_metrics`."""
+        loss_fn = self.loss_fn
+        if loss_fn is None:
+            raise ConfigError("loss_fn is None; set model.loss_fn before training")
+        denominators = count_denominators(batch, self.parallel.dp_group)
+
+        def head_of(microbatch: Microbatch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
+            def head(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                outputs = self.token_outputs(self.model, hidden, microbatch, loss_fn.needs_entropy)
+                return loss_fn(outputs, microbatch.columns, denominators)
+
+            return head
+
+        parts = []
+        with torch.set_grad_enabled(not forward_only):
+            for microbatch in self._split(batch, mbs or self.settings.micro_batch_size):
+                loss, metrics = self.model(microbatch.layout, head_of(microbatch))
+                if not forward_only:
+                    loss.backward()
+                parts.append({**metrics, "loss": loss.detach()})
+        reduced = reduce_metrics(combine_metrics(parts), self.parallel.dp_group)
+        return reduced["loss"], reduced
+
+    def training_update(
+        self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
+    ) -> dict[str, float]:
+        """One optimizer step on one global batch; see `aligner.models.gpt.updates.update`."""
+        return update(self, self.optimizer, batch, number, mbs)
+
+    def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
+        # Every pass gathers weights: data-parallel ranks meet in each.
+        return role_microbatches(batch, micro_batches, self.settings, self.parallel, in_step=True)
+
+    # Phases -----------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Bring the optimizer state back and enter training mode."""
+        trainable(self.optimizer).restore()
+        self.model.train()
+
+    def finish_training(self) -> None:
+        """Training is over for now; the next phase says where things move."""
+
+    def prepare_for_inference(self) -> None:
+        """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""
+        if self.optimizer is not None and self.settings.offload_adam_states:
+            self.optimizer.offload()
+        self.model.eval()
+
+    def finish_inference(self) -> None:
+        """Release device memory that inference cached."""
+        accelerator.release_memory()
+
+    # Files ------------------------------------------------------------------------------------
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Canonical weights joined on rank 0, none elsewhere; call it on every rank."""
+        weights = canonical_weights(self.shards, self.architecture, self.settings.dtype)
+        gathered: dict[str, Tensor] = {}
+        for name in weights:
+            tensor = weights[name]
+            if self.parallel.rank == 0:
+                gathered[name] = tensor.to("cpu", copy=True)
+        return gathered
+
+    def save_to(self, path: str) -> None:
+        """Write a `.nemo` file, or a Hugging Face directory where ``path`` has another ending.
+
+        Call it on every rank. Rank 0 writes, and if it cannot, all raise.
+        """
+        weights = self.whole_weights()
+        files = self.tokenizer.files() if self.tokenizer is not None else {}
+        save = save_nemo if Path(path).suffix == ".nemo" else save_hf
+        on_rank_zero(lambda: save(path, weights, self.architecture, files))
+
+    # Run state --------------------------------------------------------------------------------
+
+    def run_state(self) -> dict[str, Any]:
+        """This process's share of weights and optimizer, exact."""
+        return shard_state(self.shards, self.optimizer)
+
+    def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        load_shard_state(self.shards, self.optimizer, states)
+
+
+def _hugging_face_names(source: ModelSource) -> Mapping[str, Tensor]:
+    """The checkpoint's weights as Hugging Face names them."""
+    family, _ = config_to_hf(source.architecture)
+    return HuggingFaceView(source.weights, family.table, source.architecture)

@@ -1,0 +1,156 @@
+"""The policy on a transformers model: generates responses, scores tokens, and learns."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from aligner.config import LengthParams, SamplingParams
+from aligner.distributed import accelerator
+from aligner.distributed.adjoint_collectives import SumGradient
+from aligner.errors import ConfigError
+from aligner.models.gpt.dtensor import DTensorModel
+from aligner.models.gpt.dtensor_generation import megatron_copy
+from aligner.models.gpt.dtensor_model import TransformersModel
+from aligner.models.gpt.dtensor_shards import GatheredWeights
+from aligner.models.gpt.generation import GenerationOutput, Generator
+from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.token_logprobs import token_logprobs
+from aligner.types import TokenOutputs
+
+
+class DTensorActorModel(DTensorModel):
+    """PPO's actor, the twin of `MegatronGPTActorModel`."""
+
+    role_name = "policy"
+    length_params = LengthParams()
+    sampling_params = SamplingParams()
+    rollout_micro_batch_size = 64
+    _reference: TransformersModel | dict[str, Tensor] | None = None
+    _generator: Generator | None = None
+
+    # Scoring ----------------------------------------------------------------------------------
+
+    def token_outputs(
+        self,
+        model: TransformersModel,
+        hidden: Tensor,
+        microbatch: Microbatch,
+        with_entropy: bool,
+    ) -> TokenOutputs:
+        """Log-probs (and entropy) where ``token_mask`` is 1."""
+        tp_group = self.parallel.tp_group if self.parallel.config.tensor > 1 else None
+        return token_logprobs(
+            hidden if tp_group is None else SumGradient.apply(hidden, tp_group),
+            model.output_weight(),
+            microbatch.columns["input_ids"],
+            microbatch.columns["token_mask"],
+            microbatch.layout,
+            vocab_size=self.architecture.vocab_size,
+            tp_group=tp_group,
+            sampling=self.sampling_params,
+            with_entropy=with_entropy,
+        )
+
+    def get_logprobs(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
+    ) -> Tensor:
+        """Log-probs under the current weights; see `MegatronGPTActorModel.get_logprobs`."""
+        return self.infer_tokens(batch, micro_batches)
+
+    def get_reference_logprobs(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
+    ) -> Tensor:
+        """As `get_logprobs`, under the weights that training began with."""
+        with self._initial_model() as initial:
+            return self.infer_tokens(batch, micro_batches, initial)
+
+    @torch.no_grad()
+    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
+        """Freeze the current weights as the reference policy: a second model, or on the host."""
+        if mode == "swap":
+            self._reference = {
+                shard.name: accelerator.to_host(shard.local.clone()) for shard in self.shards
+            }
+            return
+        self._reference, copies = self.build(None)
+        self._reference.eval().requires_grad_(False)
+        for copy, shard in zip(copies, self.shards, strict=True):
+            copy.local.copy_(shard.local)
+
+    @contextlib.contextmanager
+    def _initial_model(self) -> Iterator[TransformersModel]:
+        if self._reference is None:
+            raise ConfigError(
+                "no reference policy was kept: call keep_reference() right after the weights are "
+                "loaded (a run does so when a KL coefficient is above 0)"
+            )
+        if isinstance(self._reference, TransformersModel):
+            yield self._reference
+            return
+        self._exchange(self._reference)
+        try:
+            yield self.model
+        finally:
+            self._exchange(self._reference)
+
+    @torch.no_grad()
+    def _exchange(self, held: dict[str, Tensor]) -> None:
+        for shard in self.shards:
+            current = accelerator.to_host(shard.local.clone())
+            shard.local.copy_(held[shard.name])
+            held[shard.name] = current
+
+    # Generating -------------------------------------------------------------------------------
+
+    def configure_generation(
+        self, length: LengthParams, sampling: SamplingParams, rollout_micro_batch_size: int
+    ) -> None:
+        """Set how `generate` draws; the sampling temperature also applies to all log-probs."""
+        self.length_params = length
+        self.sampling_params = sampling
+        self.rollout_micro_batch_size = rollout_micro_batch_size
+
+    def prepare_for_generation(self) -> None:
+        """Gather the weights into the model that generates; collective."""
+        self.prepare_for_inference()
+        assert self.tokenizer is not None
+        self._generator = Generator(
+            megatron_copy(self.shards, self.architecture, self.parallel, self.settings.dtype),
+            self.architecture,
+            tokenizer=self.tokenizer,
+            eos_ids=(self.tokenizer.eos_id,),
+            pad_id=self.tokenizer.pad_id,
+            length=self.length_params,
+            sampling=self.sampling_params,
+            max_batch_size=self.rollout_micro_batch_size,
+        )
+
+    def finish_generation(self) -> None:
+        """Give up the model that generates."""
+        self._generator = None
+        self.finish_inference()
+
+    def generate(
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_ids: Tensor,
+        *,
+        seed: int,
+        greedy: bool | None = None,
+    ) -> GenerationOutput:
+        """Continue right-padded prompts; see `aligner.models.gpt.generation.Generator`."""
+        if self._generator is None:
+            raise ConfigError("generate: call prepare_for_generation() first, on every rank")
+        return self._generator.generate(
+            prompts, prompt_lengths, sample_ids, seed=seed, greedy=greedy
+        )
+
+    # Weights for other engines ----------------------------------------------------------------
+
+    def hugging_face_weights(self) -> GatheredWeights:
+        """The whole weights under Hugging Face's names, gathered when indexed; collective."""
+        return GatheredWeights(self.shards, self.settings.dtype)

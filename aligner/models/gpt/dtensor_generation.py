@@ -1,0 +1,46 @@
+"""Generation with a sharded model's weights: aligner's one sampling engine, on a copy of them.
+
+For as long as rollouts are made, the weights stand once more in a megatron-core model of the same
+tensor-parallel layout, unsharded over data-parallel ranks: the tokens are those of the megatron
+backend. This costs the weights of a tensor-parallel rank, in the dtype of the forward pass, beside
+the rank's share.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.hf_families import config_to_hf
+from aligner.checkpoint.hf_tensors import HuggingFaceWeights
+from aligner.distributed.parallel import ParallelState
+from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.dtensor_shards import GatheredWeights, ParameterShard
+
+
+def canonical_weights(
+    shards: Sequence[ParameterShard], architecture: GPTArchitecture, dtype: torch.dtype
+) -> HuggingFaceWeights:
+    """Canonical weights of a sharded model, gathered when indexed; collective."""
+    family, _ = config_to_hf(architecture)
+    return HuggingFaceWeights(GatheredWeights(shards, dtype), family.table, architecture)
+
+
+def megatron_copy(
+    shards: Sequence[ParameterShard],
+    architecture: GPTArchitecture,
+    parallel: ParallelState,
+    dtype: torch.dtype,
+) -> GPTModel:
+    """A megatron-core model with the weights as they are now; collective."""
+    gpt = build_gpt(architecture, dtype=dtype, parallel=parallel.config, initialize=False)
+    load_weights(
+        gpt,
+        canonical_weights(shards, architecture, dtype),
+        architecture,
+        tp_rank=parallel.tp_rank,
+        tp_size=parallel.config.tensor,
+    )
+    return gpt.eval().requires_grad_(False)

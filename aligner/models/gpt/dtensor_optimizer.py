@@ -1,0 +1,163 @@
+"""Optimizer of a sharded model: each process updates the elements it holds.
+
+The same step as the megatron-core roles': global norm, refusal of what is not finite, clipping,
+AdamW (or SGD) in float32; weight decay spares biases and norms.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from aligner.config import OptimConfig
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import ParallelState
+from aligner.models.gpt.dtensor_shards import ParameterShard
+from aligner.models.gpt.optimizer import OwnedSlice, StepOutcome, learning_rate
+
+
+class ShardOptimizer:
+    """Adam's moments (or nothing, for SGD) of the local elements, and the schedule."""
+
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        parallel: ParallelState,
+        config: OptimConfig,
+        *,
+        gradient_clip_val: float,
+        total_steps: int | None,
+    ) -> None:
+        self.config = config
+        self.gradient_clip_val = gradient_clip_val
+        self.total_steps = total_steps
+        self.steps = 0
+        self._parallel = parallel
+        self._shards = list(shards)
+        # Plain tensors in the parameters' memory; torch's optimizers need not know of DTensor.
+        self._mains = {
+            shard.name: nn.Parameter(shard.local, requires_grad=False)
+            for shard in self._shards
+            if shard.local.numel() > 0
+        }
+        self._inner = _make_optimizer(config, self._decayed(True), self._decayed(False))
+        self._offloaded = False
+
+    def _decayed(self, wanted: bool) -> list[nn.Parameter]:
+        return [
+            self._mains[shard.name]
+            for shard in self._shards
+            if shard.name in self._mains and _decays(shard) == wanted
+        ]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self.steps, self.config.lr, self.config.sched, self.total_steps)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        for shard in self._shards:
+            shard.parameter.grad = None
+        for main in self._mains.values():
+            main.grad = None
+
+    @torch.no_grad()
+    def step(self, loss_is_finite: bool = True) -> StepOutcome:
+        """Update the weights, unless the loss or the gradient norm is NaN or infinite.
+
+        A skipped step leaves weights, moments and the schedule as they were.
+        """
+        lr = self.lr
+        gradients = self._take_gradients()
+        norm = self._norm(gradients)
+        if not loss_is_finite or not math.isfinite(norm):
+            return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
+        clip = self.gradient_clip_val / (norm + 1e-6) if self.gradient_clip_val > 0 else 1.0
+        if clip < 1.0:
+            for gradient in gradients.values():
+                gradient.mul_(clip)
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        self._inner.step()
+        self.steps += 1
+        return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """Local gradients by name, and in place for the update."""
+        gradients = {}
+        for shard in self._shards:
+            gradient = shard.gradient
+            assert gradient is not None, shard.name
+            if shard.summed:  # on all ranks alike, also those without elements
+                dist.all_reduce(gradient, group=self._parallel.tp_group)
+            if shard.name in self._mains:
+                gradients[shard.name] = self._mains[shard.name].grad = gradient
+        return gradients
+
+    def _norm(self, gradients: dict[str, Tensor]) -> float:
+        """Euclidean norm over all elements of the model, each counted once."""
+        is_first = self._parallel.tp_rank == 0
+        squares = [
+            torch.linalg.vector_norm(gradients[shard.name]).double().square()
+            for shard in self._shards
+            if shard.name in gradients and (is_first or shard.split_dim is not None)
+        ]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = accelerator.to_device(total)
+        for group in (self._parallel.dp_group, self._parallel.tp_group):
+            dist.all_reduce(total, group=group)
+        return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+
+    def offload(self) -> None:
+        """Move the Adam moments to host memory (nothing moves where they are there already)."""
+        self._move(accelerator.to_host)
+        accelerator.synchronize()
+        accelerator.release_memory()
+        self._offloaded = True
+
+    def restore(self) -> None:
+        """Bring the Adam moments back to the device."""
+        if self._offloaded:
+            self._move(accelerator.to_device)
+            self._offloaded = False
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        for state in self._inner.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = move(value)
+
+    # Run state --------------------------------------------------------------------------------
+
+    def owned_slices(self) -> Iterator[tuple[ParameterShard, OwnedSlice]]:
+        """Local elements of every parameter that has some, with their moments."""
+        for shard in self._shards:
+            if shard.name in self._mains:
+                main = self._mains[shard.name]
+                yield shard, OwnedSlice(shard.parameter, 0, main, self._inner)
+
+    def resume_at(self, steps: int) -> None:
+        """Continue the schedule after ``steps`` updates; moments are on the device."""
+        self.steps = steps
+        self._offloaded = False
+
+
+def _decays(shard: ParameterShard) -> bool:
+    return len(shard.shape) > 1 and not shard.name.endswith(".bias")
+
+
+def _make_optimizer(
+    config: OptimConfig, decayed: list[nn.Parameter], others: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
