@@ -14,7 +14,7 @@ from aligner.errors import ConfigError
 from aligner.models.gpt.dtensor import DTensorModel
 from aligner.models.gpt.dtensor_generation import megatron_copy
 from aligner.models.gpt.dtensor_model import TransformersModel
-from aligner.models.gpt.dtensor_shards import GatheredWeights
+from aligner.models.gpt.dtensor_shards import WholeParameters
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
 from aligner.models.gpt.token_logprobs import token_logprobs
@@ -151,6 +151,6 @@ class DTensorActorModel(DTensorModel):
 
     # Weights for other engines ----------------------------------------------------------------
 
-    def hugging_face_weights(self) -> GatheredWeights:
+    def hugging_face_weights(self) -> WholeParameters:
         """The whole weights under Hugging Face's names, gathered when indexed; collective."""
-        return GatheredWeights(self.shards, self.settings.dtype)
+        return WholeParameters(self.shards, self.settings.dtype)

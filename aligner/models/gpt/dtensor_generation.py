@@ -17,7 +17,7 @@ from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceWeights
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.dtensor_shards import GatheredWeights, ParameterShard
+from aligner.models.gpt.dtensor_shards import ParameterShard, WholeParameters
 
 
 def canonical_weights(
@@ -25,7 +25,7 @@ def canonical_weights(
 ) -> HuggingFaceWeights:
     """Canonical weights of a sharded model, gathered when indexed; collective."""
     family, _ = config_to_hf(architecture)
-    return HuggingFaceWeights(GatheredWeights(shards, dtype), family.table, architecture)
+    return HuggingFaceWeights(WholeParameters(shards, dtype), family.table, architecture)
 
 
 def megatron_copy(

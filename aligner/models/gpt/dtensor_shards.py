@@ -70,7 +70,7 @@ class ParameterShard:
         return _gather(part, self.split_dim, size, parallel.tp_group, parallel.config.tensor)
 
 
-class GatheredWeights(Mapping[str, Tensor]):
+class WholeParameters(Mapping[str, Tensor]):
     """The whole parameters by name, each gathered when it is indexed.
 
     Collective: all processes index the same names in the same order.

@@ -1,26 +1,24 @@
 """One process's share of a policy on megatron-core."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceView
+from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import ModelConfig
 from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.settings import RunFacts, policy_settings
-from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
-from aligner.models.policy.workers.refit_worker import RefitWorker
+from aligner.models.policy.workers.policy_worker import PolicyWorker
 
 
-class MegatronPolicyWorker(RefitWorker, MegatronWorker[MegatronGPTActorModel]):
+class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
     """Loads the policy from ``config.restore_from_path`` and serves `Policy`."""
 
     def __init__(
@@ -30,6 +28,8 @@ class MegatronPolicyWorker(RefitWorker, MegatronWorker[MegatronGPTActorModel]):
         run: RunFacts,
         parallel: ParallelState,
         init_optimizer: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
         init_reference_model: bool = True,
         max_optimizer_steps: int | None = None,
     ) -> None:
@@ -47,57 +47,12 @@ class MegatronPolicyWorker(RefitWorker, MegatronWorker[MegatronGPTActorModel]):
         )
         if init_reference_model:
             model.keep_reference(config.reference.mode)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path)
         if init_optimizer:
             model.setup_training()
-
-    def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
-        """Continue right-padded prompts; see `GenerationOutputSpec`."""
-        batch = tensors_on_device(data)
-        output = self.model.generate(
-            batch["input_ids"],
-            batch["input_lengths"],
-            batch["sample_ids"],
-            seed=seed,
-            greedy=greedy or None,
-        )
-        return BatchedDataDict(
-            {
-                "output_ids": output.tokens,
-                "generation_lengths": output.lengths - output.prompt_lengths,
-                "unpadded_sequence_lengths": output.lengths,
-                "logprobs": output.logprobs,
-                "is_end": output.is_end,
-            }
-        )
-
-    def get_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``logprobs`` float32 ``[B, S]`` under the current weights."""
-        passes = micro_batches_of(data, micro_batch_size)
-        return BatchedDataDict(
-            {"logprobs": self.model.get_logprobs(tensors_on_device(data), passes)}
-        )
-
-    def get_reference_policy_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``reference_logprobs`` float32 ``[B, S]`` under the initial weights."""
-        passes = micro_batches_of(data, micro_batch_size)
-        logprobs = self.model.get_reference_logprobs(tensors_on_device(data), passes)
-        return BatchedDataDict({"reference_logprobs": logprobs})
-
-    def prepare_for_generation(self) -> None:
-        """Evaluation mode."""
-        self.model.prepare_for_inference()
-
-    def finish_generation(self) -> None:
-        """Release what generation cached."""
-        self.model.finish_inference()
-
-    def prepare_for_lp_inference(self) -> None:
-        """Evaluation mode."""
-        self.model.prepare_for_inference()
+        if optimizer_path is not None:
+            load_optimizer_state(self, optimizer_path)
 
     # Weights for sampling engines -------------------------------------------------------------
 
@@ -109,6 +64,11 @@ class MegatronPolicyWorker(RefitWorker, MegatronWorker[MegatronGPTActorModel]):
         """Whole tensors on every worker; collective over tensor, pipeline and expert parallel."""
         view = self._hugging_face_view()
         return ((name, view[name]) for name in names)
+
+    def offload_before_refit(self) -> None:
+        """Evaluation mode; the optimizer's moments leave the device where configured."""
+        self.model.prepare_for_inference()
+        super().offload_before_refit()
 
     def _hugging_face_view(self) -> HuggingFaceView:
         architecture = self.model.architecture
