@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loss_checks import check_garbage, check_micro_batches, evaluate
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.errors import ConfigError
@@ -239,6 +240,131 @@ def test_entropy_is_a_metric_without_a_bonus():
     assert (loss.item(), metrics["entropy"].item()) == (0.0, 1.5)
 
 
+def _two_rows():
+    """Ratios by token: row 0 is 4 and 1 (geometric mean 2), row 1 is ½ and a masked token."""
+    logprobs = torch.tensor([[4.0, 1.0], [0.5, 1e9]], dtype=torch.float64).log() - 1
+    batch = {
+        "advantages": torch.tensor([[1.0, 1.0], [-3.0, 0.0]], dtype=torch.float64),
+        "token_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+        "sample_mask": torch.ones(2, dtype=torch.float64),
+        "prev_logprobs": torch.full((2, 2), -1.0, dtype=torch.float64),
+    }
+    return logprobs, batch
+
+
+def _grid(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_sequence_ratio_by_hand():
+    """GSPO: row 0 has ratio 2 on both tokens, row 1 ratio ½.
+
+    loss = (mean(-2, -2) + 3·½) / 2 sequences. Row 0's ratio moves by 2·½ with each log-prob, and
+    both tokens feel it: -(1/2)·2·(2·½)/2 = -½ each; row 1: 3·½ / 2.
+    """
+    loss_function = PPOPolicyLoss(
+        0.9, 9.0, ratio_level="sequence", aggregation="sequence_mean", needs_entropy=False
+    )
+    loss, gradient, metrics = evaluate(loss_function, *_two_rows())
+    assert loss == pytest.approx((-2 + 1.5) / 2)
+    torch.testing.assert_close(gradient, _grid([-0.5, -0.5], [0.75, 0.0]))
+    assert metrics["ppo_ratio"] == pytest.approx((2 + 2 + 0.5) / 3)
+    assert metrics["ppo_ratio_max"] == pytest.approx(2)
+
+
+def test_sequence_ratio_is_clipped_as_a_row():
+    """Upper bound 1.5: row 0 (ratio 2, A > 0) stops, though its second token's own ratio is 1."""
+    loss_function = PPOPolicyLoss(0.9, 0.5, ratio_level="sequence", needs_entropy=False)
+    loss, gradient, metrics = evaluate(loss_function, *_two_rows())
+    assert loss == pytest.approx((-1.5 - 1.5 + 1.5) / 3)
+    torch.testing.assert_close(gradient, _grid([0.0, 0.0], [0.5, 0.0]))
+    assert metrics["clip_fraction"] == pytest.approx(2 / 3)
+
+
+def test_sequence_gradient_with_token_advantages():
+    """Advantages 1 and 5: the row's ratio feels their mean, each token alike (verl's would not)."""
+    logprobs, batch = _two_rows()
+    batch["advantages"] = _grid([1.0, 5.0], [0.0, 0.0])
+    loss_function = PPOPolicyLoss(0.9, 9.0, ratio_level="sequence", needs_entropy=False)
+    _, gradient, _ = evaluate(loss_function, logprobs, batch)
+    # -(1 + 5) · d(ratio)/d(logprob) / 3 tokens, d(ratio)/d(logprob) = 2·½
+    torch.testing.assert_close(gradient, _grid([-2.0, -2.0], [0.0, 0.0]))
+
+
+def test_cispo_by_hand():
+    """Weights clip(4), 1, clip(½) to [0.8, 1.2]; -w·A·logprob, and the slope is -w·A / 3 tokens."""
+    logprobs, batch = _two_rows()
+    loss_function = PPOPolicyLoss(surrogate="cispo", needs_entropy=False)
+    loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
+    lp = [math.log(4) - 1, -1.0, math.log(0.5) - 1]
+    assert loss == pytest.approx((-1.2 * lp[0] - 1.0 * lp[1] + 0.8 * 3 * lp[2]) / 3)
+    torch.testing.assert_close(gradient, _grid([-1.2, -1.0], [2.4, 0.0]) / 3)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 3)
+    assert metrics["ppo_ratio_clamped"] == pytest.approx((1.2 + 1 + 0.8) / 3)
+    unbounded = PPOPolicyLoss(1.0, 0.2, surrogate="cispo", needs_entropy=False)
+    _, gradient, _ = evaluate(unbounded, logprobs, batch)
+    torch.testing.assert_close(gradient, _grid([-1.2, -1.0], [1.5, 0.0]) / 3)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "length", "weights"),
+    [
+        ("token_mean", None, [1 / 3, 1 / 3]),
+        ("sequence_mean", None, [1 / 4, 1 / 2]),
+        ("fixed_length", 10, [1 / 20, 1 / 20]),
+    ],
+)
+def test_aggregation_by_hand(aggregation, length, weights):
+    """What a token of the two-token row and of the one-token row weighs, in every term."""
+    logprobs, batch = _two_rows()
+    batch["ref_logprobs"] = logprobs - 0.5
+    entropy = _grid([0.1, 0.2], [0.4, 9.0])
+    loss_function = PPOPolicyLoss(
+        0.9,
+        9.0,
+        entropy_bonus=0.01,
+        kl_coefficient=0.1,
+        kl_estimator="k1",
+        aggregation=aggregation,
+        max_response_length=length,
+    )
+    loss, gradient, metrics = evaluate(loss_function, logprobs, batch, entropy)
+    long, short = weights
+    terms = long * (-4 - 1 - 0.01 * 0.3 + 0.1 * 1.0) + short * (1.5 - 0.01 * 0.4 + 0.1 * 0.5)
+    assert loss == pytest.approx(terms)
+    expected = _grid([long * (-4 + 0.1), long * (-1 + 0.1)], [short * (1.5 + 0.1), 0.0])
+    torch.testing.assert_close(gradient, expected)
+    # Metrics stay means over tokens.
+    assert metrics["entropy"] == pytest.approx(0.7 / 3)
+    assert metrics["kl_loss"] == pytest.approx(0.5)
+    assert metrics["ppo_ratio"] == pytest.approx(5.5 / 3)
+
+
+VARIANTS = [
+    {"ratio_level": "sequence", "aggregation": "sequence_mean"},
+    {"surrogate": "cispo", "aggregation": "fixed_length", "max_response_length": 9},
+    {"surrogate": "cispo", "ratio_level": "sequence"},
+    {"aggregation": "sequence_mean", "dual_clip": 1.5},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_what_every_variant_must_pass(options):
+    logprobs, entropy, batch = _random_batch(seed=5)
+    loss_function = PPOPolicyLoss(
+        entropy_bonus=0.01, kl_coefficient=0.1, importance_cap=1.1, **options
+    )
+    check_micro_batches(loss_function, logprobs, batch, [1, 2, 4], entropy)
+    masked = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
+    check_garbage(loss_function, logprobs, batch, masked, entropy=entropy)
+
+    def loss(leaf):
+        return loss_function(TokenOutputs(leaf, entropy), batch, _denominators(batch))[0]
+
+    if "surrogate" not in options:  # cispo's weight is held still, so its loss has another slope
+        assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -247,6 +373,12 @@ def test_entropy_is_a_metric_without_a_bonus():
         ({"ratio_eps_low": 1.0}, "ratio_eps_low=1.0"),
         ({"entropy_bonus": 0.1, "needs_entropy": False}, "needs the entropy"),
         ({"kl_estimator": "k9"}, "'k9' is unknown"),
+        ({"ratio_level": "row"}, "ratio_level='row' is unknown; use one of token, sequence"),
+        ({"surrogate": "sapo"}, "surrogate='sapo' is unknown; use one of clip, cispo"),
+        ({"surrogate": "cispo", "dual_clip": 3.0}, "dual_clip=3.0 bounds the clipped surrogate"),
+        ({"aggregation": "mean"}, "aggregation='mean' is unknown; use one of token_mean"),
+        ({"aggregation": "fixed_length"}, "needs max_response_length of at least 1, got None"),
+        ({"max_response_length": 8}, "max_response_length=8 says nothing with"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -2,14 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.kl import KLEstimator, check_estimator, kl_estimate
-from aligner.algorithms.masked import masked_mean
+from aligner.algorithms.losses.aggregation import (
+    Aggregation,
+    BatchAverage,
+    check_aggregation,
+    row_means,
+)
 from aligner.errors import ConfigError
 from aligner.types import Denominators, TokenOutputs
+
+RatioLevel = Literal["token", "sequence"]
+Surrogate = Literal["clip", "cispo"]
 
 
 @dataclass(frozen=True)
@@ -21,20 +30,31 @@ class PPOPolicyLoss:
         surrogate = max(-A·ρ, -A·clip(ρ, 1 - ratio_eps_low, 1 + ratio_eps_high))
         surrogate = min(surrogate, -dual_clip·A)   where A < 0     (Ye et al., 2020)
         w         = min(exp(prev_logprob - generation_logprob), importance_cap), no gradient
-        loss      = Σ mask·(w·surrogate - entropy_bonus·entropy + kl_coefficient·kl)
-                    / global valid tokens
+        loss      = average of w·surrogate - entropy_bonus·entropy + kl_coefficient·kl
+
+    The average is over the global batch, by default Σ mask·x / valid tokens; `aggregation` has the
+    others. Options that make it another algorithm's loss:
+
+    - ``ratio_level="sequence"`` (GSPO, Zheng et al., 2025): all tokens of a row share
+      ``ρ = exp(mean over the row of logprob - prev_logprob)``. Its gradient passes through that
+      mean (as NeMo-RL, TRL and OpenRLHF; verl's goes to each token with that token's advantage,
+      the same where advantages are constant in a row). GSPO itself has ``sequence_mean``.
+    - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-sg(clip(ρ, ...))·A·logprob``. The clipped ratio
+      is a weight without gradient, so every token learns (as verl and NeMo-RL; with
+      ``ratio_eps_low=1`` only the upper bound is left, as in TRL).
 
     ``kl`` is the estimator of ``algorithms.kl`` against ``ref_logprobs``, its gradient pathwise
     (as verl and TRL; NeMo-RL adds a score-function term). The log-ratio is not clamped (as NeMo-RL
     and TRL; verl and OpenRLHF clamp it to ±20). ``w`` corrects for a sampling engine whose
     numbers differ from the trainer's (truncated importance sampling, Yao et al., 2025).
 
-    Metrics are shares of global token means: ``loss``, ``ppo_ratio`` (ρ), ``ppo_ratio_clamped``,
-    ``clip_fraction`` (tokens whose clipped term is the larger: they get no gradient),
-    ``approx_kl`` (k3 of the rollout policy from this one), and by option ``dual_clip_fraction``,
-    ``entropy``, ``kl_loss`` (before its coefficient), ``importance_weight``; with
-    ``generation_logprobs`` in the batch ``logprob_gap_mean`` (``|prev_logprob -
-    generation_logprob|``). ``ppo_ratio_max`` and ``logprob_gap_max`` are maxima, 0 without a token.
+    Metrics: ``loss`` as averaged, and shares of global token means: ``ppo_ratio`` (ρ),
+    ``ppo_ratio_clamped``, ``clip_fraction`` (tokens whose clipped term is the larger: they get no
+    gradient; with cispo tokens whose weight was clipped), ``approx_kl`` (k3 of the rollout policy
+    from this one), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before its
+    coefficient), ``importance_weight``; with ``generation_logprobs`` in the batch
+    ``logprob_gap_mean`` (``|prev_logprob - generation_logprob|``). ``ppo_ratio_max`` and
+    ``logprob_gap_max`` are maxima, 0 without a token.
     """
 
     ratio_eps_low: float = 0.2
@@ -46,6 +66,10 @@ class PPOPolicyLoss:
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
     importance_cap: float | None = None  # None: no correction
+    ratio_level: RatioLevel = "token"
+    surrogate: Surrogate = "clip"
+    aggregation: Aggregation = "token_mean"
+    max_response_length: int | None = None  # in tokens; fixed_length divides by it
     needs_entropy: bool = True  # as metric; cheap without gradient
 
     def __post_init__(self) -> None:
@@ -56,15 +80,24 @@ class PPOPolicyLoss:
             raise ConfigError(
                 f"importance_cap={self.importance_cap} must be positive; use null to turn it off"
             )
-        if not 0 <= self.ratio_eps_low < 1 or self.ratio_eps_high < 0:
+        no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
+        if not (0 <= self.ratio_eps_low < 1 or no_lower_bound) or self.ratio_eps_high < 0:
             raise ConfigError(
-                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1) and "
-                f"ratio_eps_high={self.ratio_eps_high} at least 0"
+                f"ratio_eps_low={self.ratio_eps_low} must be in [0, 1), or 1 with surrogate=cispo, "
+                f"and ratio_eps_high={self.ratio_eps_high} at least 0"
             )
         if self.entropy_bonus != 0 and not self.needs_entropy:
             raise ConfigError(
                 f"entropy_bonus={self.entropy_bonus} needs the entropy; set needs_entropy=true"
             )
+        _check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        _check_choice("surrogate", self.surrogate, get_args(Surrogate))
+        if self.surrogate == "cispo" and self.dual_clip is not None:
+            raise ConfigError(
+                f"dual_clip={self.dual_clip} bounds the clipped surrogate, which surrogate=cispo "
+                "does not use; use null to turn it off"
+            )
+        check_aggregation(self.aggregation, self.max_response_length)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
@@ -88,28 +121,34 @@ class PPOPolicyLoss:
         mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
         prev_logprobs = batch.get("prev_logprobs", logprobs.detach())
         assert prev_logprobs.shape == logprobs.shape, prev_logprobs.shape
-        mean = _TokenMean(mask, denominators.valid_tokens)
+        mean = BatchAverage(mask, denominators)  # of tokens, whatever the loss averages
+        average = BatchAverage(mask, denominators, self.aggregation, self.max_response_length)
 
         # Masked before exp, not after: a masked position may hold a difference that overflows,
         # and 0 · inf would be NaN in the gradient.
         log_ratio = torch.where(mask, logprobs - prev_logprobs, 0)
-        ratio = log_ratio.exp()
-        surrogate, metrics = self._surrogate(ratio, torch.where(mask, advantages, 0), mean)
+        ratio = self._ratio(log_ratio, mask)
+        advantages = torch.where(mask, advantages, 0)
+        if self.surrogate == "cispo":
+            surrogate, metrics = self._cispo(
+                ratio, advantages, torch.where(mask, logprobs, 0), mean
+            )
+        else:
+            surrogate, metrics = self._clip(ratio, advantages, mean)
         if self.importance_cap is not None:
             weight = self._importance_weight(prev_logprobs, batch["generation_logprobs"], mask)
             surrogate = weight * surrogate
             metrics["importance_weight"] = mean(weight)
-        loss = mean(surrogate)
+        loss = average(surrogate)
         if self.kl_coefficient != 0:
-            kl_loss = mean(self._kl(logprobs, batch["ref_logprobs"], mask))
-            loss = loss + self.kl_coefficient * kl_loss
-            metrics["kl_loss"] = kl_loss
+            kl = self._kl(logprobs, batch["ref_logprobs"], mask)
+            loss = loss + self.kl_coefficient * average(kl)
+            metrics["kl_loss"] = mean(kl.detach())
         if self.needs_entropy:
             assert outputs.entropy is not None, "this loss asked for the entropy"
-            entropy = mean(outputs.entropy)
             if self.entropy_bonus != 0:
-                loss = loss - self.entropy_bonus * entropy
-            metrics["entropy"] = entropy
+                loss = loss - self.entropy_bonus * average(outputs.entropy)
+            metrics["entropy"] = mean(outputs.entropy.detach())
         metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
         metrics["ppo_ratio"] = mean(ratio)
         metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
@@ -120,11 +159,32 @@ class PPOPolicyLoss:
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    def _surrogate(
-        self, ratio: Tensor, advantages: Tensor, mean: "_TokenMean"
+    def _ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """ρ, float [B, S], 1 where masked; constant in a row at sequence level."""
+        if self.ratio_level == "sequence":
+            log_ratio = row_means(log_ratio, mask).unsqueeze(1).expand_as(log_ratio)
+        return log_ratio.exp()
+
+    def _clipped(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(1 - self.ratio_eps_low, 1 + self.ratio_eps_high)
+
+    def _cispo(
+        self, ratio: Tensor, advantages: Tensor, logprobs: Tensor, mean: BatchAverage
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy gradient's surrogate under a clipped weight, float [B, S], and its metrics."""
+        ratio = ratio.detach()
+        clamped = self._clipped(ratio)
+        metrics = {
+            "ppo_ratio_clamped": mean(clamped),
+            "clip_fraction": mean((clamped != ratio).to(ratio.dtype)),
+        }
+        return -clamped * advantages * logprobs, metrics
+
+    def _clip(
+        self, ratio: Tensor, advantages: Tensor, mean: BatchAverage
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The pessimistic bound of the objective, negated, float [B, S], and its metrics."""
-        clamped = ratio.clamp(1 - self.ratio_eps_low, 1 + self.ratio_eps_high)
+        clamped = self._clipped(ratio)
         free, clipped = -advantages * ratio, -advantages * clamped
         surrogate = torch.maximum(free, clipped)
         metrics = {
@@ -155,15 +215,9 @@ class PPOPolicyLoss:
         )
 
 
-@dataclass(frozen=True)
-class _TokenMean:
-    """This micro-batch's share of the mean over all valid tokens of the global batch."""
-
-    mask: Tensor  # bool [B, S]
-    valid_tokens: Tensor
-
-    def __call__(self, values: Tensor) -> Tensor:
-        return masked_mean(values, self.mask, self.valid_tokens)
+def _check_choice(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")
 
 
 def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
