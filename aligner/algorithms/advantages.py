@@ -82,3 +82,14 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
         y, spare = spare, y
         step *= 2
     return y
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes; 0 where masked.
+
+    ``rewards``: float [B, S], where the mask is 0 they may hold anything. ``mask``: [B, S].
+    Computed in float32 at least. (verl's convention; OpenRLHF discounts a hole like a step.)
+    """
+    # Without values, and with λ = 1, an advantage is the return.
+    zero = torch.zeros((), dtype=rewards.dtype, device=rewards.device).expand_as(rewards)
+    return generalized_advantage_estimate(zero, rewards, mask, gamma, 1.0)[0]

@@ -1,0 +1,196 @@
+"""Advantages without a critic, and the overlong penalty: by hand and against plain loops."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from aligner.algorithms.advantages import discounted_returns
+from aligner.algorithms.group_advantages import (
+    check_critic_free,
+    group_advantages,
+    has_signal,
+    token_advantages,
+)
+from aligner.algorithms.overlong import soft_overlong_penalty
+from aligner.errors import ConfigError
+
+NAN = float("nan")
+
+# Groups 7 (1, 0, 1 and one sample that does not count), 3 (all equal), 9 (alone); interleaved.
+REWARDS = torch.tensor([1.0, 0.1, 0.0, NAN, 0.1, 1.0, 5.0], dtype=torch.float64)
+GROUPS = torch.tensor([7, 3, 7, 7, 3, 7, 9])
+COUNTS = torch.tensor([1.0, 1, 1, 0, 1, 1, 1])
+
+
+def of(estimator, **options):
+    return group_advantages(REWARDS, GROUPS, COUNTS, estimator, **options).tolist()
+
+
+def test_rloo_by_hand():
+    """1 - (0 + 1)/2, 0 - (1 + 1)/2; equal rewards and a group of one: 0."""
+    assert of("rloo") == pytest.approx([0.5, 0, -1, 0, 0, 0.5, 0])
+
+
+def test_dr_grpo_by_hand():
+    assert of("dr_grpo") == pytest.approx([1 / 3, 0, -2 / 3, 0, 0, 1 / 3, 0])
+
+
+def test_grpo_by_hand():
+    """Unbiased variance of (1, 0, 1): (1/9 + 4/9 + 1/9) / 2 = 1/3; 1e-6 is added to its root."""
+    scale = math.sqrt(1 / 3) + 1e-6
+    expected = [1 / 3 / scale, 0, -2 / 3 / scale, 0, 0, 1 / 3 / scale, 0]
+    assert of("grpo") == pytest.approx(expected, rel=1e-12)
+
+
+def test_reinforce_by_hand():
+    """Raw rewards; or less the batch's mean, 7.2 / 6 samples that count."""
+    assert of("reinforce") == pytest.approx([1, 0.1, 0, 0, 0.1, 1, 5])
+    expected = [-0.2, -1.1, -1.2, 0, -1.1, -0.2, 3.8]
+    assert of("reinforce", batch_baseline=True) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo"])
+def test_equal_rewards_are_worth_exactly_nothing(estimator):
+    """In float32 0.1 · 3 / 3 is not 0.1; GRPO would divide the rounding error by itself."""
+    rewards = torch.full((7,), 0.1)
+    groups = torch.zeros(7, dtype=torch.int64)
+    advantages = group_advantages(rewards, groups, torch.ones(7), estimator)
+    assert advantages.tolist() == [0.0] * 7
+    assert advantages.dtype == torch.float32
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "rloo", "grpo", "dr_grpo"])
+def test_against_a_loop(estimator):
+    """Groups of 1 to 6 in random order, some samples left out."""
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.tensor([g for g in range(6) for _ in range(g + 1)])
+    groups = groups[torch.randperm(len(groups), generator=generator)]
+    rewards = torch.randn(len(groups), generator=generator, dtype=torch.float64)
+    counts = torch.rand(len(groups), generator=generator) < 0.8
+    advantages = group_advantages(rewards, groups, counts.float(), estimator)
+    for i, reward in enumerate(rewards.tolist()):
+        peers = [
+            rewards[j].item()
+            for j in range(len(groups))
+            if groups[j] == groups[i] and counts[j] and j != i
+        ]
+        if not counts[i]:
+            expected = 0.0
+        elif estimator == "reinforce":
+            expected = reward
+        elif not peers:
+            expected = 0.0
+        elif estimator == "rloo":
+            expected = reward - statistics.fmean(peers)
+        else:
+            expected = reward - statistics.fmean([reward, *peers])
+            if estimator == "grpo":
+                expected /= statistics.stdev([reward, *peers]) + 1e-6
+        assert advantages[i].item() == pytest.approx(expected), i
+
+
+def test_signal():
+    """DAPO drops the others. A sample that does not count has none and lends none."""
+    expected = [True, False, True, False, False, True, False]
+    assert has_signal(REWARDS, GROUPS, COUNTS).tolist() == expected
+    lonely = torch.tensor([1.0, 1, 0, 0, 1, 0, 1])
+    assert not has_signal(REWARDS, GROUPS, lonely).any()
+    assert has_signal(REWARDS[:0], GROUPS[:0], COUNTS[:0]).tolist() == []
+
+
+TOKENS = torch.tensor(
+    [[0.0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 1, 1], [0, 1, 0], [0, 1, 1], [0, 0, 1]]
+)
+
+
+def test_advantages_go_to_generated_tokens():
+    advantages = token_advantages(REWARDS, GROUPS, TOKENS, COUNTS, "rloo")
+    expected = torch.tensor([0.5, 0, -1, 0, 0, 0.5, 0], dtype=torch.float64)
+    torch.testing.assert_close(advantages, expected[:, None] * TOKENS)
+
+
+def test_a_penalty_comes_off_the_reward_before_the_baseline():
+    """Row 0 pays 0.5 over its two tokens: rewards ½, 0, 1 in group 7."""
+    penalty = torch.full(TOKENS.shape, NAN, dtype=torch.float64)
+    penalty[TOKENS == 1] = 0.0
+    penalty[0, 1:] = torch.tensor([0.2, 0.3], dtype=torch.float64)
+    advantages = token_advantages(REWARDS, GROUPS, TOKENS, COUNTS, "dr_grpo", penalty=penalty)
+    expected = torch.tensor([0.0, 0, -0.5, 0, 0, 0.5, 0], dtype=torch.float64)
+    torch.testing.assert_close(advantages, expected[:, None] * TOKENS)
+
+
+def test_reinforce_plus_plus_by_hand():
+    """Discount ½. Row 0: token rewards -1, 4 - 1: returns ½, 3. Row 1: one token, 2 - 0.5 = 1.5.
+
+    Returns (½, 3, 1½): mean 5/3, unbiased variance 19/12.
+    """
+    rewards = torch.tensor([4.0, 2.0, NAN], dtype=torch.float64)
+    mask = torch.tensor([[0.0, 1, 1], [1, 0, 0], [1, 1, 1]])
+    penalty = torch.tensor([[NAN, 1, 1], [0.5, NAN, NAN], [NAN] * 3], dtype=torch.float64)
+    advantages = token_advantages(
+        rewards,
+        torch.tensor([0, 0, 1]),
+        mask,
+        torch.tensor([1.0, 1, 0]),
+        "reinforce_plus_plus",
+        penalty=penalty,
+        discount=0.5,
+    )
+    scale = 1 / math.sqrt(19 / 12 + 1e-8)
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    expected[0, 1], expected[0, 2] = (0.5 - 5 / 3) * scale, (3 - 5 / 3) * scale
+    expected[1, 0] = (1.5 - 5 / 3) * scale
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    """Group of 3 and 1: ±1 over one and three tokens: mean -½, unbiased variance 1."""
+    advantages = token_advantages(
+        torch.tensor([3.0, 1.0], dtype=torch.float64),
+        torch.tensor([5, 5]),
+        torch.tensor([[1.0, 0, 0], [1, 1, 1]]),
+        torch.ones(2),
+        "reinforce_plus_plus_baseline",
+    )
+    scale = 1 / math.sqrt(1 + 1e-8)
+    expected = torch.tensor([[1.5, 0, 0], [-0.5, -0.5, -0.5]], dtype=torch.float64) * scale
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_returns_are_carried_across_holes():
+    rewards = torch.tensor([[7.0, 1, 7, 4, 7]])
+    mask = torch.tensor([[0.0, 1, 0, 1, 0]])
+    assert discounted_returns(rewards, mask, 0.5).tolist() == [[0, 3, 0, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"estimator": "gae"}, "'gae' is unknown; use one of reinforce, rloo, grpo"),
+        ({"estimator": "rloo", "batch_baseline": True}, "batch_baseline=true is an option of"),
+        ({"estimator": "grpo", "discount": 0.9}, "discount=0.9 needs rewards per token"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        check_critic_free(**arguments)
+
+
+def test_overlong_by_hand():
+    """Limit 10, cache 4: free up to 6, then a quarter per token; cut responses pay in full."""
+    lengths = torch.tensor([1, 6, 7, 9, 10, 10, 3])
+    is_end = torch.tensor([True, True, True, True, True, False, False])
+    expected = [0.0, 0.0, -0.25, -0.75, -1.0, -1.0, -1.0]
+    assert soft_overlong_penalty(lengths, is_end, 10, 4).tolist() == expected
+
+
+def test_without_a_cache_only_cut_responses_pay():
+    penalty = soft_overlong_penalty(torch.tensor([9, 10, 10]), torch.tensor([1, 1, 0]), 10, 0)
+    assert penalty.tolist() == [0.0, 0.0, -1.0]
+
+
+def test_a_cache_longer_than_the_response_is_refused():
+    with pytest.raises(ConfigError, match="cache=11 must be between 0 and max_length=10"):
+        soft_overlong_penalty(torch.tensor([1]), torch.tensor([True]), 10, 11)
