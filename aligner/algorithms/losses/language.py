@@ -1,0 +1,44 @@
+"""Maximum likelihood of given responses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.losses.aggregation import BatchAverage
+from aligner.types import Denominators, TokenOutputs
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihoodLoss:
+    """``-Σ mask·logprob / global valid tokens``: supervised fine-tuning and rejection sampling.
+
+    ``token_mask`` says which tokens are learnt: those of the response, its end-of-sequence token
+    included. Every token of the global batch weighs the same (NeMo-RL, verl; in NeMo-Aligner and
+    Hugging Face's default a token weighs more in a micro-batch with few of them).
+
+    Metrics are shares of global token means: ``loss`` in nats per token and ``token_probability``
+    (``exp(logprob)``; 1: the response is known by heart).
+    """
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch.
+
+        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S] and
+        ``sample_mask`` [B].
+        """
+        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
+        assert logprobs.ndim == 2, logprobs.shape
+        assert logprobs.shape == token_mask.shape, (logprobs.shape, token_mask.shape)
+        assert batch["sample_mask"].shape == logprobs.shape[:1], batch["sample_mask"].shape
+        mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
+        mean = BatchAverage(mask, denominators)
+        loss = -mean(logprobs)
+        probability = torch.where(mask, logprobs.detach(), 0).exp()
+        return loss, {"loss": loss.detach(), "token_probability": mean(probability)}

@@ -1,0 +1,208 @@
+"""Direct preference optimisation and its relatives: losses on pairs of log-probabilities.
+
+With the log-probabilities of a response under the policy and the frozen reference, summed over its
+tokens, its implicit reward is ``r = β·(log π - log π_ref)`` and the margin of a pair
+``m = r_chosen - r_rejected``:
+
+==============  ===================================================================================
+`DPOLoss`       ``-(1-ε)·log σ(m) - ε·log σ(-m)``; cDPO where ε > 0
+`IPOLoss`       ``(m/β - 1/(2β))²``
+`RPOLoss`       distance of ``m`` from the gap that a reward model or verifier sees
+`SimPOLoss`     ``-log σ(m - γ)``, where ``r`` is ``β·log π`` per token, without a reference
+==============  ===================================================================================
+
+All are means over the pairs of the global batch (`losses.pairs` says how pairs lie in a batch).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.algorithms.losses.aggregation import row_means
+from aligner.algorithms.losses.pairs import Pairs, pairs_of, reward_metrics, split_pairs
+from aligner.algorithms.masked import masked_sum
+from aligner.errors import ConfigError
+from aligner.types import Denominators, TokenOutputs
+
+RPODistance = Literal["square", "forward_kl", "backward_kl"]
+
+
+@dataclass(frozen=True)
+class PairwiseLoss(ABC):
+    """What these losses share: rows to rewards, pairs to a mean, and the SFT term.
+
+    ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
+    pairs (OpenRLHF, and NeMo-Aligner when it averages; NeMo-Aligner's default sums over tokens, TRL
+    takes the mean over all chosen tokens of a micro-batch).
+
+    Metrics are shares of means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
+    ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response has the higher
+    reward), and with an SFT term ``sft_loss`` (unweighted).
+    """
+
+    beta: float = 0.1
+    sft_weight: float = 0.0
+    needs_entropy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ConfigError(f"beta={self.beta} must be positive")
+        if self.sft_weight < 0:
+            raise ConfigError(f"sft_weight={self.sft_weight} must be at least 0; 0 turns it off")
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch of ``B / 2`` pairs.
+
+        ``outputs.values_or_logprobs`` float [B, S]. From ``batch``: ``token_mask`` [B, S], 1 on the
+        response's tokens; ``sample_mask`` [B], the same for both rows of a pair; and
+        ``ref_logprobs`` float [B, S] where the loss has a reference.
+        """
+        logprobs, token_mask = outputs.values_or_logprobs, batch["token_mask"]
+        assert logprobs.ndim == 2, logprobs.shape
+        assert logprobs.shape == token_mask.shape, (logprobs.shape, token_mask.shape)
+        pairs = pairs_of(batch, denominators)
+        mask = token_mask.bool() & pairs.rows().unsqueeze(1)
+        chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
+        loss = pairs.mean(self._losses(chosen - rejected, batch, pairs))
+        metrics = {"preference_loss": loss, **reward_metrics(chosen, rejected, pairs)}
+        if self.sft_weight != 0:
+            sft_loss = -pairs.mean(split_pairs(row_means(logprobs, mask))[0])
+            loss = loss + self.sft_weight * sft_loss
+            metrics["sft_loss"] = sft_loss
+        metrics["loss"] = loss
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    @abstractmethod
+    def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        """The reward of each row before β, float [B]."""
+
+    @abstractmethod
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+        """The loss of each pair, float [B / 2], from ``m``."""
+
+
+@dataclass(frozen=True)
+class ReferenceLoss(PairwiseLoss):
+    """A pairwise loss whose reward is the log-ratio to a reference.
+
+    ``average_logprobs``: the mean over the response's tokens in place of the sum (an option of
+    NeMo-Aligner and NeMo-RL for every loss here).
+    """
+
+    average_logprobs: bool = False
+
+    def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        ref_logprobs = batch["ref_logprobs"]
+        assert ref_logprobs.shape == logprobs.shape, (ref_logprobs.shape, logprobs.shape)
+        log_ratio = torch.where(mask, logprobs - ref_logprobs, 0)
+        if self.average_logprobs:
+            return row_means(log_ratio, mask)
+        return masked_sum(log_ratio, mask, dim=1)
+
+
+@dataclass(frozen=True)
+class DPOLoss(ReferenceLoss):
+    """``-(1-ε)·log σ(m) - ε·log σ(-m)`` (Rafailov et al., 2023).
+
+    ``label_smoothing`` ε: the share of pairs whose labels are thought to be the wrong way round
+    (cDPO, Mitchell, 2023; as OpenRLHF and TRL's CPO. TRL's DPO has no cDPO: its "robust" is the
+    unbiased variant of Chowdhury et al., 2024).
+    """
+
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} must be in [0, 0.5): from 0.5 on the "
+                "rejected responses would be preferred"
+            )
+
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+        losses = -F.logsigmoid(margin)
+        if self.label_smoothing == 0:
+            return losses
+        return (1 - self.label_smoothing) * losses - self.label_smoothing * F.logsigmoid(-margin)
+
+
+@dataclass(frozen=True)
+class IPOLoss(ReferenceLoss):
+    """``(m/β - 1/(2β))²``: the margin is to reach 1/2, not infinity (Azar et al., 2023).
+
+    Log-probabilities are summed (NeMo-Aligner, OpenRLHF, TRL's CPO); ``average_logprobs=True``
+    gives TRL's DPO trainer, which divides by the response's length.
+    """
+
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+        return ((margin - 0.5) / self.beta).square()
+
+
+@dataclass(frozen=True)
+class RPOLoss(ReferenceLoss):
+    """Reward-aware preference optimisation (Sun et al., 2025), NeMo-Aligner's definitions.
+
+    The pair's margin is to be ``g = η·(R_chosen - R_rejected)``, the gap of ground-truth rewards,
+    so that a pair that is nearly a tie is learnt as one. With ``p = σ(m)`` and ``q = σ(g)``::
+
+        square        (m - g)²
+        forward_kl    KL(p ‖ q) = p·log(p/q) + (1-p)·log((1-p)/(1-q))
+        backward_kl   KL(q ‖ p)
+
+    ``reward_scale`` is η. The batch also brings ``ground_truth_rewards`` float [B].
+    """
+
+    distance: RPODistance = "backward_kl"
+    reward_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distance not in get_args(RPODistance):
+            raise ConfigError(
+                f"distance={self.distance!r} is unknown; use one of "
+                f"{', '.join(get_args(RPODistance))}"
+            )
+        if self.reward_scale <= 0:
+            raise ConfigError(f"reward_scale={self.reward_scale} must be positive")
+
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+        chosen, rejected = split_pairs(batch["ground_truth_rewards"])
+        # A pair that does not count may bring anything, and 0 · NaN would reach the gradient.
+        gap = torch.where(pairs.counts, self.reward_scale * (chosen - rejected), 0)
+        if self.distance == "square":
+            return (margin - gap).square()
+        if self.distance == "forward_kl":
+            return _bernoulli_kl(margin, gap)
+        return _bernoulli_kl(gap, margin)
+
+
+@dataclass(frozen=True)
+class SimPOLoss(PairwiseLoss):
+    """``-log σ(β·(mean log π_chosen - mean log π_rejected) - γ)`` (Meng et al., 2024).
+
+    No reference; log-probabilities are means over the response's tokens, so that long responses
+    have no advantage. ``target_margin`` is γ itself, not γ/β (as in the paper and in TRL's CPO).
+    """
+
+    beta: float = 2.0
+    target_margin: float = 1.0
+
+    def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+        return row_means(logprobs, mask)
+
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+        return -F.logsigmoid(margin - self.target_margin)
+
+
+def _bernoulli_kl(p_logit: Tensor, q_logit: Tensor) -> Tensor:
+    """KL(σ(p_logit) ‖ σ(q_logit)) of two coins, elementwise, from their logits."""
+    heads = F.logsigmoid(p_logit) - F.logsigmoid(q_logit)
+    tails = F.logsigmoid(-p_logit) - F.logsigmoid(-q_logit)
+    return p_logit.sigmoid() * heads + (-p_logit).sigmoid() * tails

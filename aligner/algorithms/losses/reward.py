@@ -1,0 +1,120 @@
+"""Losses of reward models: from comparisons and from ratings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.algorithms.losses.aggregation import row_means
+from aligner.algorithms.losses.pairs import pairs_of, reward_metrics, split_pairs
+from aligner.errors import ConfigError
+from aligner.types import Denominators, TokenOutputs
+
+BradleyTerryVariant = Literal["plain", "margin", "scaled"]
+
+
+@dataclass(frozen=True)
+class BradleyTerryLoss:
+    """The chosen response is to score higher: ``-log σ(d)``, ``d = R_chosen - R_rejected``.
+
+    With the strength ``s`` of the preference, in the units of the labels::
+
+        plain     -log σ(d)         (Ouyang et al., 2022; NeMo-Aligner, NeMo-RL, TRL, OpenRLHF)
+        margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023; TRL, OpenRLHF)
+        scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
+
+    as a mean over the pairs of the global batch; `losses.pairs` says how they lie in a batch.
+
+    Metrics are shares of means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
+    ``rewards_margin`` (d) and ``accuracy``.
+    """
+
+    variant: BradleyTerryVariant = "plain"
+    needs_entropy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        known = get_args(BradleyTerryVariant)
+        if self.variant not in known:
+            raise ConfigError(f"variant={self.variant!r} is unknown; use one of {', '.join(known)}")
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch of ``B / 2`` pairs.
+
+        ``outputs.values_or_logprobs`` float [B, S], the head's output at every token, not shifted.
+        From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and but for ``plain``
+        ``preference_strengths`` float [B], of which the chosen rows' are read.
+        """
+        pairs = pairs_of(batch, denominators)
+        scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
+        # Masked here, not after: 0 · NaN would reach the gradient.
+        chosen, rejected = split_pairs(torch.where(pairs.rows(), scores, 0))
+        difference = chosen - rejected
+        if self.variant != "plain":
+            strength = split_pairs(batch["preference_strengths"])[0]
+            strength = torch.where(pairs.counts, strength, 0)
+        if self.variant == "margin":
+            losses = -F.logsigmoid(difference - strength)
+        elif self.variant == "scaled":
+            losses = -strength * F.logsigmoid(difference)
+        else:
+            losses = -F.logsigmoid(difference)
+        loss = pairs.mean(losses)
+        return loss, {"loss": loss.detach(), **reward_metrics(chosen, rejected, pairs)}
+
+
+@dataclass(frozen=True)
+class AttributeRegressionLoss:
+    """Squared error to ratings of ``K`` attributes, of which some may be missing (SteerLM).
+
+    ``mean over sequences of (mean over the rated attributes of (score - rating)²)``: every sequence
+    of the global batch weighs the same however many ratings it has. (NeMo-Aligner takes the mean
+    over all ratings of a micro-batch, which is the same where none is missing.) A sequence without
+    any rating is to have ``sample_mask`` 0.
+
+    Metrics are shares of means over sequences: ``loss`` and ``absolute_error``.
+    """
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch.
+
+        ``outputs.values_or_logprobs`` float [B, S, K], or [B, S] of a single attribute: the head's
+        output at every token, not shifted. From ``batch``: ``input_lengths`` int64 [B],
+        ``attributes`` float [B, K], ``attribute_mask`` [B, K] (1: rated) and ``sample_mask`` [B].
+        """
+        scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
+        scores = scores.unsqueeze(1) if scores.ndim == 1 else scores
+        ratings, rated = batch["attributes"], batch["attribute_mask"].bool()
+        assert scores.shape == ratings.shape == rated.shape, (
+            scores.shape,
+            ratings.shape,
+            rated.shape,
+        )
+        rated = rated & batch["sample_mask"].bool().unsqueeze(1)
+        error = torch.where(rated, scores - ratings, 0)
+
+        def mean(values: Tensor) -> Tensor:
+            return row_means(values, rated).sum() / denominators.valid_seqs
+
+        loss = mean(error.square())
+        return loss, {"loss": loss.detach(), "absolute_error": mean(error.detach().abs())}
+
+
+def sequence_scores(outputs: Tensor, lengths: Tensor) -> Tensor:
+    """What the head says at the last token of each sequence.
+
+    ``outputs``: float [B, S] or [B, S, K], not shifted; ``lengths``: int64 [B], at least 1. Returns
+    float [B] or [B, K].
+    """
+    assert outputs.ndim in (2, 3), outputs.shape
+    assert lengths.shape == outputs.shape[:1], (lengths.shape, outputs.shape)
+    rows = torch.arange(outputs.shape[0], device=outputs.device)
+    return outputs[rows, lengths.long() - 1]

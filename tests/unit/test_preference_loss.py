@@ -1,0 +1,241 @@
+"""Losses on pairs, and KTO: by hand, and what every loss must pass."""
+
+import math
+
+import pytest
+import torch
+from loss_checks import (
+    NAN,
+    check_garbage,
+    check_micro_batches,
+    check_nothing_counts,
+    column,
+    denominators,
+    evaluate,
+)
+
+from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
+from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
+from aligner.errors import ConfigError, DataError
+from aligner.types import TokenOutputs
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def hand_pair():
+    """One pair. Log-ratios: chosen -1 and 3 (sum 2), rejected -1 (its second token is masked).
+
+    The difference of sums is h = 2 - (-1) = 3; of means, 1 - (-1) = 2.
+    """
+    logprobs = torch.tensor([[-2.0, -1.0], [-3.0, -9.0]], dtype=torch.float64)
+    batch = {
+        "ref_logprobs": torch.tensor([[-1.0, -4.0], [-2.0, -5.0]], dtype=torch.float64),
+        "token_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+        "sample_mask": column(1, 1),
+        "ground_truth_rewards": column(1.0, 0.25),
+    }
+    return logprobs, batch
+
+
+def slopes(per_chosen_token, per_rejected_token):
+    return torch.tensor([[per_chosen_token] * 2, [per_rejected_token, 0.0]], dtype=torch.float64)
+
+
+def check_by_hand(loss_function, expected_loss, expected_gradient):
+    loss, gradient, metrics = evaluate(loss_function, *hand_pair())
+    assert loss == pytest.approx(expected_loss)
+    torch.testing.assert_close(gradient, expected_gradient)
+    return metrics
+
+
+def test_dpo_by_hand():
+    """β = ½, m = 1.5: loss -log σ(1.5); slope -β·σ(-1.5) on chosen tokens, + on the rejected."""
+    slope = 0.5 * sigmoid(-1.5)
+    metrics = check_by_hand(DPOLoss(beta=0.5), math.log1p(math.exp(-1.5)), slopes(-slope, slope))
+    assert metrics["rewards_chosen"] == pytest.approx(1.0)
+    assert metrics["rewards_rejected"] == pytest.approx(-0.5)
+    assert metrics["rewards_margin"] == pytest.approx(1.5)
+    assert metrics["accuracy"] == 1.0
+    assert "sft_loss" not in metrics
+
+
+def test_cdpo_by_hand():
+    """ε = 0.1: 0.9·softplus(-1.5) + 0.1·softplus(1.5); slope in m: σ(m) - 0.9."""
+    loss = 0.9 * math.log1p(math.exp(-1.5)) + 0.1 * math.log1p(math.exp(1.5))
+    slope = 0.5 * (sigmoid(1.5) - 0.9)
+    check_by_hand(DPOLoss(beta=0.5, label_smoothing=0.1), loss, slopes(slope, -slope))
+
+
+def test_ipo_by_hand():
+    """h = 3, 1/(2β) = 1: (3 - 1)², slope 2·2. Averaged: h = 2, loss 1, slope 2 / length."""
+    check_by_hand(IPOLoss(beta=0.5), 4.0, slopes(4.0, -4.0))
+    check_by_hand(IPOLoss(beta=0.5, average_logprobs=True), 1.0, slopes(1.0, -2.0))
+
+
+def test_rpo_square_by_hand():
+    """g = 2·0.75 = 1.5 and m = 1.5 with β = ½: no loss. β = 1: (3 - 1.5)², slope 2·1.5·β."""
+    check_by_hand(RPOLoss(0.5, distance="square", reward_scale=2.0), 0.0, slopes(0.0, 0.0))
+    check_by_hand(RPOLoss(1.0, distance="square", reward_scale=2.0), 2.25, slopes(3.0, -3.0))
+
+
+def test_rpo_kl_by_hand():
+    """p = σ(m), m = 1.5; q = σ(g), g = 0.75.
+
+    KL(p‖q): slope in m is p(1-p)·(m - g). KL(q‖p): slope in m is p - q.
+    """
+    p, q = sigmoid(1.5), sigmoid(0.75)
+    forward = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    slope = 0.5 * p * (1 - p) * 0.75
+    check_by_hand(RPOLoss(0.5, distance="forward_kl"), forward, slopes(slope, -slope))
+    backward = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    slope = 0.5 * (p - q)
+    check_by_hand(RPOLoss(0.5, distance="backward_kl"), backward, slopes(slope, -slope))
+
+
+def test_simpo_by_hand():
+    """Means -1.5 and -3, β = 2: m = 3, γ = 1: -log σ(2); slope β·σ(-2) / length. No reference."""
+    logprobs, batch = hand_pair()
+    del batch["ref_logprobs"]
+    loss, gradient, metrics = evaluate(SimPOLoss(beta=2.0, target_margin=1.0), logprobs, batch)
+    assert loss == pytest.approx(math.log1p(math.exp(-2)))
+    slope = 2 * sigmoid(-2)
+    torch.testing.assert_close(gradient, slopes(-slope / 2, slope))
+    assert metrics["rewards_margin"] == pytest.approx(3.0)
+
+
+def test_sft_term_by_hand():
+    """The chosen response's mean log-prob is -1.5; the term's slope is -weight / length."""
+    slope = 0.5 * sigmoid(-1.5)
+    loss = math.log1p(math.exp(-1.5)) + 0.2 * 1.5
+    expected = slopes(-slope - 0.1, slope)
+    metrics = check_by_hand(DPOLoss(beta=0.5, sft_weight=0.2), loss, expected)
+    assert metrics["sft_loss"] == pytest.approx(1.5)
+    assert metrics["preference_loss"] == pytest.approx(math.log1p(math.exp(-1.5)))
+
+
+def test_a_tie_is_no_success():
+    _, batch = hand_pair()
+    _, _, metrics = evaluate(DPOLoss(), batch["ref_logprobs"], batch)
+    assert metrics["accuracy"] == 0
+    assert metrics["loss"] == pytest.approx(math.log(2))
+
+
+def random_batch(seed=0, rows=8, length=5):
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = torch.randn(rows, length, generator=generator, dtype=torch.float64) - 2
+    noise = torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    position = torch.arange(length)
+    ends = torch.tensor([5, 3, 2, 4, 5, 5, 1, 3][:rows])[:, None]
+    batch = {
+        "ref_logprobs": logprobs + 0.7 * noise,
+        "token_mask": ((position >= 0) & (position < ends)).double(),
+        "sample_mask": column(1, 1, 0, 0, 1, 1, 1, 1)[:rows],
+        "ground_truth_rewards": torch.randn(rows, generator=generator, dtype=torch.float64),
+        "desirable": column(1, 0, 1, 0, 0, 1, 1, 0)[:rows],
+        "kl_baseline": torch.full((rows,), 0.4, dtype=torch.float64),
+    }
+    return logprobs, batch
+
+
+EVERY_PAIR_LOSS = [
+    DPOLoss(sft_weight=0.3),
+    DPOLoss(label_smoothing=0.2, average_logprobs=True),
+    IPOLoss(),
+    RPOLoss(distance="square"),
+    RPOLoss(distance="forward_kl"),
+    RPOLoss(distance="backward_kl"),
+    SimPOLoss(sft_weight=0.3),
+]
+
+
+@pytest.mark.parametrize("loss_function", [*EVERY_PAIR_LOSS, KTOLoss()], ids=str)
+def test_what_every_loss_must_pass(loss_function):
+    logprobs, batch = random_batch()
+    kto = isinstance(loss_function, KTOLoss)
+    check_micro_batches(loss_function, logprobs, batch, [1, 3, 4] if kto else [2, 4, 6])
+    masked = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
+    check_garbage(loss_function, logprobs, batch, masked, ["ground_truth_rewards", "kl_baseline"])
+    check_nothing_counts(loss_function, logprobs, batch)
+
+
+@pytest.mark.parametrize("loss_function", [*EVERY_PAIR_LOSS, KTOLoss()], ids=str)
+def test_gradients_against_differences(loss_function):
+    logprobs, batch = random_batch(seed=1)
+
+    def loss(leaf):
+        return loss_function(TokenOutputs(leaf), batch, denominators(batch))[0]
+
+    assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
+
+
+def test_a_pair_counts_if_both_rows_do():
+    logprobs, batch = random_batch()
+    batch["sample_mask"] = column(1, 0, 0, 1, 1, 1, 1, 1)
+    _, gradient, _ = evaluate(DPOLoss(), logprobs, batch)
+    assert (gradient[:4] == 0).all()
+    assert (gradient[4:].abs().sum(1) > 0).all()
+
+
+def test_half_a_pair_is_refused():
+    logprobs, batch = random_batch(rows=3)
+    with pytest.raises(DataError, match=r"3 rows holds half a pair.*micro_batch_size even"):
+        evaluate(DPOLoss(), logprobs, batch)
+
+
+def test_kto_by_hand():
+    """β = ½, z = 1; λ_D = 2. Desirable row: r = 2, gain ½·(2 - 1); other: r = -1, ½·(1 + 1).
+
+    loss = (2·σ(-½) + σ(-1)) / 2; d/dr = -λ·β·σ'(gain) on the desirable row, + on the other.
+    """
+    logprobs, batch = hand_pair()
+    batch["desirable"], batch["kl_baseline"] = column(1, 0), column(1, 1)
+    loss, gradient, metrics = evaluate(KTOLoss(0.5, desirable_weight=2.0), logprobs, batch)
+    assert loss == pytest.approx((2 * sigmoid(-0.5) + sigmoid(-1)) / 2)
+    good = -2 * 0.5 * sigmoid(0.5) * sigmoid(-0.5) / 2
+    bad = 0.5 * sigmoid(1) * sigmoid(-1) / 2
+    torch.testing.assert_close(gradient, slopes(good, bad))
+    assert metrics["rewards"] == pytest.approx(0.5 * (2 - 1) / 2)
+    assert metrics["rewards_margin"] == pytest.approx((0.5 + 1) / 2)
+    assert metrics["accuracy"] == 1.0
+    assert metrics["desirable_fraction"] == 0.5
+    assert metrics["kl_baseline"] == 1.0
+
+
+def test_kto_weights_and_sides():
+    """A row on the wrong side of the baseline loses more than half its weight."""
+    logprobs, batch = hand_pair()
+    batch["desirable"], batch["kl_baseline"] = column(0, 1), column(1, 1)
+    loss, _, metrics = evaluate(KTOLoss(0.5, undesirable_weight=3.0), logprobs, batch)
+    assert loss == pytest.approx((3 * sigmoid(0.5) + sigmoid(1)) / 2)
+    assert metrics["accuracy"] == 0
+
+
+def test_kto_baseline_by_hand():
+    """Rows drift by 2 and -1: mean ½. The other way round it is negative, so 0."""
+    logprobs, batch = hand_pair()
+    masks = batch["token_mask"], batch["sample_mask"]
+    leaf = logprobs.requires_grad_()
+    baseline = kto_kl_baseline(leaf, batch["ref_logprobs"], *masks)
+    assert (baseline.item(), baseline.requires_grad) == (0.5, False)
+    assert kto_kl_baseline(batch["ref_logprobs"], logprobs, *masks).item() == 0
+    logprobs = torch.where(torch.tensor([[False], [True]]), NAN, logprobs)
+    assert kto_kl_baseline(logprobs, batch["ref_logprobs"], masks[0], column(1, 0)).item() == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DPOLoss, {"beta": 0.0}, "beta=0.0 must be positive"),
+        (DPOLoss, {"label_smoothing": 0.5}, "label_smoothing=0.5 must be in"),
+        (SimPOLoss, {"sft_weight": -1.0}, "sft_weight=-1.0 must be at least 0"),
+        (RPOLoss, {"distance": "kl"}, "distance='kl' is unknown; use one of square, forward_kl"),
+        (RPOLoss, {"reward_scale": 0.0}, "reward_scale=0.0 must be positive"),
+        (KTOLoss, {"beta": -1.0}, "beta=-1.0 must be positive"),
+        (KTOLoss, {"undesirable_weight": -1.0}, "undesirable_weight=-1.0 must be at least 0"),
+    ],
+)
+def test_bad_options_are_refused(kind, options, message):
+    with pytest.raises(ConfigError, match=message):
+        kind(**options)

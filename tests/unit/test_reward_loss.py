@@ -1,0 +1,158 @@
+"""Losses of reward models: by hand, and what every loss must pass."""
+
+import math
+
+import pytest
+import torch
+from loss_checks import (
+    check_garbage,
+    check_micro_batches,
+    check_nothing_counts,
+    column,
+    evaluate,
+)
+
+from aligner.algorithms.losses.reward import (
+    AttributeRegressionLoss,
+    BradleyTerryLoss,
+    sequence_scores,
+)
+from aligner.errors import ConfigError
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def hand_pair():
+    """Scores 3 (at column 1) and 1 (at column 2): d = 2. Strength 1.5, on the chosen row."""
+    outputs = torch.tensor([[9.0, 3.0, 9.0], [9.0, 9.0, 1.0]], dtype=torch.float64)
+    batch = {
+        "input_lengths": torch.tensor([2, 3]),
+        "sample_mask": column(1, 1),
+        "preference_strengths": column(1.5, 7.0),
+    }
+    return outputs, batch
+
+
+def slopes(slope):
+    return torch.tensor([[0, slope, 0], [0, 0, -slope]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("variant", "loss", "slope"),
+    [
+        ("plain", math.log1p(math.exp(-2)), -sigmoid(-2)),
+        ("margin", math.log1p(math.exp(-0.5)), -sigmoid(-0.5)),
+        ("scaled", 1.5 * math.log1p(math.exp(-2)), -1.5 * sigmoid(-2)),
+    ],
+)
+def test_bradley_terry_by_hand(variant, loss, slope):
+    """-log σ(2), -log σ(2 - 1.5), -1.5·log σ(2); the slope goes to the last tokens alone."""
+    measured, gradient, metrics = evaluate(BradleyTerryLoss(variant), *hand_pair())
+    assert measured == pytest.approx(loss)
+    torch.testing.assert_close(gradient, slopes(slope))
+    assert metrics["rewards_chosen"] == 3
+    assert metrics["rewards_rejected"] == 1
+    assert metrics["rewards_margin"] == 2
+    assert metrics["accuracy"] == 1
+
+
+def test_plain_needs_no_strengths():
+    outputs, batch = hand_pair()
+    del batch["preference_strengths"]
+    loss, _, _ = evaluate(BradleyTerryLoss(), outputs, batch)
+    assert loss == pytest.approx(math.log1p(math.exp(-2)))
+
+
+def test_attribute_regression_by_hand():
+    """Row 0: (2-1)² and (5-2)² rated, mean 5. Row 1: (1-3)² rated, the other missing: 4.
+
+    loss = (5 + 4) / 2; slopes 2·error / rated in the row / 2 rows.
+    """
+    outputs = torch.full((2, 2, 2), 9.0, dtype=torch.float64)
+    outputs[0, 0] = column(2, 5)
+    outputs[1, 1] = column(1, 8)
+    batch = {
+        "input_lengths": torch.tensor([1, 2]),
+        "sample_mask": column(1, 1),
+        "attributes": torch.tensor([[1.0, 2.0], [3.0, 0.0]], dtype=torch.float64),
+        "attribute_mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64),
+    }
+    loss, gradient, metrics = evaluate(AttributeRegressionLoss(), outputs, batch)
+    assert loss == pytest.approx(4.5)
+    expected = torch.zeros_like(outputs)
+    expected[0, 0] = column(0.5, 1.5)
+    expected[1, 1] = column(-2.0, 0.0)
+    torch.testing.assert_close(gradient, expected)
+    assert metrics["absolute_error"] == pytest.approx((2 + 2) / 2)
+
+
+def test_a_missing_rating_may_hold_anything():
+    outputs = torch.zeros(1, 1, 2, dtype=torch.float64)
+    outputs[0, 0, 1] = float("nan")
+    batch = {
+        "input_lengths": torch.tensor([1]),
+        "sample_mask": column(1),
+        "attributes": torch.tensor([[2.0, float("nan")]], dtype=torch.float64),
+        "attribute_mask": torch.tensor([[1, 0]]),
+    }
+    loss, gradient, _ = evaluate(AttributeRegressionLoss(), outputs, batch)
+    assert loss == 4.0
+    assert gradient.flatten().tolist() == [-4.0, 0.0]
+
+
+def test_one_attribute_needs_no_dimension():
+    outputs = torch.tensor([[1.0, 5.0]], dtype=torch.float64)
+    batch = {
+        "input_lengths": torch.tensor([2]),
+        "sample_mask": column(1),
+        "attributes": torch.tensor([[2.0]], dtype=torch.float64),
+        "attribute_mask": torch.tensor([[1]]),
+    }
+    assert evaluate(AttributeRegressionLoss(), outputs, batch)[0] == 9.0
+
+
+def test_scores_are_read_at_the_last_token():
+    outputs = torch.arange(12.0).reshape(2, 3, 2)
+    assert sequence_scores(outputs, torch.tensor([1, 3])).tolist() == [[0, 1], [10, 11]]
+    assert sequence_scores(outputs[..., 0], torch.tensor([2, 1])).tolist() == [2, 6]
+
+
+def random_batch():
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(8, 4, 3, generator=generator, dtype=torch.float64)
+    lengths = torch.tensor([4, 2, 1, 3, 4, 4, 2, 3])
+    batch = {
+        "input_lengths": lengths,
+        "sample_mask": column(1, 1, 0, 0, 1, 1, 1, 1),
+        "preference_strengths": column(1, 1, 2, 2, 3, 3, 0.5, 0.5),
+        "attributes": torch.randn(8, 3, generator=generator, dtype=torch.float64),
+        "attribute_mask": (torch.rand(8, 3, generator=generator) < 0.7).double(),
+    }
+    batch["attribute_mask"][:, 0] = 1
+    last = torch.arange(4) == lengths[:, None] - 1
+    return outputs, batch, ~last | (batch["sample_mask"] == 0)[:, None]
+
+
+@pytest.mark.parametrize("variant", ["plain", "margin", "scaled"])
+def test_what_every_pair_loss_must_pass(variant):
+    outputs, batch, masked = random_batch()
+    loss_function, scores = BradleyTerryLoss(variant), outputs[..., 0]
+    check_micro_batches(loss_function, scores, batch, [2, 4, 6])
+    check_garbage(loss_function, scores, batch, masked, ["preference_strengths"])
+    check_nothing_counts(loss_function, scores, batch)
+
+
+def test_what_every_loss_must_pass():
+    outputs, batch, masked = random_batch()
+    loss_function = AttributeRegressionLoss()
+    check_micro_batches(loss_function, outputs, batch, [1, 3, 4])
+    masked = masked[..., None].expand_as(outputs)
+    check_garbage(loss_function, outputs, batch, masked, ["attributes"])
+    check_nothing_counts(loss_function, outputs, batch)
+
+
+def test_an_unknown_variant_is_refused():
+    with pytest.raises(ConfigError, match="variant='hinge' is unknown; use one of plain, margin"):
+        BradleyTerryLoss("hinge")
