@@ -23,10 +23,13 @@ from aligner.algorithms.kl import (
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.algorithms.masked import masked_whiten
+from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import (
     VALIDATION_SEED_OFFSET,
     generate,
     prefixed,
+    prompts_batch,
+    rollout_of,
     samples_of,
     score,
     shape_rewards,
@@ -34,10 +37,11 @@ from aligner.algorithms.rollout import (
 from aligner.algorithms.run_loop import Outcome
 from aligner.algorithms.updates import count_updates, update_metrics
 from aligner.config import RunConfig, TrainerPPOConfig
-from aligner.data.collate import PromptBatch, collate_prompts
+from aligner.data.collate import collate_prompts
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler, sequential_batches
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import RewardInterface
 from aligner.models.sharded import columns_of
@@ -63,12 +67,23 @@ class PPOTrainer:
         val_prompts: PromptDataset | None,
         sampler: PromptSampler,
         pad_id: int,
+        *,
+        generation: GenerationInterface | None = None,
+        total_steps: int | None = None,
     ) -> None:
-        """``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step."""
+        """Set up; nothing runs yet.
+
+        ``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step.
+        ``generation`` draws the responses; default ``policy`` itself. No rollout is begun ahead of
+        a step beyond ``total_steps`` (None: not known).
+        """
         self.config = config
         self.policy, self.value, self.reward = policy, value, reward
         self.train_prompts, self.val_prompts = train_prompts, val_prompts
         self.sampler, self.pad_id = sampler, pad_id
+        self.generation = generation or policy
+        self.total_steps = total_steps
+        self.rollouts = Rollouts(config, self.generation, train_prompts, sampler, pad_id)
         self.kl_controller = make_kl_controller(config.trainer.ppo)
         self.policy_loss = make_policy_loss(config)
         self.value_loss = PPOValueLoss(value_clip=config.critic.value_clip)
@@ -83,13 +98,8 @@ class PPOTrainer:
 
         # 1. Generate responses to the next prompts.
         with timers("generate"):
-            batch = generate(
-                self.policy,
-                self._next_prompts(),
-                seed=self.config.seed,
-                first_sample_id=self.consumed_samples,
-                rollouts_per_prompt=ppo.num_rollouts_per_prompt,
-            )
+            more = self.total_steps is None or step < self.total_steps
+            batch = self.rollouts.take(self.consumed_samples, more=more)
         # 2. Score them.
         with timers("reward"):
             metrics = prefixed("train_rollouts", score(self.reward, batch))
@@ -133,14 +143,12 @@ class PPOTrainer:
         size = min(len(self.val_prompts), self.config.trainer.ppo.limit_val_prompts or 2**62)
         rollouts = []
         with timers("validate"):
+            self.rollouts.settle()
             for indices in sequential_batches(size, self.config.model.ppo.num_rollout_samples):
-                batch = generate(
-                    self.policy,
-                    collate_prompts([self.val_prompts[i] for i in indices], self.pad_id),
-                    seed=self.config.seed + VALIDATION_SEED_OFFSET,
-                    first_sample_id=indices[0],
-                )
-                rollouts.append(batch)
+                prompts = collate_prompts([self.val_prompts[i] for i in indices], self.pad_id)
+                data = prompts_batch(prompts, first_sample_id=indices[0])
+                seed = self.config.seed + VALIDATION_SEED_OFFSET
+                rollouts.append(rollout_of(data, generate(self.generation, data, seed=seed)))
             everything: BatchedDataDict = BatchedDataDict.from_batches(
                 rollouts, pad_value_dict={"input_ids": self.pad_id}
             )
@@ -173,10 +181,6 @@ class PPOTrainer:
         return self.config.trainer.ppo.initial_policy_kl_penalty > 0
 
     # Stages -----------------------------------------------------------------------------------
-
-    def _next_prompts(self) -> PromptBatch:
-        indices = self.sampler.next_batch()
-        return collate_prompts([self.train_prompts[index] for index in indices], self.pad_id)
 
     def _add_logprobs(self, batch: BatchedDataDict, on_policy_rows: int) -> None:
         """``prev_logprobs`` [B, S]; of the first ``on_policy_rows`` rows the sampler's stand in.
@@ -276,6 +280,7 @@ class PPOTrainer:
         self.policy.prepare_for_training()
         results = [self.policy.train(part, self.policy_loss) for part in parts if part.size]
         self.policy.finish_training()
+        self.generation.weights_changed()
         return results
 
     def _update_metrics(
@@ -295,11 +300,12 @@ class PPOTrainer:
     # Run state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the sampler's position and the KL controller."""
+        """Counters, the sampler's position, a rollout drawn ahead and the KL controller."""
         return {
             "consumed_samples": self.consumed_samples,
             "policy_updates": self.policy_updates,
             "critic_updates": self.critic_updates,
+            "rollouts": self.rollouts.state_dict(),
             "sampler": self.sampler.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
         }
@@ -315,9 +321,11 @@ class PPOTrainer:
         self.policy_updates = state["policy_updates"]
         self.critic_updates = state["critic_updates"]
         self.sampler.load_state_dict(state["sampler"])
+        self.rollouts.load_state_dict(state["rollouts"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.policy.load_state(folder / "policy")
         self.value.load_state(folder / "value")
+        self.generation.weights_changed()
 
 
 def needs_reference(config: RunConfig) -> bool:

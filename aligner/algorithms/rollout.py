@@ -8,7 +8,7 @@ from torch import Tensor
 from aligner.config import ImproperEndConfig, RewardShapingConfig
 from aligner.data.collate import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.policy.lm_policy import Policy
+from aligner.models.interfaces import GenerationInterface
 from aligner.models.reward.lm_reward import RewardInterface
 from aligner.observe.diagnostics import rollout_metrics
 from aligner.observe.samples import Sample
@@ -18,26 +18,34 @@ from aligner.observe.samples import Sample
 VALIDATION_SEED_OFFSET = 1_000_003
 
 
-def generate(
-    policy: Policy,
-    prompts: PromptBatch,
-    *,
-    seed: int,
-    first_sample_id: int,
-    rollouts_per_prompt: int = 1,
-    greedy: bool = False,
+def prompts_batch(
+    prompts: PromptBatch, first_sample_id: int, rollouts_per_prompt: int = 1
 ) -> BatchedDataDict:
-    """Sample responses to ``prompts``, those to the same prompt adjacent.
+    """What a sampling engine is asked: one row per response, those to the same prompt adjacent.
 
-    Returns a rollout batch (`aligner.types`) on the host with everything up to
-    ``generation_logprobs``, and the lists ``prompts``, ``ground_truths`` and ``columns`` (one dict
-    per row). Row i is sample ``first_sample_id + i``.
+    Row i is sample ``first_sample_id + i``. Besides tensors it has the lists ``prompts``,
+    ``ground_truths`` and ``columns`` (one dict per row).
     """
     data = _as_batch(prompts).repeat_interleave(rollouts_per_prompt)
     data["sample_ids"] = torch.arange(data.size) + first_sample_id
-    policy.prepare_for_generation()
-    output = policy.generate(data, greedy=greedy, seed=seed).to("cpu")
-    policy.finish_generation()
+    return data
+
+
+def generate(
+    generation: GenerationInterface, data: BatchedDataDict, *, seed: int, greedy: bool = False
+) -> BatchedDataDict:
+    """Responses to a `prompts_batch` on the host; see ``GenerationOutputSpec``."""
+    generation.prepare_for_generation()
+    output = generation.generate(data, greedy=greedy, seed=seed).to("cpu")
+    generation.finish_generation()
+    return output
+
+
+def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDict:
+    """A rollout batch (`aligner.types`) with everything up to ``generation_logprobs``.
+
+    ``data``: a `prompts_batch`, whose lists are taken over; ``output``: its responses.
+    """
     prompt_lengths, lengths = data["input_lengths"], output["unpadded_sequence_lengths"]
     return BatchedDataDict(
         {

@@ -7,7 +7,7 @@ the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and m
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -145,6 +145,28 @@ class GenerationInterface(ABC):
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Release what generation alone needs."""
+
+
+class PendingGeneration(Protocol):
+    """A batch that an engine is drawing."""
+
+    def result(self) -> "BatchedDataDict":
+        """Wait for it; see `GenerationOutputSpec`."""
+        ...
+
+    def abandon(self) -> None:
+        """End and forget it."""
+        ...
+
+
+class BackgroundGeneration(GenerationInterface):
+    """A sampling engine that draws while the policy trains."""
+
+    @abstractmethod
+    def generate_in_background(
+        self, data: "BatchedDataDict", *, seed: int = 0
+    ) -> PendingGeneration:
+        """Begin to continue prompts; one batch at a time, and no other call until its end."""
 
 
 class PolicyInterface(ABC):

@@ -34,7 +34,7 @@ class Recorder:
         def phase(*_, **__):
             return True
 
-        if name.startswith(("prepare_for", "finish_")):
+        if name.startswith(("prepare_for", "finish_", "weights_changed")):
             return phase
         raise AttributeError(name)
 

@@ -9,7 +9,7 @@ from aligner.config import RunConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
-from aligner.models.interfaces import GenerationInterface
+from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.refit import Refit, RefitSource
 from aligner.models.sharded import columns_of, run_on_all, run_sharded
 
@@ -17,7 +17,7 @@ WORKER = "aligner.models.generation.vllm_worker.VllmWorker"
 GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
-class VllmGeneration(GenerationInterface):
+class VllmGeneration(BackgroundGeneration):
     """Engines with a copy of the policy's weights, each drawing its share of a rollout."""
 
     def __init__(

@@ -1,0 +1,114 @@
+"""Rollouts of the training prompts: drawn when a step asks for them, or one step ahead.
+
+One ahead (asynchronous, one step off-policy)::
+
+    step k     take rollout k, refit, begin rollout k+1 ─── score, train on rollout k
+    engines                           └─ draw rollout k+1 with the weights before that training ─┐
+    step k+1   take rollout k+1, refit, begin rollout k+2 ...                                  ◄─┘
+
+Between the two, a validation or a run state may come: a rollout in flight is then settled, that is
+finished with its old weights, or abandoned and drawn again, with the new ones, by the step that
+takes it. Either way nothing depends on how far it had come, so a run that is resumed from that
+state, and one that went on, see the same rollouts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from aligner.algorithms.rollout import generate, prompts_batch, rollout_of
+from aligner.config import RunConfig
+from aligner.data.collate import collate_prompts
+from aligner.data.prompts import PromptDataset
+from aligner.data.sampler import PromptSampler
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import ConfigError
+from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
+
+
+class Rollouts:
+    """The training rollouts of a run, in the sampler's order.
+
+    Args:
+        config: of the run; ``generation`` says whether one is drawn ahead.
+        generation: the engine.
+        prompts: the training prompts.
+        sampler: draws the prompts of one rollout at a time; belongs to the caller, too.
+        pad_id: fills prompts on the right.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        generation: GenerationInterface,
+        prompts: PromptDataset,
+        sampler: PromptSampler,
+        pad_id: int,
+    ) -> None:
+        self._ahead = config.generation.async_rollouts
+        self._abandons = config.generation.in_flight == "abandon"
+        self._seed = config.seed
+        self._per_prompt = config.model.ppo.num_rollouts_per_prompt
+        self._generation = generation
+        self._prompts, self._sampler, self._pad_id = prompts, sampler, pad_id
+        # The rollout that was begun for the next step: its prompts, and what there is of it.
+        self._indices: list[int] | None = None
+        self._pending: PendingGeneration | None = None
+        self._output: BatchedDataDict | None = None
+
+    def take(self, first_sample_id: int, *, more: bool) -> BatchedDataDict:
+        """The next rollout (`aligner.algorithms.rollout.generate`); begins the one after it.
+
+        ``first_sample_id``: of its first row. ``more``: another step will follow.
+        """
+        self._finish()
+        indices, output = self._indices, self._output
+        self._indices = self._output = None
+        if indices is None:
+            indices = self._sampler.next_batch()
+        data = self._data(indices, first_sample_id)
+        if output is None:
+            output = generate(self._generation, data, seed=self._seed)
+        if self._ahead and more:
+            self._begin(first_sample_id + data.size)
+        return rollout_of(data, output)
+
+    def settle(self) -> None:
+        """Have nothing in flight: finish it or abandon it, as configured."""
+        if self._pending is not None and self._abandons:
+            self._pending.abandon()
+            self._pending = None
+        self._finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts that the sampler has given out but no step has had, and their responses."""
+        self.settle()
+        output = None if self._output is None else dict(self._output)
+        return {"indices": self._indices, "output": output}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        indices, output = state["indices"], state["output"]
+        self._indices = None if indices is None else list(indices)
+        self._output = None if output is None else BatchedDataDict(output)
+        self._pending = None
+
+    def _begin(self, first_sample_id: int) -> None:
+        if not isinstance(self._generation, BackgroundGeneration):
+            raise ConfigError(
+                "generation.async_rollouts=true: this engine cannot draw while the policy trains; "
+                "set generation.backend=vllm"
+            )
+        self._indices = self._sampler.next_batch()
+        self._generation.prepare_for_generation()
+        self._pending = self._generation.generate_in_background(
+            self._data(self._indices, first_sample_id), seed=self._seed
+        )
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._output = self._pending.result().to("cpu")
+            self._pending = None
+
+    def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
+        prompts = collate_prompts([self._prompts[index] for index in indices], self._pad_id)
+        return prompts_batch(prompts, first_sample_id, self._per_prompt)
