@@ -1,5 +1,6 @@
 """Policy and critic: where they come from, how they are cut, and how they are trained."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -7,6 +8,7 @@ from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positiv
 from aligner.config.layout import ParallelConfig
 from aligner.config.optim import OptimConfig
 
+FP8_MULTIPLE = 16  # rows of 8-bit matrix products come in multiples of it
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 
@@ -129,6 +131,8 @@ class TrainedModelConfig:
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     # full: recompute whole layers in backward; selective: the attention only; null: nothing.
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
+    # Format of 8-bit matrix products, on GPUs with Transformer Engine; hybrid: e5m2 backward.
+    fp8: Literal["e4m3", "hybrid"] | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
@@ -157,7 +161,11 @@ class TrainedModelConfig:
     @property
     def sequence_length_round(self) -> int:
         """What padded lengths of micro-batches are rounded up to a multiple of."""
-        return self.dynamic_batching.sequence_length_round if self.dynamic_batching.enabled else 1
+        dynamic = self.dynamic_batching
+        multiple = dynamic.sequence_length_round if dynamic.enabled else 1
+        if self.fp8 is None:
+            return multiple
+        return math.lcm(multiple, FP8_MULTIPLE * self.tensor_model_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -183,4 +191,5 @@ class CriticConfig:
     forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank
     value_clip: Positive | None = 0.2  # clip of the new value around the old one; null: off
     offload_adam_states: bool = False  # optimizer state to host memory while not training
+    offload_weights: bool = False  # weights and gradient buffers to host memory while idle
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))

@@ -29,6 +29,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("ALIGNER_FORCE_CPU") != "1"
 
 
+def has_fp8() -> bool:
+    """Whether the device multiplies 8-bit floating-point matrices."""
+    return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def device() -> torch.device:
     """The device this process computes on."""
     if has_gpu():

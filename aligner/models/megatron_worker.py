@@ -1,4 +1,4 @@
-"""One process's share of a role: batch-level methods over a `MegatronGPTModel`.
+"""One process's share of a role: batch-level methods over a model of either backend.
 
 The fronts call these with a data-parallel rank's share of a global batch. Results are the same on
 every process of a model-parallel group.
@@ -9,18 +9,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aligner.checkpoint.hf import save_hf
+from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.role_files import (
+    load_optimizer_state,
+    save_optimizer_state,
+    save_tokenizer,
+)
 from aligner.checkpoint.worker_state import load_worker_state, save_worker_state
+from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
+from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.distributed.parallel import ParallelState
-from aligner.errors import ConfigError
-from aligner.models.gpt.megatron import MegatronGPTModel
+from aligner.errors import ConfigError, TokenizerError
 from aligner.models.gpt.pipeline import MicroBatches
+from aligner.models.gpt.residence import Residence
+from aligner.models.gpt.role import Role
 from aligner.types import LossFunction
 
-Role = TypeVar("Role", bound=MegatronGPTModel)
+Served = TypeVar("Served", bound=Role)
 
 
 def tensors_on_device(data: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -38,12 +48,13 @@ def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches 
     return size if brought is None else brought[0]
 
 
-class MegatronWorker(Generic[Role]):
+class MegatronWorker(Generic[Served]):
     """What policy and value workers share: training, phases, and run state."""
 
-    def __init__(self, model: Role, parallel: ParallelState) -> None:
+    def __init__(self, model: Served, parallel: ParallelState) -> None:
         self.model = model
         self.parallel = parallel
+        self._residences: dict[nn.Module, Residence] = {}
 
     def train(
         self,
@@ -140,9 +151,84 @@ class MegatronWorker(Generic[Role]):
         """Inverse of `save_state`, whatever layout wrote it."""
         load_worker_state(self, folder)
 
-    def save_nemo(self, path: str) -> None:
-        """Write the weights, configuration and tokenizer as a `.nemo`."""
-        self.model.save_to(path)
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write the role, each part complete or not at all.
+
+        Args:
+            weights_path: a `.nemo` file, which holds configuration and tokenizer too; a path
+                without that suffix becomes a Hugging Face directory.
+            optimizer_path: directory for the float32 weights, moments and step, a file per worker.
+            tokenizer_path: directory for the tokenizer's files.
+        """
+        if weights_path.endswith(".nemo"):
+            self.model.save_to(weights_path)
+        else:
+            self._save_hf(weights_path)
+        if optimizer_path is not None:
+            save_optimizer_state(self, optimizer_path)
+        if tokenizer_path is not None:
+            save_tokenizer(self._tokenizer(), tokenizer_path)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Inverse of `save_checkpoint`, on any layout.
+
+        Without ``optimizer_path`` the moments and the schedule stay what they are.
+        """
+        with open_model(weights_path) as source:
+            self.model.load_whole_weights(source.weights)
+        if optimizer_path is not None:
+            load_optimizer_state(self, optimizer_path)
+
+    def _save_hf(self, folder: str) -> None:
+        weights, files = self.model.whole_weights(), self._tokenizer().files()
+        on_rank_zero(lambda: save_hf(folder, weights, self.model.architecture, files))
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.model.tokenizer is None:
+            raise TokenizerError(
+                f"the {self.model.role_name} was built without a tokenizer; give it one, or save "
+                "without tokenizer_path"
+            )
+        return self.model.tokenizer
+
+    # Where it is ------------------------------------------------------------------------------
+
+    def move_model(
+        self, model: nn.Module, device: str, move_params: bool = True, move_grads: bool = True
+    ) -> nn.Module:
+        """Move ``model``'s weights and gradient buffers to host memory, or back to the device.
+
+        Args:
+            model: this worker's, or another one on its device.
+            device: ``"cpu"`` parks it in host memory, where it cannot be used (nothing moves on a
+                machine without a GPU); any other device brings back all that was parked.
+            move_params: park the weights.
+            move_grads: free the gradient buffers; they come back as zeros.
+        """
+        residence = self.residence(model)
+        if torch.device(device).type == "cpu":
+            residence.to_host(params=move_params, grads=move_grads)
+        else:
+            residence.to_device()
+        return model
+
+    def residence(self, model: nn.Module) -> Residence:
+        """Where ``model`` is, and the way to move it."""
+        return self._residences.setdefault(model, Residence(model))
+
+    def move_optimizer(self, device: str) -> None:
+        """Move the moments to host memory (``"cpu"``) or back to the device."""
+        if self.model.optimizer is None:
+            return
+        if torch.device(device).type == "cpu":
+            self.model.optimizer.offload()
+        else:
+            self.model.optimizer.restore()
 
     def num_parameters(self) -> int:
         """Parameters of the whole role, over all its processes."""

@@ -3,6 +3,7 @@
 A front takes and returns global batches; its workers see their data-parallel shares.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,24 @@ class RoleFront:
         """Inverse of `save_state`, whatever layout wrote it."""
         run_on_all(self.worker_group, "load_state", folder=str(folder.absolute()))
 
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write the role; the workers do, so every machine must see these paths.
+
+        Args:
+            weights_path: a ``.nemo`` file, which holds configuration and tokenizer too; a path
+                without that suffix becomes a Hugging Face directory.
+            optimizer_path: directory for the optimizer's state. A front that is started with both
+                paths continues from there, on any layout.
+            tokenizer_path: directory for the tokenizer's files.
+        """
+        paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
+        run_on_all(self.worker_group, "save_checkpoint", **paths)
+
     def num_parameters(self) -> int:
         """Parameters of the whole role."""
         return run_on_all(self.worker_group, "num_parameters")[0]
@@ -92,6 +111,18 @@ class RoleFront:
     def shutdown(self) -> bool:
         """End the workers."""
         return self.worker_group.shutdown(cleanup_method="shutdown")
+
+
+def checkpoint_paths(
+    weights_path: str | None, optimizer_path: str | None, tokenizer_path: str | None = None
+) -> dict[str, str]:
+    """The paths that are given, absolute: a worker may have another working directory."""
+    paths = {
+        "weights_path": weights_path,
+        "optimizer_path": optimizer_path,
+        "tokenizer_path": tokenizer_path,
+    }
+    return {key: os.path.abspath(path) for key, path in paths.items() if path is not None}
 
 
 def worker_class(workers: Mapping[str, str], backend: str) -> str:

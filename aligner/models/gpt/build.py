@@ -21,9 +21,11 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture, RopeScaling
 from aligner.config import ParallelConfig
 from aligner.distributed import accelerator
+from aligner.errors import ConfigError
 from aligner.models.gpt.layer_spec import block_spec, has_transformer_engine
 
 Recompute = Literal["full", "selective"]
+FP8 = Literal["e4m3", "hybrid"]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -40,11 +42,13 @@ def transformer_config(
     architecture: GPTArchitecture,
     *,
     dtype: torch.dtype = torch.float32,
+    fp8: FP8 | None = None,
     parallel: ParallelConfig | None = None,
     recompute: Recompute | None = None,
     initialize: bool = True,
 ) -> TransformerConfig:
     """megatron-core's view of the architecture, this layout and this precision."""
+    check_fp8(fp8, dtype)
     parallel = parallel or ParallelConfig()
     on_cpu = not accelerator.has_gpu()
     is_moe = architecture.num_moe_experts is not None
@@ -81,6 +85,10 @@ def transformer_config(
         moe_router_load_balancing_type="none",
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        fp8=fp8,
+        # Scales of the tensors at hand: unlike a history of them, nothing that a resumed run lacks.
+        fp8_recipe="tensorwise" if fp8 else "delayed",
+        moe_router_padding_for_quantization=is_moe and fp8 is not None,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -105,10 +113,27 @@ def transformer_config(
     )
 
 
+def check_fp8(fp8: FP8 | None, dtype: torch.dtype) -> None:
+    """Refuse 8-bit matrix products where there are none."""
+    if fp8 is None:
+        return
+    if dtype != torch.bfloat16:
+        raise ConfigError(
+            f"model.fp8={fp8} needs trainer.precision=bf16; set it, or model.fp8=null"
+        )
+    if not (has_transformer_engine() and accelerator.has_fp8()):
+        raise ConfigError(
+            f"model.fp8={fp8} needs Transformer Engine and a GPU with 8-bit matrix products "
+            f"(compute capability 8.9 or more); here is {accelerator.description()}, Transformer "
+            f"Engine {'in use' if has_transformer_engine() else 'not in use'}. Set model.fp8=null"
+        )
+
+
 def build_gpt(
     architecture: GPTArchitecture,
     *,
     dtype: torch.dtype = torch.float32,
+    fp8: FP8 | None = None,
     parallel: ParallelConfig | None = None,
     recompute: Recompute | None = None,
     initialize: bool = True,
@@ -122,7 +147,12 @@ def build_gpt(
     """
     parallel = parallel or ParallelConfig()
     config = transformer_config(
-        architecture, dtype=dtype, parallel=parallel, recompute=recompute, initialize=initialize
+        architecture,
+        dtype=dtype,
+        fp8=fp8,
+        parallel=parallel,
+        recompute=recompute,
+        initialize=initialize,
     )
     model = GPTModel(
         config=config,

@@ -120,6 +120,7 @@ class MegatronGPTModel(ModelPT):
         gpt = build_gpt(
             self.architecture,
             dtype=self.settings.dtype,
+            fp8=self.settings.fp8,
             parallel=self.settings.parallel,
             recompute=self.settings.recompute,
             initialize=initialize,
@@ -291,15 +292,21 @@ class MegatronGPTModel(ModelPT):
             tokenizer=tokenizer,
             initialize=False,
         )
-        load_weights(
-            model.gpt,
-            checkpoint.weights,
-            model.architecture,
-            tp_rank=model.parallel.tp_rank,
-            tp_size=model.settings.parallel.tensor,
-        )
-        model.load_head(checkpoint.weights, strict)
+        model.load_whole_weights(checkpoint.weights, strict)
         return model
+
+    def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Inverse of `whole_weights`: this process's share of canonical weights, on every rank."""
+        load_weights(
+            self.gpt,
+            weights,
+            self.architecture,
+            tp_rank=self.parallel.tp_rank,
+            tp_size=self.settings.parallel.tensor,
+        )
+        self.load_head(weights, strict)
+        if self.optimizer is not None:
+            self.optimizer.take_over_weights()
 
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Copy the reward head, where both the model and the checkpoint have one."""

@@ -211,6 +211,11 @@ class RoleOptimizer:
                     if isinstance(value, Tensor) and value.dim() > 0:
                         state[key] = move(value)
 
+    def take_over_weights(self) -> None:
+        """Begin from the model's weights, where the optimizer updates a copy of them."""
+        with accelerator.cuda_literals():
+            self.inner.reload_model_params()
+
     # Run state --------------------------------------------------------------------------------
 
     @property

@@ -6,7 +6,13 @@ from typing import Literal
 
 import torch
 
-from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig
+from aligner.config import (
+    CriticConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PolicyPPOConfig,
+)
 
 Precision = Literal["32", "bf16"]
 
@@ -20,6 +26,7 @@ class RoleSettings:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: Precision = "32"
+    fp8: Literal["e4m3", "hybrid"] | None = None
     recompute: Literal["full", "selective"] | None = None
     micro_batch_size: int = 8
     global_batch_size: int = 64
@@ -55,42 +62,38 @@ def policy_settings(
     model: ModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
 ) -> RoleSettings:
     """Settings of the actor."""
-    return RoleSettings(
-        parallel=model.parallel,
-        precision=run.precision,
-        recompute=model.activations_checkpoint_granularity,
-        micro_batch_size=model.micro_batch_size,
-        global_batch_size=model.global_batch_size,
-        forward_micro_batch_size=model.ppo.forward_micro_batch_size,
-        sequence_packing=model.sequence_packing.enabled,
-        sequence_length_round=model.sequence_length_round,
-        optim=model.optim,
-        max_optimizer_steps=max_optimizer_steps,
-        gradient_clip_val=run.gradient_clip_val,
-        offload_adam_states=model.ppo.offload_adam_states,
-        non_finite=run.non_finite,
-        non_finite_dir=run.non_finite_dir,
-        seed=run.seed,
-    )
+    return _settings(model, model.ppo, model, run, max_optimizer_steps)
 
 
 def critic_settings(
     critic: CriticConfig, model: ModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
 ) -> RoleSettings:
     """Settings of the critic, which lives in the policy's layout."""
+    return _settings(critic, critic, model, run, max_optimizer_steps)
+
+
+def _settings(
+    trained: ModelConfig | CriticConfig,
+    scoring: PolicyPPOConfig | CriticConfig,
+    model: ModelConfig,
+    run: RunFacts,
+    max_optimizer_steps: int | None,
+) -> RoleSettings:
+    """How a role is trained and how it scores, each from its section; the rest is shared."""
     return RoleSettings(
         parallel=model.parallel,
         precision=run.precision,
+        fp8=model.fp8,
         recompute=model.activations_checkpoint_granularity,
-        micro_batch_size=critic.micro_batch_size,
-        global_batch_size=critic.global_batch_size,
-        forward_micro_batch_size=critic.forward_micro_batch_size,
+        micro_batch_size=trained.micro_batch_size,
+        global_batch_size=trained.global_batch_size,
+        forward_micro_batch_size=scoring.forward_micro_batch_size,
         sequence_packing=model.sequence_packing.enabled,
         sequence_length_round=model.sequence_length_round,
-        optim=critic.optim,
+        optim=trained.optim,
         max_optimizer_steps=max_optimizer_steps,
         gradient_clip_val=run.gradient_clip_val,
-        offload_adam_states=critic.offload_adam_states,
+        offload_adam_states=scoring.offload_adam_states,
         non_finite=run.non_finite,
         non_finite_dir=run.non_finite_dir,
         seed=run.seed,

@@ -9,15 +9,15 @@ from aligner.config import ModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
-from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
 from aligner.models.policy.refit import RefitSource
-from aligner.models.role_front import RoleFront, worker_class
+from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
 from aligner.models.sharded import columns_of, run_on_all, run_sharded, score_sharded
 
 WORKERS = {
     "megatron": "aligner.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
+    "dtensor": "aligner.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
 }
 GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
@@ -35,11 +35,15 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         name_prefix: str = "lm_policy",
         backend: str = "megatron",
         init_optimizer: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
         init_reference_model: bool = True,
         max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``; they load ``config.restore_from_path``.
 
+        ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
+        instead; the reference policy remains that of ``config``.
         ``init_reference_model=False`` keeps no copy of the initial weights, for runs without a KL
         term. ``max_optimizer_steps`` is what a schedule without ``max_steps`` decays over.
         """
@@ -52,6 +56,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             init_optimizer=init_optimizer,
             init_reference_model=init_reference_model,
             max_optimizer_steps=max_optimizer_steps,
+            **checkpoint_paths(weights_path, optimizer_path),
         )
         super().__init__(workers, config, config)
         self.tokenizer = tokenizer
@@ -109,17 +114,3 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Ready the workers to score tokens."""
         run_on_all(self.worker_group, "prepare_for_lp_inference")
-
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-    ) -> None:
-        """Write weights, configuration and tokenizer as the ``.nemo`` file ``weights_path``."""
-        if optimizer_path is not None or tokenizer_path is not None:
-            raise ConfigError(
-                f"save_checkpoint: optimizer_path={optimizer_path}, tokenizer_path={tokenizer_path}"
-                ": a .nemo holds its tokenizer and the run state holds the optimizer; pass neither"
-            )
-        run_on_all(self.worker_group, "save_nemo", path=weights_path)

@@ -6,10 +6,13 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ValueInterface
-from aligner.models.role_front import RoleFront, worker_class
+from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
 from aligner.models.sharded import columns_of, run_on_all, score_sharded
 
-WORKERS = {"megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker"}
+WORKERS = {
+    "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
+    "dtensor": "aligner.models.value.workers.dtensor_value_worker_v2.DTensorValueWorkerV2",
+}
 VALUE_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
@@ -26,13 +29,17 @@ class Value(RoleFront, ValueInterface):
         name_prefix: str = "lm_value",
         backend: str = "megatron",
         init_optimizer: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
         max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``.
 
         ``model`` gives the layout and the micro-batching that they share with the policy.
 
-        They load ``config.restore_from_path``, or the policy's weights with a fresh head.
+        They load ``config.restore_from_path``, or the policy's weights with a fresh head;
+        ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
+        instead.
         """
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
@@ -43,6 +50,7 @@ class Value(RoleFront, ValueInterface):
             run=run,
             init_optimizer=init_optimizer,
             max_optimizer_steps=max_optimizer_steps,
+            **checkpoint_paths(weights_path, optimizer_path),
         )
         super().__init__(workers, config, model)
 
