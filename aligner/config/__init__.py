@@ -8,7 +8,6 @@ documented where its dataclass defines it, and again beside its default in ``con
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.experiment import (
-    BackendConfig,
     ExpManagerConfig,
     WandbConfig,
 )
@@ -29,6 +28,7 @@ from aligner.config.model import (
     TrainedModelConfig,
 )
 from aligner.config.optim import OptimConfig, SchedConfig
+from aligner.config.policy import BackendConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
 from aligner.config.supervised import ExampleDataConfig

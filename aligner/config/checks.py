@@ -11,6 +11,7 @@ from aligner.config.batches import (
 from aligner.config.cluster import check_cluster
 from aligner.config.data import PromptSourceConfig
 from aligner.config.generation import check_generation
+from aligner.config.policy import check_policy_backend
 from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
 from aligner.config.trainer import parse_duration
 from aligner.errors import ConfigError
@@ -26,6 +27,7 @@ def check_config(config: BaseRunConfig) -> None:
 
 def _check_supervised(config: SFTRunConfig) -> None:
     model = config.model
+    check_policy_backend(config.policy.backend, model)
     check_token_budgets(model)
     check_longest_example(config, config.data.max_length or 1)
     if model.token_budgets is None:
@@ -46,7 +48,7 @@ def check_longest_example(config: SFTRunConfig, longest: int) -> None:
 
 
 def _check_ppo(config: RunConfig) -> None:
-    _check_not_in_this_version(config)
+    check_policy_backend(config.policy.backend, config.model)
     check_cluster(config)
     check_generation(config)
     _check_lengths(config)
@@ -69,15 +71,6 @@ def check_batch_layout(config: RunConfig, policy_size: int, value_size: int) -> 
         ("critic", config.critic, value_size),
     ):
         check_shares(role, batch.global_batch_size, batch.micro_batch_size, ranks)
-
-
-def _check_not_in_this_version(config: RunConfig) -> None:
-    wanted = {
-        "policy.backend": (config.policy.backend, "megatron"),
-    }
-    for key, (value, supported) in wanted.items():
-        if value != supported:
-            raise ConfigError(f"{key}={value}: not in this version; use {key}={supported}")
 
 
 def _check_lengths(config: RunConfig) -> None:

@@ -8,13 +8,6 @@ from aligner.config.fields import Count, Natural
 
 
 @dataclass(frozen=True)
-class BackendConfig:
-    """Implementation of one role."""
-
-    backend: str = "megatron"
-
-
-@dataclass(frozen=True)
 class WandbConfig:
     """Arguments of Lightning's W&B logger."""
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig
-from aligner.config.experiment import BackendConfig, ExpManagerConfig
+from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
 from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
+from aligner.config.policy import BackendConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.trainer import TrainerConfig

@@ -79,7 +79,24 @@ def test_configuration_is_frozen():
             ["cluster.value_workers=3", "multiple", "use 4"],
         ),
         ({"cluster__object_store_mb": 8}, ["cluster.object_store_mb", "at least 80"]),
-        ({"policy__backend": "dtensor"}, ["policy.backend=dtensor", "megatron"]),
+        ({"policy__backend": "jax"}, ["policy.backend", "jax", "dtensor"]),
+        (
+            {
+                "policy__backend": "dtensor",
+                "model__pipeline_model_parallel_size": 2,
+                "trainer__devices": 2,
+            },
+            ["model.pipeline_model_parallel_size=2", "policy.backend=dtensor", "=1, or"],
+        ),
+        (
+            {
+                "policy__backend": "dtensor",
+                "model__tensor_model_parallel_size": 2,
+                "model__sequence_parallel": True,
+                "trainer__devices": 2,
+            },
+            ["model.sequence_parallel=true", "set model.sequence_parallel=false"],
+        ),
         ({"generation__backend": "vllm"}, ["generation.backend=vllm", "megatron"]),
         (
             {

@@ -5,14 +5,13 @@ What every role shares: building, passes of micro-batches, phases, files and run
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf import save_hf
+from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceView
 from aligner.checkpoint.model_source import ModelSource
@@ -23,7 +22,7 @@ from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.collectives import combine_metrics, reduce_metrics
 from aligner.distributed.parallel import ParallelState
-from aligner.errors import ConfigError
+from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor_build import build_sharded
 from aligner.models.gpt.dtensor_generation import canonical_weights
 from aligner.models.gpt.dtensor_model import TransformersModel
@@ -61,7 +60,7 @@ class DTensorModel:
         self.tokenizer: Tokenizer | None = tokenizer
         self.architecture: GPTArchitecture = source.architecture
         check_layout(self.architecture, settings.parallel, parallel.world_size)
-        self.model, self.shards = self.build(_hugging_face_names(source))
+        self.model, self.shards = self.build(self._hugging_face_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
 
     # What a role adds -------------------------------------------------------------------------
@@ -204,15 +203,30 @@ class DTensorModel:
                 gathered[name] = tensor.to("cpu", copy=True)
         return gathered
 
-    def save_to(self, path: str) -> None:
-        """Write a `.nemo` file, or a Hugging Face directory where ``path`` has another ending.
+    @torch.no_grad()
+    def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
+        """Inverse of `whole_weights`: this process's share of canonical weights, on every rank.
 
-        Call it on every rank. Rank 0 writes, and if it cannot, all raise.
+        ``strict=False`` keeps the head that is there where ``weights`` bring none.
         """
+        named = self._hugging_face_names(weights)
+        for shard in self.shards:
+            if shard.name in named:
+                shard.local.copy_(shard.share_of(named[shard.name]))
+            elif strict:
+                raise CheckpointError(
+                    f"the model has {shard.name}, which the checkpoint lacks; load one of this role"
+                )
+
+    def save_to(self, save_path: str) -> None:
+        """Write a `.nemo`. Call it on every rank. Rank 0 writes, and if it cannot, all raise."""
         weights = self.whole_weights()
         files = self.tokenizer.files() if self.tokenizer is not None else {}
-        save = save_nemo if Path(path).suffix == ".nemo" else save_hf
-        on_rank_zero(lambda: save(path, weights, self.architecture, files))
+        on_rank_zero(lambda: save_nemo(save_path, weights, self.architecture, files))
+
+    def _hugging_face_names(self, weights: Weights) -> HuggingFaceView:
+        family, _ = config_to_hf(self.architecture)
+        return HuggingFaceView(weights, family.table, self.architecture)
 
     # Run state --------------------------------------------------------------------------------
 
@@ -223,9 +237,3 @@ class DTensorModel:
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
         load_shard_state(self.shards, self.optimizer, states)
-
-
-def _hugging_face_names(source: ModelSource) -> Mapping[str, Tensor]:
-    """The checkpoint's weights as Hugging Face names them."""
-    family, _ = config_to_hf(source.architecture)
-    return HuggingFaceView(source.weights, family.table, source.architecture)

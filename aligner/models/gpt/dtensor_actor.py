@@ -113,6 +113,11 @@ class DTensorActorModel(DTensorModel):
         self.sampling_params = sampling
         self.rollout_micro_batch_size = rollout_micro_batch_size
 
+    @property
+    def is_ready_to_generate(self) -> bool:
+        """Whether `prepare_for_generation` was called and `finish_generation` was not."""
+        return self._generator is not None
+
     def prepare_for_generation(self) -> None:
         """Gather the weights into the model that generates; collective."""
         self.prepare_for_inference()

@@ -58,6 +58,16 @@ class ParameterShard:
         """Which rows of the part the local elements are."""
         return rows_of(self.part_shape[0], self.parallel.dp_rank, self.parallel.dp_size)
 
+    def share_of(self, whole: Tensor) -> Tensor:
+        """What of a whole tensor of this shape this process holds; a view."""
+        part = whole
+        if self.split_dim is not None:
+            columns = rows_of(
+                self.shape[self.split_dim], self.parallel.tp_rank, self.parallel.config.tensor
+            )
+            part = whole.narrow(self.split_dim, columns.start, len(columns))
+        return part[self.rows.start : self.rows.stop]
+
     def gather(self, dtype: torch.dtype) -> Tensor:
         """The whole parameter on every process; collective."""
         parallel = self.parallel

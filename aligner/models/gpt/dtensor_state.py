@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.checkpoint.canonical import check_shape
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
-from aligner.models.gpt.dtensor_shards import ParameterShard, rows_of
+from aligner.models.gpt.dtensor_shards import ParameterShard
 from aligner.models.gpt.optimizer import OwnedSlice
 
 BACKEND = "dtensor"
@@ -96,13 +96,8 @@ def _mine(shard: ParameterShard, pieces: Sequence[Mapping[str, Any] | None], kin
     dim, _, count = found[0]["split"]
     parts = [_part(shard.name, found, kind, index) for index in range(count)]
     whole = parts[0] if dim is None else torch.cat(parts, dim=dim)
-    if shard.split_dim is not None:
-        columns = rows_of(
-            shard.shape[shard.split_dim], shard.parallel.tp_rank, shard.parallel.config.tensor
-        )
-        whole = whole.narrow(shard.split_dim, columns.start, len(columns))
-    check_shape(f"{shard.name} of the run state", whole.shape, shard.part_shape)
-    return whole[shard.rows.start : shard.rows.stop]
+    check_shape(f"{shard.name} of the run state", whole.shape, shard.shape)
+    return shard.share_of(whole)
 
 
 def _part(name: str, pieces: Sequence[Mapping[str, Any]], kind: str, index: int) -> Tensor:

@@ -1,0 +1,77 @@
+"""One process's share of a policy on a transformers model, as FSDP2 and DTensors."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from aligner.checkpoint.model_source import open_model
+from aligner.config import ModelConfig
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import ParallelState
+from aligner.models.gpt.dtensor_actor import DTensorActorModel
+from aligner.models.gpt.settings import RunFacts, policy_settings
+from aligner.models.policy.workers.policy_worker import PolicyWorker
+
+
+class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
+    """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
+
+    The path may be a Hugging Face directory or a `.nemo`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        run: RunFacts,
+        parallel: ParallelState,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        max_optimizer_steps: int | None = None,
+    ) -> None:
+        settings = policy_settings(config, run, max_optimizer_steps)
+        with open_model(config.restore_from_path) as source:
+            model = DTensorActorModel(source, settings, parallel, tokenizer)
+        super().__init__(model, parallel)
+        model.configure_generation(
+            config.ppo.length_params,
+            config.ppo.sampling_params,
+            config.ppo.rollout_micro_batch_size,
+        )
+        if init_reference_model:
+            model.keep_reference(config.reference.mode)
+        if init_optimizer:
+            model.setup_training()
+
+    def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
+        """Continue right-padded prompts; see `GenerationOutputSpec`."""
+        if self.model.is_ready_to_generate:
+            return super().generate(data, seed, greedy)
+        self.prepare_for_generation()
+        try:
+            return super().generate(data, seed, greedy)
+        finally:
+            self.finish_generation()
+
+    def prepare_for_generation(self) -> None:
+        """Gather the weights as they are now into the model that generates."""
+        self.model.prepare_for_generation()
+
+    def finish_generation(self) -> None:
+        """Give up the model that generates."""
+        self.model.finish_generation()
+
+    def num_parameters(self) -> int:
+        """Parameters of the whole role."""
+        return self.model.num_parameters()
+
+    def hf_weight_names(self) -> Sequence[str]:
+        """Names of all weights, as in a Hugging Face state dict, in depth order."""
+        return list(self.model.hugging_face_weights())
+
+    def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on every worker; collective over all of them."""
+        weights = self.model.hugging_face_weights()
+        return ((name, weights[name]) for name in names)
