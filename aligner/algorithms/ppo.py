@@ -1,8 +1,11 @@
-"""Proximal policy optimisation (Schulman et al., 2017) of a language model with a learned critic.
+"""Proximal policy optimisation (Schulman et al., 2017) of a language model.
 
     prompts ─► 1 generate ─► 2 reward ─► 3 values ─► 4 log-probs ─► 5 reference log-probs
                                                                            │
          8 validate, save ◄─ 7 train critic, then policy, ppo_epochs × ◄─ 6 advantages
+
+With a critic (`Value`), or without one: REINFORCE, RLOO, GRPO and their kin differ in how rewards
+become advantages (`credit`) and in options of the loss, and leave out stage 3 and half of 7.
 
 Everything passes in one rollout batch whose columns are those of `aligner.types`.
 """
@@ -11,18 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
-from aligner.algorithms.kl import (
-    AdaptiveKLController,
-    FixedKLController,
-    KLController,
-    kl_estimate,
-)
+from aligner.algorithms.credit import Credit
+from aligner.algorithms.dynamic_sampling import fill_with_signal
+from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.masked import masked_whiten
 from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import (
     VALIDATION_SEED_OFFSET,
@@ -32,7 +28,6 @@ from aligner.algorithms.rollout import (
     rollout_of,
     samples_of,
     score,
-    shape_rewards,
 )
 from aligner.algorithms.run_loop import Outcome
 from aligner.algorithms.updates import count_updates, update_metrics
@@ -46,7 +41,6 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import RewardInterface
 from aligner.models.sharded import columns_of
 from aligner.models.value.lm_value import Value
-from aligner.observe.diagnostics import explained_variance, statistics
 from aligner.observe.timers import PhaseTimers
 
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
@@ -61,7 +55,7 @@ class PPOTrainer:
         self,
         config: RunConfig,
         policy: Policy,
-        value: Value,
+        value: Value | None,
         reward: RewardInterface,
         train_prompts: PromptDataset,
         val_prompts: PromptDataset | None,
@@ -74,6 +68,7 @@ class PPOTrainer:
         """Set up; nothing runs yet.
 
         ``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step.
+        ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
         ``generation`` draws the responses; default ``policy`` itself. No rollout is begun ahead of
         a step beyond ``total_steps`` (None: not known).
         """
@@ -85,6 +80,12 @@ class PPOTrainer:
         self.total_steps = total_steps
         self.rollouts = Rollouts(config, self.generation, train_prompts, sampler, pad_id)
         self.kl_controller = make_kl_controller(config.trainer.ppo)
+        self.credit = Credit(
+            config.trainer.ppo,
+            self.charges_kl,
+            config.model.ppo.num_rollouts_per_prompt,
+            config.model.ppo.length_params.max_length,
+        )
         self.policy_loss = make_policy_loss(config)
         self.value_loss = PPOValueLoss(value_clip=config.critic.value_clip)
         self.consumed_samples = 0
@@ -96,18 +97,14 @@ class PPOTrainer:
         ppo = self.config.model.ppo
         trains_policy = step > self.config.trainer.ppo.critic_warmup_steps
 
-        # 1. Generate responses to the next prompts.
-        with timers("generate"):
-            more = self.total_steps is None or step < self.total_steps
-            batch = self.rollouts.take(self.consumed_samples, more=more)
-        # 2. Score them.
-        with timers("reward"):
-            metrics = prefixed("train_rollouts", score(self.reward, batch))
+        # 1. and 2. Generate responses to the next prompts and score them.
+        batch, metrics = self._scored_rollout(step, timers)
         # 3. Values of the states they pass through.
-        with timers("values"):
-            self.value.prepare_for_inference()
-            batch["values"] = self.value.get_values(batch)["values"].cpu()
-            self.value.finish_inference()
+        if self.value is not None:
+            with timers("values"):
+                self.value.prepare_for_inference()
+                batch["values"] = self.value.get_values(batch)["values"].cpu()
+                self.value.finish_inference()
         # 4. and 5. Log-probs under the policy and its reference, where they are not known.
         on_policy_rows = self.rows_scored_by_training(trains_policy)
         with timers("logprobs"):
@@ -116,18 +113,21 @@ class PPOTrainer:
             self._add_reference_logprobs(batch)
         # 6. Rewards per token, advantages, returns.
         with timers("advantages"):
-            metrics |= self._add_advantages(batch)
+            found, kl = self.credit.assign(batch, self.kl_controller.value)
+            metrics |= found
+            if self.charges_kl:
+                self.kl_controller.update(kl, batch.size)
         # 7. Train.
         critic_passes: list[dict[str, Any]] = []
         policy_passes: list[dict[str, Any]] = []
         for _ in range(ppo.ppo_epochs):
-            with timers("train_critic"):
-                critic_passes.append(self._train_critic(batch))
+            if self.value is not None:
+                with timers("train_critic"):
+                    critic_passes.append(self._train_critic(self.value, batch))
             if trains_policy:
                 with timers("train_policy"):
                     policy_passes += self._train_policy(batch, on_policy_rows)
 
-        self.consumed_samples += batch.size
         metrics |= self._update_metrics(policy_passes, critic_passes)
         metrics |= {
             "progress/epoch": self.sampler.epoch,
@@ -182,6 +182,39 @@ class PPOTrainer:
 
     # Stages -----------------------------------------------------------------------------------
 
+    def _scored_rollout(
+        self, step: int, timers: PhaseTimers
+    ) -> tuple[BatchedDataDict, dict[str, float]]:
+        """The step's rollout with its rewards; metrics of what the policy drew first."""
+        sampling = self.config.trainer.ppo.dynamic_sampling
+        more = self.total_steps is None or step < self.total_steps
+        seen: list[dict[str, float]] = []
+
+        def draw() -> BatchedDataDict:
+            with timers("generate"):
+                # With dynamic sampling nobody knows yet how many rollouts a step takes.
+                ahead = more and not sampling.enabled
+                batch = self.rollouts.take(self.consumed_samples, more=ahead)
+            self.consumed_samples += batch.size
+            with timers("reward"):
+                seen.append(score(self.reward, batch))
+            return batch
+
+        if not sampling.enabled:
+            batch = draw()
+            return batch, prefixed("train_rollouts", seen[0])
+        per_prompt = self.config.model.ppo.num_rollouts_per_prompt
+        batch, drawn = fill_with_signal(
+            draw,
+            rollouts_per_prompt=per_prompt,
+            max_rollouts=sampling.max_rollouts,
+            pad_id=self.pad_id,
+        )
+        return batch, {
+            **prefixed("train_rollouts", seen[0]),
+            "train_rollouts/samples_drawn": drawn,
+        }
+
     def _add_logprobs(self, batch: BatchedDataDict, on_policy_rows: int) -> None:
         """``prev_logprobs`` [B, S]; of the first ``on_policy_rows`` rows the sampler's stand in.
 
@@ -202,70 +235,10 @@ class PPOTrainer:
             result = self.policy.get_reference_policy_logprobs(batch)
             batch["ref_logprobs"] = result["reference_logprobs"].cpu()
 
-    def _add_advantages(self, batch: BatchedDataDict) -> dict[str, float]:
-        """``sample_mask``, ``advantages`` and ``returns``; returns what there is to see of them."""
-        trainer = self.config.trainer.ppo
-        shaped, batch["sample_mask"] = shape_rewards(
-            batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
-        )
-        mask = batch["token_mask"] * batch["sample_mask"][:, None]
-        kl = None
-        beta = self.kl_controller.value
-        if "ref_logprobs" in batch:
-            kl = batch["token_mask"] * kl_estimate(
-                batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
-            )
-        rewards = token_rewards(shaped, kl if self.charges_kl else None, batch["token_mask"], beta)
-        advantages, batch["returns"] = generalized_advantage_estimate(
-            batch["values"],
-            rewards,
-            batch["token_mask"],
-            trainer.discount_factor,
-            trainer.gae_lambda,
-        )
-        batch["advantages"] = (
-            masked_whiten(advantages, mask) if trainer.normalize_advantages else advantages
-        )
-        metrics = {
-            **_named("train_rollouts/advantages", statistics(advantages, mask)),
-            **_named("train_rollouts/returns", statistics(batch["returns"], mask), ("mean", "std")),
-            **_named("critic/values", statistics(batch["values"], mask)),
-            "critic/explained_var": explained_variance(
-                batch["values"], batch["returns"], mask
-            ).item(),
-            "train_rollouts/shaped_rewards": shaped.mean().item(),
-            "train_rollouts/masked_samples": int((batch["sample_mask"] == 0).sum()),
-        }
-        if kl is not None:
-            metrics |= self._kl_metrics(batch, kl, mask, shaped, beta)
-        return metrics
-
-    def _kl_metrics(
-        self,
-        batch: BatchedDataDict,
-        kl: torch.Tensor,
-        mask: torch.Tensor,
-        shaped: torch.Tensor,
-        beta: float,
-    ) -> dict[str, float]:
-        """KL to the initial policy, and the controller's next coefficient."""
-        per_sample = kl.sum(1)
-        mean_per_sample = per_sample.mean().item()
-        penalty = beta * mean_per_sample if self.charges_kl else 0.0
-        if self.charges_kl:
-            self.kl_controller.update(mean_per_sample, batch.size)
-        return {
-            "train_rollouts/init_policy_kl": ((kl * mask).sum() / mask.sum().clamp(min=1)).item(),
-            "train_rollouts/init_policy_kl_per_sample": mean_per_sample,
-            "train_rollouts/kl_coefficient": beta,
-            "train_rollouts/kl_penalty": penalty,
-            "train_rollouts/rewards_with_kl": shaped.mean().item() - penalty,
-        }
-
-    def _train_critic(self, batch: BatchedDataDict) -> dict[str, Any]:
-        self.value.prepare_for_training()
-        result = self.value.train(columns_of(batch, CRITIC_COLUMNS), self.value_loss)
-        self.value.finish_training()
+    def _train_critic(self, value: Value, batch: BatchedDataDict) -> dict[str, Any]:
+        value.prepare_for_training()
+        result = value.train(columns_of(batch, CRITIC_COLUMNS), self.value_loss)
+        value.finish_training()
         return result
 
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
@@ -288,8 +261,10 @@ class PPOTrainer:
     ) -> dict[str, float]:
         self.critic_updates += count_updates(critic_passes)
         self.policy_updates += count_updates(policy_passes)
-        metrics = prefixed("critic", update_metrics(critic_passes))
-        metrics["critic/optimizer_steps"] = self.critic_updates
+        metrics: dict[str, float] = {}
+        if critic_passes:
+            metrics |= prefixed("critic", update_metrics(critic_passes))
+            metrics["critic/optimizer_steps"] = self.critic_updates
         if policy_passes:
             policy = update_metrics(policy_passes)
             gap = {name: policy.pop(name) for name in ("logprob_gap_mean", "logprob_gap_max")}
@@ -313,7 +288,8 @@ class PPOTrainer:
     def save_roles(self, folder: Path) -> None:
         """Have the workers write their shares of weights and optimizer states below ``folder``."""
         self.policy.save_state(folder / "policy")
-        self.value.save_state(folder / "value")
+        if self.value is not None:
+            self.value.save_state(folder / "value")
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
         """Inverse of the two above."""
@@ -324,7 +300,8 @@ class PPOTrainer:
         self.rollouts.load_state_dict(state["rollouts"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.policy.load_state(folder / "policy")
-        self.value.load_state(folder / "value")
+        if self.value is not None:
+            self.value.load_state(folder / "value")
         self.generation.weights_changed()
 
 
@@ -372,14 +349,10 @@ def make_policy_loss(config: RunConfig) -> PPOPolicyLoss:
         kl_coefficient=ppo.kl_loss.coef,
         kl_estimator=ppo.kl_loss.estimator,
         importance_cap=ppo.truncated_importance_sampling,
+        ratio_level=ppo.ratio_level,
+        surrogate=ppo.surrogate,
+        aggregation=ppo.loss_aggregation,
+        max_response_length=(
+            ppo.length_params.max_length if ppo.loss_aggregation == "fixed_length" else None
+        ),
     )
-
-
-def _named(
-    prefix: str, numbers: Mapping[str, torch.Tensor], kept: tuple[str, ...] | None = None
-) -> dict[str, float]:
-    return {
-        f"{prefix}_{name}": number.item()
-        for name, number in numbers.items()
-        if kept is None or name in kept
-    }

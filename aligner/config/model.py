@@ -60,6 +60,12 @@ class PolicyPPOConfig(RolloutConfig):
     ppo_epochs: Count = 1  # passes over the same rollout
     # Clip range of the ratio: one number for both sides or [low, high] (clip-higher).
     ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
+    ratio_level: Literal["token", "sequence"] = "token"  # sequence: GSPO's ratio, one per response
+    # clip: PPO's pessimistic bound. cispo: the clipped ratio weighs the log-prob, without gradient.
+    surrogate: Literal["clip", "cispo"] = "clip"
+    # token_mean: over all tokens of the global batch. sequence_mean: over responses of their token
+    # means (GRPO). fixed_length: over responses of token sums / max_length (Dr. GRPO).
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
     # Dual clip (Ye et al. 2020): bound on the loss for negative advantages; null: off.
     dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
     entropy_bonus: NonNegative = 0.0  # weight of the entropy in the loss; 0: off

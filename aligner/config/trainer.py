@@ -18,12 +18,41 @@ class KLControllerConfig:
 
 
 @dataclass(frozen=True)
+class AdvantageConfig:
+    """How a response's reward becomes the advantage of its tokens."""
+
+    # gae: a critic tells (PPO). The others need none, and no critic is built: responses to the same
+    # prompt, or of the same batch, are each other's baseline (`algorithms.group_advantages`).
+    estimator: Literal[
+        "gae",
+        "reinforce",
+        "rloo",
+        "grpo",
+        "dr_grpo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "gae"
+    batch_baseline: bool = False  # reinforce: less the mean reward of the batch
+
+
+@dataclass(frozen=True)
+class DynamicSamplingConfig:
+    """Prompts whose responses all earn the same are replaced by others (DAPO)."""
+
+    enabled: bool = False
+    max_rollouts: Count = 4  # rollouts drawn for one step at most
+
+
+@dataclass(frozen=True)
 class RewardShapingConfig:
     """What happens to a reward before it is used: first scale and shift, then clip."""
 
     scale: float = 1.0  # R <- scale * R + shift
     shift: float = 0.0
     clip: Positive | None = None  # R <- clamp(R, -clip, clip); null: off
+    # DAPO's soft punishment: over so many last tokens before length_params.max_length the reward
+    # falls by up to 1; a response that did not end pays 1. null: off.
+    overlong_cache: Natural | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +84,10 @@ class TrainerPPOConfig(LoopConfig):
     initial_policy_kl_penalty: NonNegative = 0.01  # weight of the KL in the reward; 0: off
     kl_estimator: KLEstimator = "k1"  # of the KL in the reward; abs is |k1|
     kl_controller: KLControllerConfig = field(default_factory=KLControllerConfig)
-    discount_factor: Fraction = 1.0  # gamma
-    gae_lambda: Fraction = 0.95  # lambda
+    discount_factor: Fraction = 1.0  # gamma of gae and of reinforce_plus_plus
+    gae_lambda: Fraction = 0.95  # lambda of gae
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     normalize_advantages: bool = True  # mean 0 and variance 1 over all tokens of the rollout
     critic_warmup_steps: Natural = 0  # first PPO steps that train the critic alone
     reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)

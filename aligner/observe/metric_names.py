@@ -76,6 +76,14 @@ _TRAIN_ROLLOUT = {
     "returns_mean": MetricInfo("Target of the critic: advantage plus value.", _TOKENS),
     "returns_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
     "masked_samples": MetricInfo("Samples that do not count because they did not end.", "count"),
+    "samples_with_signal": MetricInfo(
+        "Without a critic: share of samples whose prompt has responses of different rewards. The "
+        "others teach nothing where the prompt's other responses are the baseline.",
+        "the step's samples",
+    ),
+    "samples_drawn": MetricInfo(
+        "With dynamic sampling: samples drawn to fill the step's rollout.", "count"
+    ),
 }
 
 _OPTIMIZER = {

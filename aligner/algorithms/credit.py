@@ -1,0 +1,137 @@
+"""From rewards of responses to advantages of tokens: what the policy is to learn from.
+
+rewards ─► shaped, some samples left out ─► less β·KL ─► advantages (and the critic's targets)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
+from aligner.algorithms.group_advantages import has_signal, token_advantages
+from aligner.algorithms.kl import kl_estimate
+from aligner.algorithms.masked import masked_whiten
+from aligner.algorithms.overlong import soft_overlong_penalty
+from aligner.algorithms.rollout import shape_rewards
+from aligner.config import TrainerPPOConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.observe.diagnostics import explained_variance, statistics
+
+
+@dataclass(frozen=True)
+class Credit:
+    """How a run assigns credit.
+
+    ``charges_kl``: the reward carries a KL penalty. ``rollouts_per_prompt``: so many adjacent rows
+    answer one prompt. ``max_length``: most tokens of a response.
+    """
+
+    trainer: TrainerPPOConfig
+    charges_kl: bool
+    rollouts_per_prompt: int
+    max_length: int
+
+    def assign(self, batch: BatchedDataDict, beta: float) -> tuple[dict[str, float], float]:
+        """Add ``sample_mask``, ``advantages`` and, with a critic, ``returns`` to a rollout.
+
+        Reads what the rollout has of ``rewards``, ``prev_logprobs``, ``ref_logprobs`` and
+        ``values``. ``beta``: weight of the KL penalty. Returns what there is to see, and the KL to
+        the reference summed over a response, mean over samples (0 without a reference).
+        """
+        trainer = self.trainer
+        shaped, batch["sample_mask"] = shape_rewards(
+            batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
+        )
+        if trainer.reward.overlong_cache is not None:
+            lengths = batch["input_lengths"] - batch["prompt_lengths"]
+            shaped = shaped + soft_overlong_penalty(
+                lengths, batch["is_end"], self.max_length, trainer.reward.overlong_cache
+            )
+        mask = batch["token_mask"] * batch["sample_mask"][:, None]
+        kl = None
+        if "ref_logprobs" in batch:
+            kl = batch["token_mask"] * kl_estimate(
+                batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
+            )
+        charged = kl if self.charges_kl else None
+        if trainer.advantage.estimator == "gae":
+            metrics = self._with_critic(batch, shaped, charged, beta, mask)
+        else:
+            metrics = self._without_critic(batch, shaped, charged, beta)
+        metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], mask))
+        if trainer.normalize_advantages:
+            batch["advantages"] = masked_whiten(batch["advantages"], mask)
+        metrics["train_rollouts/shaped_rewards"] = shaped.mean().item()
+        metrics["train_rollouts/masked_samples"] = int((batch["sample_mask"] == 0).sum())
+        if kl is None:
+            return metrics, 0.0
+        per_sample = kl.sum(1).mean().item()
+        return metrics | self._kl_metrics(kl, mask, shaped, beta, per_sample), per_sample
+
+    def _with_critic(
+        self,
+        batch: BatchedDataDict,
+        shaped: Tensor,
+        kl: Tensor | None,
+        beta: float,
+        mask: Tensor,
+    ) -> dict[str, float]:
+        """Generalised advantage estimation; ``returns`` are the critic's targets."""
+        rewards = token_rewards(shaped, kl, batch["token_mask"], beta)
+        batch["advantages"], batch["returns"] = generalized_advantage_estimate(
+            batch["values"],
+            rewards,
+            batch["token_mask"],
+            self.trainer.discount_factor,
+            self.trainer.gae_lambda,
+        )
+        explained = explained_variance(batch["values"], batch["returns"], mask)
+        return {
+            **_named("train_rollouts/returns", statistics(batch["returns"], mask), ("mean", "std")),
+            **_named("critic/values", statistics(batch["values"], mask)),
+            "critic/explained_var": explained.item(),
+        }
+
+    def _without_critic(
+        self, batch: BatchedDataDict, shaped: Tensor, kl: Tensor | None, beta: float
+    ) -> dict[str, float]:
+        """Responses to a prompt are each other's baseline (`group_advantages`)."""
+        advantage = self.trainer.advantage
+        assert advantage.estimator != "gae"
+        groups = torch.arange(batch.size) // self.rollouts_per_prompt
+        batch["advantages"] = token_advantages(
+            shaped,
+            groups,
+            batch["token_mask"],
+            batch["sample_mask"],
+            advantage.estimator,
+            penalty=None if kl is None else beta * kl,
+            discount=self.trainer.discount_factor,
+            batch_baseline=advantage.batch_baseline,
+        )
+        signal = has_signal(batch["rewards"], groups, batch["sample_mask"]).float()
+        return {"train_rollouts/samples_with_signal": signal.mean().item()}
+
+    def _kl_metrics(
+        self, kl: Tensor, mask: Tensor, shaped: Tensor, beta: float, per_sample: float
+    ) -> dict[str, float]:
+        penalty = beta * per_sample if self.charges_kl else 0.0
+        return {
+            "train_rollouts/init_policy_kl": ((kl * mask).sum() / mask.sum().clamp(min=1)).item(),
+            "train_rollouts/init_policy_kl_per_sample": per_sample,
+            "train_rollouts/kl_coefficient": beta,
+            "train_rollouts/kl_penalty": penalty,
+            "train_rollouts/rewards_with_kl": shaped.mean().item() - penalty,
+        }
+
+
+def _named(
+    prefix: str, numbers: Mapping[str, Tensor], kept: tuple[str, ...] | None = None
+) -> dict[str, float]:
+    return {
+        f"{prefix}_{name}": number.item()
+        for name, number in numbers.items()
+        if kept is None or name in kept
+    }
