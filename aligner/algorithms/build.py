@@ -1,17 +1,20 @@
-"""Assembling a run from its configuration: processes, data, roles, trainer, loggers."""
+"""Assembling a run from its configuration: data, roles, trainer, loggers."""
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 
+from aligner.algorithms.engine import Clusters, open_engine, with_restarts
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
 from aligner.algorithms.run_loop import Restoration, RunLoop, Schedule
 from aligner.algorithms.startup import check_lengths, startup_facts
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.config import PromptSourceConfig, RunConfig, check_layout
 from aligner.config.checks import check_batch_layout
@@ -19,11 +22,7 @@ from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero
-from aligner.distributed.launch import start_processes
-from aligner.distributed.liveness import watched_ranks
-from aligner.distributed.parallel import ParallelState, initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
+from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import Reward
@@ -40,22 +39,38 @@ from aligner.observe.startup import Restored, startup_report
 def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and say where everything is."""
     with ExitStack() as closing:
-        _train_ppo(config, closing)
+        engine = open_engine(config, log_dir(config), closing)
+        console = Console(quiet=not is_rank_zero())
+        check_log_dir(config)
+        inputs = load_inputs(config, closing)
+        started = time.monotonic()
+
+        def attempt(number: int) -> None:
+            with ExitStack() as workers:
+                clusters = engine.clusters(workers)
+                _run(config, inputs, clusters, console, workers, number > 0, started)
+
+        with_restarts(engine, console, attempt)
 
 
-def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
-    """``closing`` ends what must not outlive the run, also when it fails."""
-    start_processes(config.trainer, config.cluster.timeout_s)
-    parallel = initialize_parallel(
-        config.model.parallel, seed=config.seed, timeout_s=config.cluster.timeout_s
-    )
-    closing.enter_context(watched_ranks(parallel, config.cluster.timeout_s))
-    console = Console(quiet=not is_rank_zero())
-    check_log_dir(config)
+@dataclass(frozen=True)
+class RunInputs:
+    """What a run reads before any model is built."""
+
+    tokenizer: Tokenizer
+    architecture: GPTArchitecture
+    train_prompts: PromptDataset
+    val_prompts: PromptDataset | None
+    reward: Reward
+
+
+def load_inputs(config: RunConfig, closing: ExitStack) -> RunInputs:
+    """Read and check them; ``closing`` ends the reward function."""
     tokenizer, architecture = describe_model(config)
-    check_layout(architecture, config.model.parallel, parallel.world_size)
-    check_batch_layout(config, parallel.dp_size, parallel.dp_size)
-
+    worlds = (config.trainer.world_size, config.value_world_size)
+    for world in worlds:
+        check_layout(architecture, config.model.parallel, world)
+    check_batch_layout(config, *(config.model.parallel.data_size(world) for world in worlds))
     train_prompts = load_prompts(config, config.data.train, tokenizer)
     val_prompts = (
         None
@@ -68,33 +83,54 @@ def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
     reward = Reward.load(config.reward, tokenizer)
     closing.callback(reward.shutdown)
     reward.check_columns(train_prompts.column_names)
+    return RunInputs(tokenizer, architecture, train_prompts, val_prompts, reward)
 
+
+def _run(
+    config: RunConfig,
+    inputs: RunInputs,
+    clusters: Clusters,
+    console: Console,
+    closing: ExitStack,
+    is_restart: bool,
+    started: float,
+) -> None:
+    """Build the roles and run on from the last state; ``closing`` ends what must not outlive it."""
     sampler = PromptSampler(
-        len(train_prompts),
+        len(inputs.train_prompts),
         config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt,
         seed=config.seed,
         shuffle=config.data.shuffle,
     )
     steps = total_steps(config, sampler)
-    policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps)
+    policy, value = build_roles(config, inputs.tokenizer, clusters, steps)
     closing.callback(policy.shutdown)
     closing.callback(value.shutdown)
     trainer = PPOTrainer(
-        config, policy, value, reward, train_prompts, val_prompts, sampler, tokenizer.pad_id
+        config,
+        policy,
+        value,
+        inputs.reward,
+        inputs.train_prompts,
+        inputs.val_prompts,
+        sampler,
+        inputs.tokenizer.pad_id,
+        total_steps=steps,
     )
-    loop = build_loop(config, trainer, parallel, console, steps)
+    layout = clusters.describe(config)
+    loop = build_loop(config, trainer, layout, console, steps, is_restart, started)
     closing.callback(loop.metrics.close)
     closing.callback(loop.samples.close)
     restored = loop.restore()
     facts = startup_facts(
         config,
-        architecture,
-        parallel,
-        train_prompts,
+        inputs.architecture,
+        clusters.policy.world_size(),
+        inputs.train_prompts,
         steps=steps,
         with_reference=needs_reference(config),
         restored=None if restored is None else _restored(restored),
-        notes=_notes(train_prompts, restored, parallel.layout_in_words),
+        notes=_notes(inputs.train_prompts, restored, layout),
     )
     console.print(startup_report(facts))
     ended = loop.run(None if restored is None else restored.step)
@@ -103,7 +139,7 @@ def _train_ppo(config: RunConfig, closing: ExitStack) -> None:
 
 def describe_model(config: RunConfig) -> tuple[Tokenizer, GPTArchitecture]:
     """Tokenizer and architecture of the policy, without reading its weights."""
-    with open_nemo(config.model.restore_from_path) as checkpoint:
+    with open_model(config.model.restore_from_path) as checkpoint:
         tokenizer = (
             load_tokenizer(config.model.tokenizer)
             if config.model.tokenizer is not None
@@ -141,9 +177,9 @@ def total_steps(config: RunConfig, sampler: PromptSampler) -> int:
 
 
 def build_roles(
-    config: RunConfig, tokenizer: Tokenizer, cluster: LocalCluster, steps: int
+    config: RunConfig, tokenizer: Tokenizer, clusters: Clusters, steps: int
 ) -> tuple[Policy, Value]:
-    """Policy and critic on ``cluster``; the reference policy where a KL term asks for it."""
+    """Policy and critic on their clusters; the reference policy where a KL term asks for it."""
     ppo = config.model.ppo
     run = RunFacts(
         precision=config.trainer.precision,
@@ -155,7 +191,7 @@ def build_roles(
     passes = ppo.ppo_epochs * ppo.num_rollout_samples
     policy_steps = max(0, steps - config.trainer.ppo.critic_warmup_steps)
     policy = Policy(
-        cluster,
+        clusters.policy,
         config.model,
         tokenizer,
         run,
@@ -164,7 +200,7 @@ def build_roles(
         max_optimizer_steps=policy_steps * (passes // config.model.global_batch_size),
     )
     value = Value(
-        cluster,
+        clusters.value,
         config.critic,
         config.model,
         tokenizer,
@@ -176,9 +212,18 @@ def build_roles(
 
 
 def build_loop(
-    config: RunConfig, trainer: PPOTrainer, parallel: ParallelState, console: Console, steps: int
+    config: RunConfig,
+    trainer: PPOTrainer,
+    layout: str,
+    console: Console,
+    steps: int,
+    is_restart: bool,
+    started: float,
 ) -> RunLoop:
-    """The run loop with its files below ``exp_manager.explicit_log_dir``."""
+    """The run loop with its files below ``exp_manager.explicit_log_dir``.
+
+    ``started``: when ``trainer.max_time`` began to run, on the monotonic clock.
+    """
     exp = config.exp_manager
     folder = log_dir(config)
     store = RunStateStore(
@@ -186,7 +231,7 @@ def build_loop(
         exp.save_top_k,
         exp.monitor,
         exp.mode,
-        rank=parallel.rank,
+        rank=this_rank(),
         exchange=gather_objects,
     )
 
@@ -205,22 +250,23 @@ def build_loop(
             config=config.as_dict(),
         )
 
+    limit = config.trainer.max_seconds
     return RunLoop(
         trainer,
         Schedule(
             steps,
             config.trainer.ppo.val_check_interval,
             config.trainer.ppo.save_interval,
-            config.trainer.max_seconds,
+            None if limit is None else limit - (time.monotonic() - started),
         ),
         store=store,
-        metrics=MetricsWriter(folder, rank=parallel.rank, loggers=loggers),
-        samples=SampleWriter(folder, rank=parallel.rank),
+        metrics=MetricsWriter(folder, rank=this_rank(), loggers=loggers),
+        samples=SampleWriter(folder, rank=this_rank()),
         console=console,
         config=config.as_dict(),
         monitor=exp.monitor,
-        layout=parallel.layout_in_words,
-        resume=exp.resume_if_exists,
+        layout=layout,
+        resume=exp.resume_if_exists or is_restart,
     )
 
 
@@ -237,7 +283,7 @@ def finish(config: RunConfig, policy: Policy, loop: RunLoop, console: Console, e
         places["checkpoint"] = states[-1].path
     if ended and config.exp_manager.save_nemo:
         places["trained .nemo"] = folder / "policy.nemo"
-        policy.save_checkpoint(str(places["trained .nemo"]))
+        policy.save_checkpoint(str(places["trained .nemo"].absolute()))
     on_rank_zero(
         lambda: write_report(
             folder,

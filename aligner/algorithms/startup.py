@@ -8,7 +8,6 @@ from aligner.config import RunConfig
 from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed import accelerator
-from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
 from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages
@@ -43,7 +42,7 @@ def check_lengths(config: RunConfig, architecture: GPTArchitecture, longest_prom
 def startup_facts(
     config: RunConfig,
     architecture: GPTArchitecture,
-    parallel: ParallelState,
+    processes: int,
     prompts: PromptDataset,
     *,
     steps: int,
@@ -51,15 +50,16 @@ def startup_facts(
     restored: Restored | None,
     notes: list[str],
 ) -> StartupFacts:
-    """Everything the start-up report shows of a PPO run."""
+    """Everything the start-up report shows of a PPO run; ``processes``: workers of the policy."""
+    data_size = config.model.parallel.data_size(processes)
     return StartupFacts(
         device=accelerator.description(),
-        processes=parallel.world_size,
+        processes=processes,
         has_gpu=accelerator.has_gpu(),
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
-        batch=_batch_plan(config, parallel, prompts, steps),
-        roles=_roles(config, architecture, parallel, with_reference),
+        batch=_batch_plan(config, data_size, prompts, steps),
+        roles=_roles(config, architecture, data_size, with_reference),
         working_bytes=_working_memory(config, architecture, prompts),
         free_bytes=accelerator.free_memory_bytes(),
         packages=find_packages(),
@@ -68,9 +68,7 @@ def startup_facts(
     )
 
 
-def _batch_plan(
-    config: RunConfig, parallel: ParallelState, prompts: PromptDataset, steps: int
-) -> BatchPlan:
+def _batch_plan(config: RunConfig, data_size: int, prompts: PromptDataset, steps: int) -> BatchPlan:
     ppo, critic = config.model.ppo, config.critic
     return BatchPlan(
         steps=steps,
@@ -78,7 +76,7 @@ def _batch_plan(
         num_rollout_samples=ppo.num_rollout_samples,
         num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
         rollout_micro_batch_size=ppo.rollout_micro_batch_size,
-        data_parallel_size=parallel.dp_size,
+        data_parallel_size=data_size,
         ppo_epochs=ppo.ppo_epochs,
         roles=[
             TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size),
@@ -90,7 +88,7 @@ def _batch_plan(
 def _roles(
     config: RunConfig,
     architecture: GPTArchitecture,
-    parallel: ParallelState,
+    data_size: int,
     with_reference: bool,
 ) -> list[RoleMemory]:
     low_precision = config.trainer.precision == "bf16"
@@ -102,7 +100,7 @@ def _roles(
             parameters,
             trainable,
             model_parallel_size=config.model.parallel.model_parallel_size,
-            optimizer_shards=parallel.dp_size,
+            optimizer_shards=data_size,
             weight_bytes=2 if low_precision else 4,
             optimizer_bytes=12 if low_precision else 8,
         )

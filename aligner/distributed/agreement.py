@@ -8,9 +8,14 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+def this_rank() -> int:
+    """This process's rank; 0 where there is one process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_rank_zero() -> bool:
     """Whether this process is the one that writes files and prints."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return this_rank() == 0
 
 
 def from_rank_zero(value: T) -> T:

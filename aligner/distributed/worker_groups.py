@@ -14,6 +14,9 @@ the workers and the fronts run in every process alike:
 Consumes: the shards, the data-parallel process group. Waits for: the same call on every rank;
 the process group's timeout ends the wait. An exception on one rank is raised on all ranks of its
 data-parallel group, with the rank's name, once its worker method has returned there.
+
+`RayWorkerGroup`, `RayWorkerBuilder` and `MultiWorkerFuture` are the same on Ray, where one driver
+calls workers in processes of their own (`aligner.distributed.ray_worker_group`).
 """
 
 import importlib
@@ -63,6 +66,12 @@ class WorkerGroup(Protocol):
         """Call a method on every worker with the shard of its coordinates."""
         ...
 
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int = 0, **kwargs: Any
+    ) -> WorkerFuture:
+        """Call a method on one worker."""
+        ...
+
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Results of a call, in order of the sharded axis."""
         ...
@@ -75,10 +84,19 @@ class WorkerGroup(Protocol):
 class Cluster(Protocol):
     """Where workers can be started."""
 
-    sharding_annotations: NamedSharding
+    engine: str  # local | ray
+
+    @property
+    def sharding_annotations(self) -> NamedSharding:
+        """Places of a training group's workers."""
+        ...
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
-        """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker."""
+        """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker.
+
+        On Ray, ``layout`` and ``python_executable`` ask for workers of another kind; see
+        `RayVirtualCluster.start_workers`.
+        """
         ...
 
     def world_size(self) -> int:
@@ -119,6 +137,12 @@ class _Failure:
 def _failure(rank: int, error: Exception) -> _Failure:
     own = error if isinstance(error, AlignerError) else None
     return _Failure(rank, f"{type(error).__name__}: {error}", own)
+
+
+def _from_rank(rank: int, value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=rank)
+    return box[0]
 
 
 class LocalWorkerGroup:
@@ -172,6 +196,26 @@ class LocalWorkerGroup:
                 )
         return LocalFuture(results)
 
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int = 0, **kwargs: Any
+    ) -> LocalFuture:
+        """Call a method in the process of rank ``worker_idx``; its result, in every process."""
+        mine: Any = None
+        if self.parallel.rank == worker_idx:
+            try:
+                mine = getattr(self.worker, method_name)(**kwargs)
+            except Exception as error:
+                if self.parallel.world_size > 1:
+                    _from_rank(worker_idx, _failure(worker_idx, error))
+                raise
+        if self.parallel.world_size > 1:
+            mine = _from_rank(worker_idx, to_host(mine))
+        if isinstance(mine, _Failure):
+            raise mine.error or WorkerError(
+                f"{method_name} failed on rank {mine.rank}: {mine.words}"
+            )
+        return LocalFuture([mine])
+
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Results of a call, in data-parallel order."""
         return future.get_results()
@@ -200,12 +244,16 @@ class LocalWorkerGroup:
 class LocalCluster:
     """The processes that torchrun, Lightning's launcher or nobody (one process) started."""
 
+    engine = "local"
+
     def __init__(self, parallel: ParallelState) -> None:
         self.parallel = parallel
-        config = parallel.config
-        self.sharding_annotations = layout_of(
-            config.pipeline, parallel.dp_size, config.context, config.tensor
-        )
+
+    @property
+    def sharding_annotations(self) -> NamedSharding:
+        """Places of the processes."""
+        config = self.parallel.config
+        return layout_of(config.pipeline, self.parallel.dp_size, config.context, config.tensor)
 
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> LocalWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in this process."""
@@ -232,3 +280,17 @@ def to_host(value: Any) -> Any:
     if isinstance(value, list):
         return [to_host(item) for item in value]
     return value
+
+
+_ON_RAY = {
+    "MultiWorkerFuture": "aligner.distributed.ray_calls",
+    "RayWorkerBuilder": "aligner.distributed.ray_worker_group",
+    "RayWorkerGroup": "aligner.distributed.ray_worker_group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What is published here and lives in the files that know Ray."""
+    if name not in _ON_RAY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ON_RAY[name]), name)

@@ -1,0 +1,155 @@
+"""Where the workers of a run live: in its own processes, or on Ray.
+
+A trainer cannot tell one from the other. On Ray, workers that die are started anew and the run goes
+on from its last state.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from aligner.config import RunConfig
+from aligner.distributed.launch import start_processes
+from aligner.distributed.liveness import watched_ranks
+from aligner.distributed.parallel import describe_layout, initialize_parallel
+from aligner.distributed.worker_groups import Cluster, LocalCluster
+from aligner.errors import ConfigError, WorkerDiedError
+
+# Policy, critic, and an engine that generates for the policy.
+_ROLES_PER_BUNDLE = 3
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Where the workers of each role are started."""
+
+    policy: Cluster
+    value: Cluster
+
+    def describe(self, config: RunConfig) -> str:
+        """The layout in words, the critic's too where it is another."""
+        layout = config.model.parallel
+        policy = describe_layout(layout, self.policy.world_size())
+        value = describe_layout(layout, self.value.world_size())
+        return policy if policy == value else f"{policy}, critic {value}"
+
+
+class Engine(Protocol):
+    """Gives out clusters."""
+
+    max_restarts: int
+
+    def clusters(self, closing: ExitStack) -> Clusters:
+        """Room for the workers of every role, until ``closing`` closes."""
+        ...
+
+
+def open_engine(config: RunConfig, log_dir: Path, closing: ExitStack) -> Engine:
+    """The configured engine; it ends when ``closing`` closes."""
+    if config.cluster.engine == "ray":
+        return RayEngine(config, log_dir, closing)
+    return LocalEngine(config, closing)
+
+
+class LocalEngine:
+    """This process and those that were started beside it are the workers of all roles."""
+
+    max_restarts = 0  # who started the processes starts them again
+
+    def __init__(self, config: RunConfig, closing: ExitStack) -> None:
+        """Start the processes, unless they are there, and watch over them until the end."""
+        timeout_s = config.cluster.timeout_s
+        start_processes(config.trainer, timeout_s)
+        parallel = initialize_parallel(config.model.parallel, seed=config.seed, timeout_s=timeout_s)
+        closing.enter_context(watched_ranks(parallel, timeout_s))
+        self._cluster = LocalCluster(parallel)
+
+    def clusters(self, closing: ExitStack) -> Clusters:
+        """The same processes for every role; nothing of them is to be closed."""
+        del closing
+        return Clusters(self._cluster, self._cluster)
+
+
+class RayEngine:
+    """This process drives; the workers are actors."""
+
+    def __init__(self, config: RunConfig, log_dir: Path, closing: ExitStack) -> None:
+        """Start nothing yet: the configuration and the data are looked at first."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "cluster.engine=ray starts its workers itself, but this is one of "
+                f"{os.environ['WORLD_SIZE']} processes of a launcher; run the command without "
+                "torchrun (trainer.devices and trainer.num_nodes say how many workers)"
+            )
+        self.max_restarts = config.cluster.max_restarts
+        self._config, self._closing = config, closing
+        self._log_dir = log_dir / "workers"
+        self._is_connected = False
+
+    def clusters(self, closing: ExitStack) -> Clusters:
+        """Bundles that the roles share, or bundles for each role."""
+        from aligner.distributed.virtual_cluster import RayVirtualCluster
+
+        self._connect()
+        config, trainer = self._config, self._config.trainer
+
+        def cluster(name: str, counts: list[int], groups: int) -> RayVirtualCluster:
+            room = RayVirtualCluster(
+                counts,
+                max_colocated_worker_groups=groups,
+                name=name,
+                cpus_per_bundle=config.cluster.cpus_per_worker,
+                parallel=config.model.parallel,
+                seed=config.seed,
+                timeout_s=config.cluster.timeout_s,
+                log_dir=self._log_dir,
+            )
+            closing.callback(room.shutdown)
+            return room
+
+        policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
+        if config.cluster.colocated:
+            return Clusters(policy, policy)
+        return Clusters(policy, cluster("critic", _spread(config), 1))
+
+    def _connect(self) -> None:
+        if self._is_connected:
+            return
+        from aligner.distributed.ray_session import RayNeeds, ray_session
+
+        config = self._config
+        workers = config.trainer.world_size
+        if not config.cluster.colocated:
+            workers += config.value_world_size
+        needs = RayNeeds(workers * config.cluster.cpus_per_worker, config.cluster.object_store_mb)
+        self._closing.enter_context(ray_session(config.cluster.address, needs))
+        self._is_connected = True
+
+
+def _spread(config: RunConfig) -> list[int]:
+    """Critic workers on each node: as the policy's, or as even as can be on as many nodes."""
+    nodes, workers = config.trainer.num_nodes, config.value_world_size
+    counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]
+    return [count for count in counts if count]
+
+
+def with_restarts(engine: Engine, console: Console, attempt: Callable[[int], None]) -> None:
+    """Call ``attempt(number)`` again, ``engine.max_restarts`` times at most, when a worker died."""
+    for number in range(engine.max_restarts + 1):
+        try:
+            return attempt(number)
+        except WorkerDiedError as error:
+            if number == engine.max_restarts:
+                raise
+            console.print(
+                f"{error}\nthe workers are started anew and the run goes on from its last state "
+                f"(restart {number + 1} of cluster.max_restarts={engine.max_restarts})",
+                highlight=False,
+                markup=False,
+            )
+    return None

@@ -1,0 +1,109 @@
+"""Calls on the way to workers on Ray: waiting for them, and telling who failed, died or is late."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aligner.distributed.ray_worker import Failure, Seat
+from aligner.errors import AlignerError, WorkerDiedError, WorkerError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+_GRACE_S = 5.0  # after a worker failed: for the news that another one's death was the cause
+_LOG_LINES = 20
+
+
+@dataclass
+class MultiWorkerFuture:
+    """A method call that was started on many workers.
+
+    Args:
+        method_name: what was called.
+        calls: of every worker that was called, its result to come and its seat.
+        returned: positions in ``calls`` of the results that `get_results` returns, in order.
+        timeout_s: longest wait for an answer.
+    """
+
+    method_name: str
+    calls: "Sequence[tuple[ObjectRef, Seat]]"
+    returned: Sequence[int]
+    timeout_s: float
+
+    def get_results(self) -> list[Any]:
+        """Wait for all workers; one result per group of workers with the same output.
+
+        Raises:
+            WorkerDiedError: a worker's process ended.
+            WorkerError: a worker raised what is not an `AlignerError`, or did not answer in time.
+            AlignerError: what a worker raised, of its own type.
+        """
+        results = wait_for(self.calls, self.method_name, self.timeout_s)
+        return [results[position] for position in self.returned]
+
+
+def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: float) -> list[Any]:
+    """Results of all calls in order; raises as `MultiWorkerFuture.get_results` says."""
+    import ray
+    from ray.exceptions import RayActorError, RayError
+
+    places = {ref: position for position, (ref, _) in enumerate(calls)}
+    results: list[Any] = [None] * len(calls)
+    pending = list(places)
+    deadline = time.monotonic() + timeout_s
+    failed: AlignerError | None = None
+    while pending:
+        ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        (ref,) = ready
+        seat = calls[places[ref]][1]
+        try:
+            result = ray.get(ref)
+        except RayActorError as error:
+            raise died(seat, what, error) from None
+        except RayError as error:
+            result = Failure(f"{type(error).__name__}: {error}", "", None)
+        if isinstance(result, Failure):
+            if result.error is not None:
+                result.error.add_note(f"raised by {seat} in {what}; its log: {seat.log}")
+                raise result.error
+            failed = failed or _failed(seat, what, result)
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        results[places[ref]] = result
+    if failed is not None:
+        raise failed
+    if pending:
+        waited = [calls[places[ref]][1] for ref in pending]
+        raise WorkerError(
+            f"{what}: no answer within cluster.timeout_s={timeout_s:g} s from "
+            f"{', '.join(map(str, waited))}; raise it if the work takes longer"
+            f"{last_lines(waited[0].log)}"
+        )
+    return results
+
+
+def died(seat: Seat, what: str, cause: Exception) -> WorkerDiedError:
+    """The error that names a dead worker; ``what`` it was to do."""
+    reason = " ".join(str(cause).split("\n")[0].split())
+    return WorkerDiedError(f"{seat} died in {what}: {reason}{last_lines(seat.log)}")
+
+
+def last_lines(log: str) -> str:
+    """The end of a worker's log, to be put behind a message; where it is, if it cannot be read."""
+    try:
+        lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    except OSError:
+        return f"\nits log, on its node: {log}"
+    if not lines:
+        return f"\nits log {log} is empty"
+    return f"\nlast lines of {log}:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _failed(seat: Seat, what: str, failure: Failure) -> WorkerError:
+    error = WorkerError(f"{seat} failed in {what}: {failure.words}; its log: {seat.log}")
+    if failure.trace:
+        error.add_note(failure.trace)
+    return error

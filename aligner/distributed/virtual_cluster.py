@@ -1,0 +1,243 @@
+"""Room for workers on a Ray cluster: bundles of CPUs or a GPU each, reserved on chosen nodes.
+
+    node A: [bundle 0] [bundle 1]     node B: [bundle 2] [bundle 3]
+               │ policy rank 0           …
+               └ value rank 0    up to max_colocated_worker_groups groups share a bundle
+
+One placement group per node keeps a node's bundles together.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import floor
+from pathlib import Path
+from typing import Any
+
+from aligner.config.layout import ParallelConfig
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.ray_worker_group import RayWorkerBuilder, RayWorkerGroup
+from aligner.distributed.worker_groups import layout_of
+from aligner.errors import WorkerError
+
+_PLACING_S = 60.0  # for the cluster to have room
+_ATTEMPT_S = 10.0  # for one choice of nodes to turn out free
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Room for one worker of each group: bundle ``index`` of a placement group on ``node``."""
+
+    group: Any
+    index: int
+    node: str
+
+
+class RayVirtualCluster:
+    """Bundles on the nodes of the Ray cluster that this process is connected to."""
+
+    engine = "ray"
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        use_gpus: bool | None = None,
+        max_colocated_worker_groups: int = 1,
+        name: str = "workers",
+        *,
+        cpus_per_bundle: float = 1.0,
+        parallel: ParallelConfig | None = None,
+        seed: int = 1234,
+        timeout_s: float = 1800.0,
+        log_dir: Path | None = None,
+    ) -> None:
+        """Reserve the bundles.
+
+        Args:
+            bundle_ct_per_node_list: number of bundles on each of as many different nodes.
+            use_gpus: a GPU to each bundle; default where the cluster has GPUs.
+            max_colocated_worker_groups: groups that share the bundles, an equal part each.
+            name: of the cluster in messages.
+            cpus_per_bundle: CPUs of a bundle.
+            parallel: model-parallel sizes of training workers; default none.
+            seed: of the generators of training workers.
+            timeout_s: longest wait for a worker, or of one worker for another.
+            log_dir: where workers write their logs, a folder that all nodes see; default a
+                temporary one.
+
+        Raises:
+            WorkerError: the cluster has no such room, and had none for a minute.
+        """
+        import ray
+
+        self.name, self.timeout_s = name, timeout_s
+        self.use_gpus = use_gpus if use_gpus is not None else "GPU" in ray.cluster_resources()
+        self._parallel, self._seed = parallel or ParallelConfig(), seed
+        self._counts = list(bundle_ct_per_node_list)
+        self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if self.use_gpus else {})}
+        self._max_groups = max_colocated_worker_groups
+        self._groups: list[RayWorkerGroup] = []
+        self._owns_logs = log_dir is None
+        self.log_dir = (log_dir or Path(tempfile.mkdtemp(prefix="aligner-logs-"))).absolute()
+        self.bundles: list[Bundle] = []
+        self.bundles = self._reserve()
+
+    # What a front asks ------------------------------------------------------------------------
+
+    @property
+    def sharding_annotations(self) -> NamedSharding:
+        """Places of a training group's workers."""
+        sizes = self._parallel
+        data = sizes.data_size(self.world_size())
+        return layout_of(sizes.pipeline, data, sizes.context, sizes.tensor)
+
+    def start_workers(
+        self,
+        worker_class: str,
+        name_prefix: str,
+        *,
+        layout: NamedSharding | None = None,
+        python_executable: str | None = None,
+        **kwargs: Any,
+    ) -> RayWorkerGroup:
+        """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
+
+        Args:
+            worker_class: dotted path.
+            name_prefix: role, for messages and logs.
+            layout: places of the workers; default `sharding_annotations`.
+            python_executable: an interpreter of their own. Such workers train nothing: they get no
+                ``parallel`` and share no torch.distributed world.
+            kwargs: arguments of the class.
+        """
+        if len(self._groups) == self._max_groups:
+            raise WorkerError(
+                f"{name_prefix}: {self._max_groups} groups of workers have the cluster {self.name} "
+                "to themselves already; raise max_colocated_worker_groups"
+            )
+        group = RayWorkerGroup(
+            self,
+            RayWorkerBuilder(worker_class, **kwargs),
+            name_prefix,
+            sharding_annotations=layout or self.sharding_annotations,
+            parallel=self._parallel if python_executable is None else None,
+            seed=self._seed,
+            python_executable=python_executable,
+        )
+        self._groups.append(group)
+        return group
+
+    def world_size(self) -> int:
+        """Number of bundles."""
+        return sum(self._counts)
+
+    def node_count(self) -> int:
+        """Number of nodes."""
+        return len(self._counts)
+
+    def get_placement_groups(self) -> list[Any]:
+        """Ray's placement groups, one per node."""
+        return list(dict.fromkeys(bundle.group for bundle in self.bundles))
+
+    @property
+    def worker_resources(self) -> dict[str, float]:
+        """What an actor takes of its bundle."""
+        share = {
+            kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
+        }
+        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
+
+    def shutdown(self) -> bool:
+        """End all workers and give the room back."""
+        for group in self._groups:
+            group.shutdown()
+        self._groups = []
+        self._release(self.get_placement_groups())
+        self.bundles = []
+        if self._owns_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+        return True
+
+    # Room -------------------------------------------------------------------------------------
+
+    def _reserve(self) -> list[Bundle]:
+        """Bundles on nodes with room for them; tries again for a while, for room may get free."""
+        deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
+        while True:
+            nodes = self._nodes_with_room()
+            if nodes is not None:
+                groups = self._reserve_on(nodes)
+                if groups is not None:
+                    return [
+                        Bundle(group, index, node)
+                        for group, node, count in zip(groups, nodes, self._counts, strict=True)
+                        for index in range(count)
+                    ]
+            if time.monotonic() > deadline:
+                raise WorkerError(self._no_room())
+            time.sleep(0.5)
+
+    def _nodes_with_room(self) -> list[str] | None:
+        """A different node for each count, those that fit most tightly; None if there are none."""
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        chosen: dict[int, str] = {}
+        for position in sorted(range(len(self._counts)), key=lambda i: -self._counts[i]):
+            need = {kind: size * self._counts[position] for kind, size in self._bundle.items()}
+            fitting = [
+                node
+                for node, resources in free.items()
+                if node not in chosen.values()
+                and all(resources.get(kind, 0.0) >= size for kind, size in need.items())
+            ]
+            if not fitting:
+                return None
+            chosen[position] = min(fitting, key=lambda node: (free[node].get("CPU", 0.0), node))
+        return [chosen[position] for position in range(len(self._counts))]
+
+    def _reserve_on(self, nodes: Sequence[str]) -> list[Any] | None:
+        """A placement group on each node; None if others were faster."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        groups = [
+            placement_group(
+                [self._bundle] * count,
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{"ray.io/node-id": node}] * count,
+            )
+            for node, count in zip(nodes, self._counts, strict=True)
+        ]
+        ready = [group.ready() for group in groups]
+        done, _ = ray.wait(ready, num_returns=len(ready), timeout=_ATTEMPT_S)
+        if len(done) == len(ready):
+            return groups
+        self._release(groups)
+        return None
+
+    def _release(self, groups: Sequence[Any]) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        for group in groups:
+            with contextlib.suppress(Exception):  # the connection may be gone
+                remove_placement_group(group)
+
+    def _no_room(self) -> str:
+        import ray
+
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        kinds = ("CPU", "GPU")
+        have = ", ".join(
+            "(" + ", ".join(f"{kind} {node.get(kind, 0):g}" for kind in kinds) + ")"
+            for node in alive
+        )
+        return (
+            f"the Ray cluster has no room for {self.name}: wanted {self._counts} bundles of "
+            f"{self._bundle} on so many nodes; it has {len(alive)} nodes with {have}, some of it "
+            "perhaps in use. Lower trainer.devices, trainer.num_nodes or cluster.cpus_per_worker, "
+            "or add nodes"
+        )
