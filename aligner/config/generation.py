@@ -22,11 +22,11 @@ class VllmConfig:
     # How weights reach an engine. colocated: it shares a machine (on GPUs: a device) with a policy
     # worker, through shared memory or CUDA IPC; separate: broadcast to engines anywhere.
     refit: Literal["colocated", "separate"] = "colocated"
-    refit_buffer_mb: Count = 512  # weights are handed over in groups of at most so much
+    refit_buffer_mb: Positive = 512.0  # weights are handed over in groups of at most so much
     kv_cache_mb: Count | None = 1024  # per engine; null: what gpu_memory_utilization leaves
     gpu_memory_utilization: Fraction = 0.5  # of the device, the engine's weights included
     enforce_eager: bool = True  # no compiled graphs: a quick start, and all there is on CPU
-    threads: Count | None = None  # CPU threads of an engine; null: one per core it may use
+    threads: Count | None = None  # CPU threads of an engine; null: as a training worker has
     timeout_s: Positive = 600.0  # longest wait for the other side of a separate refit
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # any further ones of vllm.LLM
 

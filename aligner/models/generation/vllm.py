@@ -60,7 +60,7 @@ class VllmGeneration(BackgroundGeneration):
             policy,
             self,
             separate=self._settings.refit == "separate",
-            buffer_bytes=self._settings.refit_buffer_mb * 2**20,
+            buffer_bytes=int(self._settings.refit_buffer_mb * 2**20),
             world_size=1 + self._settings.engines,
             timeout_s=self._settings.timeout_s,
         )

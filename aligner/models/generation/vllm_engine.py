@@ -4,11 +4,12 @@ It runs where vLLM is installed, which need not be where the policy trains. The 
 the process itself, so nothing is left when the process is killed.
 """
 
+import contextlib
 import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ def set_environment(settings: VllmConfig) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if not accelerator.has_gpu():
-        threads = settings.threads or len(os.sched_getaffinity(0))
+        threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # what vLLM goes by
         if settings.enforce_eager:
@@ -232,7 +233,7 @@ def _start(architecture: GPTArchitecture, arguments: dict[str, Any]) -> Any:
             f"generation.vllm.python: vLLM cannot be imported there: {error}; `make vllm-env` "
             "makes an environment that has it"
         ) from error
-    with tempfile.TemporaryDirectory(prefix="aligner-vllm-") as folder:
+    with tempfile.TemporaryDirectory(prefix="aligner-vllm-") as folder, _temporary_files(folder):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         try:
             return LLM(model=folder, **arguments)
@@ -240,3 +241,14 @@ def _start(architecture: GPTArchitecture, arguments: dict[str, Any]) -> Any:
             raise ConfigError(
                 f"generation.backend=vllm: vLLM does not run this model or these settings: {error}"
             ) from error
+
+
+@contextlib.contextmanager
+def _temporary_files(folder: str) -> Iterator[None]:
+    """Temporary files go to ``folder``: vLLM forgets the one through which its ranks meet."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before

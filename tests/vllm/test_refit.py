@@ -1,0 +1,104 @@
+"""New weights in vLLM after the policy was trained.
+
+1. Log-probs of fixed sequences move by what the trainer's move by, whichever way weights travel.
+2. What was cached under the old weights is forgotten.
+3. Twenty refits leave memory as it was.
+"""
+
+import pytest
+import torch
+from vllm_roles import prompts, roles, run_config, scored
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.distributed.batched_data_dict import BatchedDataDict
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
+TINY_BUFFER = 0.05  # MiB: the weights take a dozen groups
+
+
+def fixed_sequences():
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([20, 9, 14, 17, 5, 12, 20, 8])
+    ids = torch.randint(1, 250, (8, 20), generator=generator)
+    position = torch.arange(20)
+    mask = (position >= 1) & (position < lengths[:, None])
+    return BatchedDataDict(
+        {
+            "input_ids": torch.where(position < lengths[:, None], ids, 0),
+            "input_lengths": lengths,
+            "token_mask": mask.float(),
+        }
+    )
+
+
+def train(policy, rows=8):
+    """One real update towards some of the fixed sequences and away from others."""
+    batch = fixed_sequences()
+    generator = torch.Generator().manual_seed(4)
+    batch["advantages"] = torch.randn(batch["input_ids"].shape, generator=generator)
+    batch["sample_mask"] = torch.ones(rows)
+    batch["generation_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+    policy.prepare_for_training()
+    policy.train(batch, PPOPolicyLoss())
+    policy.finish_training()
+
+
+def trainers(policy):
+    policy.prepare_for_lp_inference()
+    return policy.get_logprobs(fixed_sequences())["logprobs"]
+
+
+def engines(generation):
+    mask = fixed_sequences()["token_mask"]
+    return generation.get_logprobs(fixed_sequences())["logprobs"] * mask
+
+
+@pytest.mark.parametrize(
+    ("way", "layout", "engine_count"),
+    [("colocated", 1, 1), ("separate", 2, 2)],
+    ids=["colocated", "separate-tensor2-two-engines"],
+)
+def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, layout, engine_count):
+    config = run_config(
+        wide_nemo,
+        vllm={"refit": way, "refit_buffer_mb": TINY_BUFFER, "engines": engine_count},
+        model={"tensor_model_parallel_size": layout},
+    )
+    with roles(config, workers=layout) as (policy, generation):
+        groups = policy.prepare_weights_for_ipc(TINY_BUFFER / 1024)
+        assert len(groups) > 5
+        generation.prepare_for_generation()
+        ours, theirs = trainers(policy), engines(generation)
+        assert (ours - theirs).abs().max() < 1e-4
+        train(policy)
+        assert (engines(generation) - theirs).abs().max() == 0  # nothing moves by itself
+        generation.weights_changed()
+        generation.prepare_for_generation()
+        moved, theirs_moved = trainers(policy) - ours, engines(generation) - theirs
+        assert moved.abs().max() > 0.1
+        assert (moved - theirs_moved).abs().max() < 1e-4
+
+        output = generation.generate(prompts(), seed=2)
+        expected = policy.get_logprobs(scored(output))["logprobs"]
+        assert (expected - output["logprobs"]).abs().max() < 1e-4
+
+
+def test_caches_and_memory(ray, wide_nemo):
+    with roles(run_config(wide_nemo)) as (policy, generation):
+        generation.prepare_for_generation()
+        before = generation.generate(prompts(), seed=1)  # fills the cache of prompts
+        train(policy)
+        generation.weights_changed()
+        generation.prepare_for_generation()
+        after = generation.generate(prompts(), seed=1)
+        expected = policy.get_logprobs(scored(after))["logprobs"]
+        assert (expected - after["logprobs"]).abs().max() < 1e-4
+        assert (before["logprobs"][:, :10] - after["logprobs"][:, :10]).abs().max() > 0.1
+
+        memory = []
+        for _ in range(20):
+            generation.weights_changed()
+            generation.prepare_for_generation()
+            generation.generate(prompts(), seed=1)
+            memory.append(generation.memory_bytes()[0])
+        assert memory[-1] < 1.02 * memory[2], [size / 2**20 for size in memory]
