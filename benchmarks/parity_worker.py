@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.build import build_roles, describe_model, load_prompts
+from aligner.algorithms.assembly import describe_model
+from aligner.algorithms.build import build_roles, load_prompts
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.config import (
     CriticConfig,
@@ -103,7 +104,7 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
     """A run's trainer, from the functions that a run uses."""
     config = configuration(model, layout)
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
-    tokenizer, _ = describe_model(config)
+    tokenizer, _ = describe_model(config.model)
     prompts = load_prompts(config, config.data.train, tokenizer)
     policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps=1)
     fill_head(value)

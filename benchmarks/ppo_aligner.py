@@ -16,7 +16,8 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 
-from aligner.algorithms.build import build_roles, describe_model, load_prompts
+from aligner.algorithms.assembly import describe_model
+from aligner.algorithms.build import build_roles, load_prompts
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo import save_nemo
@@ -72,7 +73,7 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
     config = configuration(shape, folder)
     write_model(shape, Path(config.model.restore_from_path))
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
-    tokenizer, _ = describe_model(config)
+    tokenizer, _ = describe_model(config.model)
     prompts = load_prompts(config, config.data.train, tokenizer)
     assert prompts.max_length == shape.prompt
     policy, value = build_roles(config, tokenizer, LocalCluster(parallel), shape.steps + 1)

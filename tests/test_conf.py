@@ -18,6 +18,7 @@ MODEL, TRAIN = "model.restore_from_path=m.nemo", "data.train.source=train.jsonl"
 # What a script's configuration describes, and what it has no default for.
 ROOTS = {
     "gpt_ppo": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
+    "gpt_reinforce": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
     "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
 }
 GROUPS = {

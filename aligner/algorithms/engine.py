@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from aligner.config import RunConfig
+from aligner.config import BaseRunConfig
 from aligner.distributed.launch import start_processes
 from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import describe_layout, initialize_parallel
@@ -31,7 +31,7 @@ class Clusters:
     policy: Cluster
     value: Cluster
 
-    def describe(self, config: RunConfig) -> str:
+    def describe(self, config: BaseRunConfig) -> str:
         """The layout in words, the critic's too where it is another."""
         layout = config.model.parallel
         policy = describe_layout(layout, self.policy.world_size())
@@ -49,7 +49,7 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(config: RunConfig, log_dir: Path, closing: ExitStack) -> Engine:
+def open_engine(config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> Engine:
     """The configured engine; it ends when ``closing`` closes."""
     if config.cluster.engine == "ray":
         return RayEngine(config, log_dir, closing)
@@ -61,7 +61,7 @@ class LocalEngine:
 
     max_restarts = 0  # who started the processes starts them again
 
-    def __init__(self, config: RunConfig, closing: ExitStack) -> None:
+    def __init__(self, config: BaseRunConfig, closing: ExitStack) -> None:
         """Start the processes, unless they are there, and watch over them until the end."""
         timeout_s = config.cluster.timeout_s
         start_processes(config.trainer, timeout_s)
@@ -78,7 +78,7 @@ class LocalEngine:
 class RayEngine:
     """This process drives; the workers are actors."""
 
-    def __init__(self, config: RunConfig, log_dir: Path, closing: ExitStack) -> None:
+    def __init__(self, config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> None:
         """Start nothing yet: the configuration and the data are looked at first."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
@@ -113,7 +113,7 @@ class RayEngine:
             return room
 
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
-        if config.cluster.colocated:
+        if config.cluster.colocated or not config.value_world_size:
             return Clusters(policy, policy)
         return Clusters(policy, cluster("critic", _spread(config), 1))
 
@@ -131,7 +131,7 @@ class RayEngine:
         self._is_connected = True
 
 
-def _spread(config: RunConfig) -> list[int]:
+def _spread(config: BaseRunConfig) -> list[int]:
     """Critic workers on each node: as the policy's, or as even as can be on as many nodes."""
     nodes, workers = config.trainer.num_nodes, config.value_world_size
     counts = [workers // nodes + (node < workers % nodes) for node in range(nodes)]

@@ -87,7 +87,8 @@ class PPOTrainer:
             config.model.ppo.length_params.max_length,
         )
         self.policy_loss = make_policy_loss(config)
-        self.value_loss = PPOValueLoss(value_clip=config.critic.value_clip)
+        critic = config.critic
+        self.value_loss = PPOValueLoss(None if critic is None else critic.value_clip)
         self.consumed_samples = 0
         self.policy_updates = 0
         self.critic_updates = 0

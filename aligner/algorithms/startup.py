@@ -69,7 +69,7 @@ def startup_facts(
 
 
 def _batch_plan(config: RunConfig, data_size: int, prompts: PromptDataset, steps: int) -> BatchPlan:
-    ppo, critic = config.model.ppo, config.critic
+    ppo = config.model.ppo
     return BatchPlan(
         steps=steps,
         train_prompts=len(prompts),
@@ -79,10 +79,17 @@ def _batch_plan(config: RunConfig, data_size: int, prompts: PromptDataset, steps
         data_parallel_size=data_size,
         ppo_epochs=ppo.ppo_epochs,
         roles=[
-            TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size),
+            *_trained_critic(config),
             TrainedRole("policy", config.model.global_batch_size, config.model.micro_batch_size),
         ],
     )
+
+
+def _trained_critic(config: RunConfig) -> list[TrainedRole]:
+    critic = config.critic
+    if critic is None:
+        return []
+    return [TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size)]
 
 
 def _roles(
@@ -105,7 +112,9 @@ def _roles(
             optimizer_bytes=12 if low_precision else 8,
         )
 
-    roles = [role("policy", True), role("critic", True)]
+    roles = [role("policy", True)]
+    if config.critic is not None:
+        roles.append(role("critic", True))
     return [*roles, role("reference", False)] if with_reference else roles
 
 

@@ -9,8 +9,10 @@ from aligner.config.batches import (
     token_budgets,
 )
 from aligner.config.cluster import check_cluster
+from aligner.config.credit import check_credit
 from aligner.config.data import PromptSourceConfig
 from aligner.config.generation import check_generation
+from aligner.config.model import CriticConfig, ModelConfig
 from aligner.config.policy import check_policy_backend
 from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
 from aligner.config.trainer import parse_duration
@@ -51,6 +53,7 @@ def _check_ppo(config: RunConfig) -> None:
     check_policy_backend(config.policy.backend, config.model)
     check_cluster(config)
     check_generation(config)
+    check_credit(config)
     _check_lengths(config)
     check_token_budgets(config.model)
     check_longest_sequence(config, config.data.max_prompt_length or 1)
@@ -66,11 +69,15 @@ def check_batch_layout(config: RunConfig, policy_size: int, value_size: int) -> 
     """
     if config.model.token_budgets is not None:
         return
-    for role, batch, ranks in (
-        ("model", config.model, policy_size),
-        ("critic", config.critic, value_size),
-    ):
-        check_shares(role, batch.global_batch_size, batch.micro_batch_size, ranks)
+    sizes = {"model": policy_size, "critic": value_size}
+    for role, batch in _trained(config).items():
+        check_shares(role, batch.global_batch_size, batch.micro_batch_size, sizes[role])
+
+
+def _trained(config: RunConfig) -> dict[str, ModelConfig | CriticConfig]:
+    """The sections of the roles that are trained."""
+    critic = {} if config.critic is None else {"critic": config.critic}
+    return {"model": config.model, **critic}
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -105,7 +112,7 @@ def _check_batches(config: RunConfig) -> None:
             f"{key} is not a multiple of model.ppo.num_rollouts_per_prompt={per_prompt}; "
             f"nearest that work: {multiples_near(samples, per_prompt)}"
         )
-    for role, batch in (("model", config.model), ("critic", config.critic)):
+    for role, batch in _trained(config).items():
         if samples % batch.global_batch_size:
             raise ConfigError(
                 f"{key} is not a multiple of {role}.global_batch_size={batch.global_batch_size}; "

@@ -142,9 +142,14 @@ class TrainedModelConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
-    def rollout(self) -> RolloutConfig | None:
-        """How it samples; None where it learns from what others wrote."""
-        return None
+    def rollout(self) -> RolloutConfig:
+        """How it samples, where the algorithm has it sample; else the defaults."""
+        return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
+
+    @property
+    def reference_mode(self) -> Literal["keep", "swap"]:
+        """How a frozen copy of the initial weights is held, where one is asked for."""
+        return "keep"
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -185,6 +190,11 @@ class ModelConfig(TrainedModelConfig):
     def rollout(self) -> RolloutConfig:
         """How it samples."""
         return self.ppo
+
+    @property
+    def reference_mode(self) -> Literal["keep", "swap"]:
+        """See ``reference.mode``."""
+        return self.reference.mode
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,24 @@ from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
 from aligner.config.policy import BackendConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
-from aligner.config.trainer import TrainerConfig
+from aligner.config.trainer import ProcessConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRunConfig:
-    """What a run of any algorithm is told; each adds its ``model``, ``data`` and ``trainer``."""
+    """What a run of any algorithm is told; each has its own ``model``, ``data`` and ``trainer``."""
 
+    model: TrainedModelConfig
+    trainer: ProcessConfig
     seed: Natural = 1234  # of sampling, shuffling and fresh weights
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    @property
+    def value_world_size(self) -> int:
+        """Workers of the critic; 0: there is none."""
+        return 0
 
     def as_dict(self) -> dict[str, Any]:
         """The whole tree as JSON has it: mappings, lists and plain values."""
@@ -38,12 +45,14 @@ class RunConfig(BaseRunConfig):
     reward: RewardConfig
     data: DataConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticConfig | None = field(default_factory=CriticConfig)  # null: none is built
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     @property
     def value_world_size(self) -> int:
-        """Workers of the critic."""
+        """Workers of the critic; 0: there is none."""
+        if self.critic is None:
+            return 0
         return self.cluster.value_workers or self.trainer.world_size
 
 

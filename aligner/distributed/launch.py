@@ -3,11 +3,11 @@
 import os
 from datetime import timedelta
 
-from aligner.config import TrainerConfig
+from aligner.config import ProcessConfig
 from aligner.distributed import accelerator
 
 
-def start_processes(trainer: TrainerConfig, timeout_s: float) -> None:
+def start_processes(trainer: ProcessConfig, timeout_s: float) -> None:
     """Start ``trainer.devices`` processes on this node unless torchrun or Slurm has.
 
     Lightning Fabric runs this very command once more for every further process, with its rank in

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.config import CriticConfig, ModelConfig
+from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import WorkerGroup
 from aligner.errors import ConfigError
@@ -26,7 +26,10 @@ class RoleFront:
     """
 
     def __init__(
-        self, worker_group: WorkerGroup, config: ModelConfig | CriticConfig, model: ModelConfig
+        self,
+        worker_group: WorkerGroup,
+        config: TrainedModelConfig | CriticConfig,
+        model: TrainedModelConfig,
     ) -> None:
         self.worker_group = worker_group
         self.sharding_annotations = worker_group.sharding_annotations

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from aligner.config import ModelConfig
+from aligner.config import TrainedModelConfig
 from aligner.distributed.batched_data_dict import (
     BatchedDataDict,
     DynamicBatchingArgs,
@@ -20,7 +20,7 @@ class MicroBatching(TypedDict, total=False):
 
 
 def micro_batching(
-    model: ModelConfig, *, training: bool, micro_batch_size: int | None = None
+    model: TrainedModelConfig, *, training: bool, micro_batch_size: int | None = None
 ) -> MicroBatching:
     """The configured way to form micro-batches; none where a caller gives their size."""
     budgets = model.token_budgets
@@ -97,7 +97,7 @@ def score_sharded(
     group: WorkerGroup,
     method_name: str,
     data: BatchedDataDict,
-    model: ModelConfig,
+    model: TrainedModelConfig,
     micro_batch_size: int | None = None,
 ) -> BatchedDataDict:
     """Call a worker method that scores rows; the scores in the order of ``data``.

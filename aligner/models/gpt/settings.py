@@ -8,10 +8,10 @@ import torch
 
 from aligner.config import (
     CriticConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
-    PolicyPPOConfig,
+    RolloutConfig,
+    TrainedModelConfig,
 )
 
 Precision = Literal["32", "bf16"]
@@ -59,23 +59,26 @@ class RunFacts:
 
 
 def policy_settings(
-    model: ModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
+    model: TrainedModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
 ) -> RoleSettings:
     """Settings of the actor."""
-    return _settings(model, model.ppo, model, run, max_optimizer_steps)
+    return _settings(model, model.rollout, model, run, max_optimizer_steps)
 
 
 def critic_settings(
-    critic: CriticConfig, model: ModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
+    critic: CriticConfig,
+    model: TrainedModelConfig,
+    run: RunFacts,
+    max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
     """Settings of the critic, which lives in the policy's layout."""
     return _settings(critic, critic, model, run, max_optimizer_steps)
 
 
 def _settings(
-    trained: ModelConfig | CriticConfig,
-    scoring: PolicyPPOConfig | CriticConfig,
-    model: ModelConfig,
+    trained: TrainedModelConfig | CriticConfig,
+    scoring: RolloutConfig | CriticConfig,
+    model: TrainedModelConfig,
     run: RunFacts,
     max_optimizer_steps: int | None,
 ) -> RoleSettings:

@@ -5,7 +5,7 @@ Every method takes and returns global batches; the workers see their data-parall
 
 from typing import Any
 
-from aligner.config import ModelConfig
+from aligner.config import TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
@@ -29,7 +29,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
     def __init__(
         self,
         cluster: Cluster,
-        config: ModelConfig,
+        config: TrainedModelConfig,
         tokenizer: Tokenizer,
         run: RunFacts,
         name_prefix: str = "lm_policy",

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from aligner.checkpoint.model_source import open_model
-from aligner.config import ModelConfig
+from aligner.config import TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
@@ -23,7 +23,7 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: TrainedModelConfig,
         tokenizer: Tokenizer,
         run: RunFacts,
         parallel: ParallelState,
@@ -36,12 +36,12 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
             model = DTensorActorModel(source, settings, parallel, tokenizer)
         super().__init__(model, parallel)
         model.configure_generation(
-            config.ppo.length_params,
-            config.ppo.sampling_params,
-            config.ppo.rollout_micro_batch_size,
+            config.rollout.length_params,
+            config.rollout.sampling_params,
+            config.rollout.rollout_micro_batch_size,
         )
         if init_reference_model:
-            model.keep_reference(config.reference.mode)
+            model.keep_reference(config.reference_mode)
         if init_optimizer:
             model.setup_training()
 

@@ -9,7 +9,7 @@ from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceView
 from aligner.checkpoint.role_files import load_optimizer_state
-from aligner.config import ModelConfig
+from aligner.config import TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
@@ -23,7 +23,7 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: TrainedModelConfig,
         tokenizer: Tokenizer,
         run: RunFacts,
         parallel: ParallelState,
@@ -41,12 +41,12 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
         )
         super().__init__(model, parallel)
         model.configure_generation(
-            config.ppo.length_params,
-            config.ppo.sampling_params,
-            config.ppo.rollout_micro_batch_size,
+            config.rollout.length_params,
+            config.rollout.sampling_params,
+            config.rollout.rollout_micro_batch_size,
         )
         if init_reference_model:
-            model.keep_reference(config.reference.mode)
+            model.keep_reference(config.reference_mode)
         if weights_path is not None:
             self.load_checkpoint(weights_path)
         if init_optimizer:
