@@ -27,6 +27,7 @@ from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.agreement import is_rank_zero
+from aligner.models.generation.vllm import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import Reward
 from aligner.models.value.lm_value import Value
@@ -104,6 +105,9 @@ def _run(
     closing.callback(policy.shutdown)
     if value is not None:
         closing.callback(value.shutdown)
+    generation = build_generation(config, inputs, clusters, policy)
+    if generation is not None:
+        closing.callback(generation.shutdown)
     trainer = PPOTrainer(
         config,
         policy,
@@ -113,6 +117,7 @@ def _run(
         inputs.val_prompts,
         sampler,
         inputs.tokenizer.pad_id,
+        generation=generation,
         total_steps=steps,
     )
     layout = clusters.describe(config)
@@ -198,6 +203,25 @@ def build_roles(
         max_optimizer_steps=steps * (passes // config.critic.global_batch_size),
     )
     return policy, value
+
+
+def build_generation(
+    config: RunConfig, inputs: RunInputs, clusters: Clusters, policy: Policy
+) -> VllmGeneration | None:
+    """The engines that draw for the policy; None where its own workers do."""
+    if config.generation.backend == "megatron":
+        return None
+    longest = max(
+        prompts.max_length for prompts in (inputs.train_prompts, inputs.val_prompts) if prompts
+    )
+    return VllmGeneration(
+        clusters.generation,
+        config,
+        inputs.tokenizer,
+        inputs.architecture,
+        policy,
+        longest + config.model.ppo.length_params.max_length,
+    )
 
 
 def _restored(restoration: Restoration) -> Restored:

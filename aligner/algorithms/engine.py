@@ -30,6 +30,7 @@ class Clusters:
 
     policy: Cluster
     value: Cluster
+    generation: Cluster
 
     def describe(self, config: BaseRunConfig) -> str:
         """The layout in words, the critic's too where it is another."""
@@ -72,7 +73,7 @@ class LocalEngine:
     def clusters(self, closing: ExitStack) -> Clusters:
         """The same processes for every role; nothing of them is to be closed."""
         del closing
-        return Clusters(self._cluster, self._cluster)
+        return Clusters(self._cluster, self._cluster, self._cluster)
 
 
 class RayEngine:
@@ -113,9 +114,14 @@ class RayEngine:
             return room
 
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
-        if config.cluster.colocated or not config.value_world_size:
-            return Clusters(policy, policy)
-        return Clusters(policy, cluster("critic", _spread(config), 1))
+        value = generation = policy
+        if not config.cluster.colocated and config.value_world_size:
+            value = cluster("critic", _spread(config), 1)
+        if config.generation_world_size:
+            full, rest = divmod(config.generation_world_size, trainer.devices)
+            counts = [trainer.devices] * full + ([rest] if rest else [])
+            generation = cluster("generation", counts, 1)
+        return Clusters(policy, value, generation)
 
     def _connect(self) -> None:
         if self._is_connected:
@@ -126,6 +132,7 @@ class RayEngine:
         workers = config.trainer.world_size
         if not config.cluster.colocated:
             workers += config.value_world_size
+        workers += config.generation_world_size
         needs = RayNeeds(workers * config.cluster.cpus_per_worker, config.cluster.object_store_mb)
         self._closing.enter_context(ray_session(config.cluster.address, needs))
         self._is_connected = True

@@ -57,6 +57,12 @@ def check_generation(config: "RunConfig") -> None:
             f"their own interpreter; it is {config.cluster.engine}. Set cluster.engine=ray, or "
             "generation.backend=megatron"
         )
+    if generation.vllm.refit == "colocated" and generation.vllm.engines > config.trainer.world_size:
+        raise ConfigError(
+            f"generation.vllm.engines={generation.vllm.engines} with refit=colocated needs a "
+            f"policy worker beside each engine, and there are {config.trainer.world_size}; lower "
+            "it, or set generation.vllm.refit=separate"
+        )
     python = Path(generation.vllm.python).expanduser()
     if not os.access(python, os.X_OK) or python.is_dir():
         raise ConfigError(
@@ -71,6 +77,12 @@ def _check_async(config: "RunConfig") -> None:
             "generation.async_rollouts=true needs an engine that draws while the policy trains, "
             "and generation.backend=megatron draws with the policy's own workers; set "
             "generation.backend=vllm"
+        )
+    if config.trainer.ppo.dynamic_sampling.enabled:
+        raise ConfigError(
+            "generation.async_rollouts=true draws one rollout ahead, and with "
+            "trainer.ppo.dynamic_sampling.enabled=true nobody knows how many a step takes; set one "
+            "of them to false"
         )
     if config.model.ppo.truncated_importance_sampling is None:
         raise ConfigError(

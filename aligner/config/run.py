@@ -32,6 +32,11 @@ class BaseRunConfig:
         """Workers of the critic; 0: there is none."""
         return 0
 
+    @property
+    def generation_world_size(self) -> int:
+        """Workers that only generate and have room of their own; 0: there are none."""
+        return 0
+
     def as_dict(self) -> dict[str, Any]:
         """The whole tree as JSON has it: mappings, lists and plain values."""
         return json.loads(json.dumps(asdict(self)))
@@ -54,6 +59,13 @@ class RunConfig(BaseRunConfig):
         if self.critic is None:
             return 0
         return self.cluster.value_workers or self.trainer.world_size
+
+    @property
+    def generation_world_size(self) -> int:
+        """Workers that only generate and have room of their own; 0: there are none."""
+        vllm = self.generation.vllm
+        apart = self.generation.backend == "vllm" and vllm.refit == "separate"
+        return vllm.engines if apart else 0
 
 
 @dataclass(frozen=True, kw_only=True)
