@@ -60,7 +60,10 @@ class RayWorkerGroup:
         seed: int = 1234,
         python_executable: str | None = None,
     ) -> None:
-        """Start one worker on each bundle and wait until all have been constructed.
+        """Start one worker on each bundle.
+
+        The workers are constructed while the driver goes on; what goes wrong there is raised by
+        `wait_until_started` or the first call.
 
         Args:
             cluster: where.
@@ -89,6 +92,7 @@ class RayWorkerGroup:
         self._is_whole = True
         self._actors: list[Any] = []
         self._seats: list[Seat] = []
+        self._starting: list[Any] = []
         used = bundles[: sharding_annotations.size]
         try:
             self._start_processes(used, {**_forwarded(), **(env_vars or {})}, python_executable)
@@ -99,6 +103,12 @@ class RayWorkerGroup:
             raise
 
     # Calls ------------------------------------------------------------------------------------
+
+    def wait_until_started(self) -> None:
+        """Until every worker has been constructed; raises what one of them raised."""
+        starting, self._starting = self._starting, []
+        with self._breaking():
+            wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
         """Call a method with the same arguments on every worker; every worker's result."""
@@ -160,11 +170,8 @@ class RayWorkerGroup:
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Wait for a call; see `MultiWorkerFuture.get_results`."""
-        try:
+        with self._breaking():
             return future.get_results()
-        except AlignerError:
-            self._is_whole = False  # who is alive may wait for who is not
-            raise
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:
         """End the processes, calling ``cleanup_method`` on each first; whether that went well.
@@ -174,7 +181,7 @@ class RayWorkerGroup:
         import ray
 
         went_well = True
-        if cleanup_method is not None and self._is_whole and self._actors:
+        if cleanup_method is not None and self._is_whole and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
             future.timeout_s = _CLEANUP_S
             try:
@@ -185,8 +192,17 @@ class RayWorkerGroup:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         _wait_until_gone(self._seats)
-        self._actors, self._seats = [], []
+        self._actors, self._seats, self._starting = [], [], []
         return went_well
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """A call that fails leaves a group behind whose workers may wait for one another."""
+        try:
+            yield
+        except AlignerError:
+            self._is_whole = False
+            raise
 
     def _put(self, value: Any) -> Any:
         import ray
@@ -194,6 +210,8 @@ class RayWorkerGroup:
         return ray.put(value)
 
     def _call(self, rank: int, method_name: str, *arguments: Any) -> Any:
+        if self._starting:
+            self.wait_until_started()
         reference = self._actors[rank].call.remote(method_name, current_step(), *arguments)
         return reference, self._seats[rank]
 
@@ -258,7 +276,6 @@ class RayWorkerGroup:
             ((host, port),) = wait_for(first, what, self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
         kwargs = self._put(builder.kwargs)
-        calls = []
         for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
             node = [
                 other for other, bundle in enumerate(bundles) if bundle.node == bundles[rank].node
@@ -269,8 +286,8 @@ class RayWorkerGroup:
                 "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node.index(rank)),
                 "LOCAL_WORLD_SIZE": str(len(node)),
             }
-            calls.append((actor.start.remote(builder.worker_class, kwargs, place, world), seat))
-        wait_for(calls, what, self._timeout_s)
+            start = actor.start.remote(builder.worker_class, kwargs, place, world)
+            self._starting.append((start, seat))
 
 
 def _forwarded() -> dict[str, str]:

@@ -105,12 +105,15 @@ class RayVirtualCluster:
     ) -> RayWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
 
+        Training groups are constructed side by side, while the driver goes on.
+
         Args:
             worker_class: dotted path.
             name_prefix: role, for messages and logs.
             layout: places of the workers; default `sharding_annotations`.
             python_executable: an interpreter of their own. Such workers train nothing: they get no
-                ``parallel`` and share no torch.distributed world.
+                ``parallel`` and share no torch.distributed world. They start once the others stand,
+                so that what they measure of memory stays true.
             kwargs: arguments of the class.
         """
         if len(self._groups) == self._max_groups:
@@ -118,6 +121,9 @@ class RayVirtualCluster:
                 f"{name_prefix}: {self._max_groups} groups of workers have the cluster {self.name} "
                 "to themselves already; raise max_colocated_worker_groups"
             )
+        if python_executable is not None:
+            for other in self._groups:
+                other.wait_until_started()
         group = RayWorkerGroup(
             self,
             RayWorkerBuilder(worker_class, **kwargs),
