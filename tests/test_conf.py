@@ -48,7 +48,8 @@ def composed(name, overrides=()):
 def root_of(recipe):
     """The script's configuration that a recipe completes."""
     text = (CONF / "recipes" / f"{recipe}.yaml").read_text()
-    return re.search(r"^  - /(gpt_\w+)$", text, re.MULTILINE)[1]
+    other = re.search(r"^  - /recipes/(\S+)$", text, re.MULTILINE)
+    return root_of(other[1]) if other else re.search(r"^  - /(gpt_\w+)$", text, re.MULTILINE)[1]
 
 
 @pytest.mark.parametrize("name", ROOTS)
