@@ -1,12 +1,21 @@
-"""What every run is assembled of, whatever it learns: loop, files, loggers, report."""
+"""What every run is assembled of, whatever it learns: engine, loop, files, loggers, report.
+
+launch_run ─► load (data, before any model is built) ─► attempt ─► run_to_the_end
+                                                         ▲   │
+                                                         └───┘ a worker died (Ray)
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from rich.console import Console
 
+from aligner.algorithms.engine import Clusters, open_engine, with_restarts
 from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
@@ -15,7 +24,7 @@ from aligner.config import BaseRunConfig, LoopConfig, TrainedModelConfig
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import gather_objects, on_rank_zero, this_rank
+from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.role_front import RoleFront
 from aligner.observe.environment import describe_environment
@@ -24,6 +33,74 @@ from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter
 from aligner.observe.report import write_report
 from aligner.observe.samples import SampleWriter
+from aligner.observe.startup import Restored, StartupFacts, startup_report
+
+Inputs = TypeVar("Inputs")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the workers. ``closing`` ends what must not outlive it."""
+
+    clusters: Clusters
+    console: Console
+    closing: ExitStack
+    is_restart: bool
+    started: float  # when ``trainer.max_time`` began to run, on the monotonic clock
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A learner and what is to be said of it."""
+
+    learner: Learner
+    intervals: LoopConfig
+    steps: int
+    layout: str  # of the roles, in words
+    algorithm: str  # a word for the report's title
+    trained: tuple[str, RoleFront]  # the role that the run is about, and how its `.nemo` is called
+    restores: Sequence[str]  # what a run state brings back, in words
+    facts: Callable[[Restored | None, list[str]], StartupFacts]  # from what was restored, and notes
+    notes: list[str]
+
+
+def launch_run(
+    config: BaseRunConfig,
+    load: Callable[[ExitStack], Inputs],
+    run: Callable[[Inputs, Attempt], None],
+) -> None:
+    """Start the engine, ``load`` what the run reads, and ``run`` it; again where workers died."""
+    with ExitStack() as closing:
+        engine = open_engine(config, log_dir(config), closing)
+        console = Console(quiet=not is_rank_zero())
+        check_log_dir(config)
+        inputs = load(closing)
+        started = time.monotonic()
+
+        def attempt(number: int) -> None:
+            with ExitStack() as workers:
+                clusters = engine.clusters(workers)
+                run(inputs, Attempt(clusters, console, workers, number > 0, started))
+
+        with_restarts(engine, console, attempt)
+
+
+def run_to_the_end(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> None:
+    """Go on from the newest run state, or begin; write the report and the trained model."""
+    loop = build_loop(config, run, attempt)
+    attempt.closing.callback(loop.metrics.close)
+    attempt.closing.callback(loop.samples.close)
+    restoration = loop.restore()
+    restored = None
+    notes = [*_changes(restoration, run.layout), *run.notes]
+    if restoration is not None:
+        items = list(run.restores)
+        if restoration.saved_layout is None:
+            items.append("random states")
+        restored = Restored(restoration.step, str(restoration.path), items)
+    attempt.console.print(startup_report(run.facts(restored, notes)))
+    ended = loop.run(None if restoration is None else restoration.step)
+    finish(config, run, loop, attempt.console, ended)
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
@@ -53,20 +130,8 @@ def run_facts(config: BaseRunConfig, loop: LoopConfig) -> RunFacts:
     )
 
 
-def build_loop(
-    config: BaseRunConfig,
-    intervals: LoopConfig,
-    learner: Learner,
-    layout: str,
-    console: Console,
-    steps: int,
-    is_restart: bool,
-    started: float,
-) -> RunLoop:
-    """The run loop with its files below ``exp_manager.explicit_log_dir``.
-
-    ``started``: when ``trainer.max_time`` began to run, on the monotonic clock.
-    """
+def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLoop:
+    """The run loop with its files below ``exp_manager.explicit_log_dir``."""
     exp = config.exp_manager
     folder = log_dir(config)
     store = RunStateStore(
@@ -95,38 +160,29 @@ def build_loop(
 
     limit = config.trainer.max_seconds
     return RunLoop(
-        learner,
+        run.learner,
         Schedule(
-            steps,
-            intervals.val_check_interval,
-            intervals.save_interval,
-            None if limit is None else limit - (time.monotonic() - started),
+            run.steps,
+            run.intervals.val_check_interval,
+            run.intervals.save_interval,
+            None if limit is None else limit - (time.monotonic() - attempt.started),
         ),
         store=store,
         metrics=MetricsWriter(folder, rank=this_rank(), loggers=loggers),
         samples=SampleWriter(folder, rank=this_rank()),
-        console=console,
+        console=attempt.console,
         config=config.as_dict(),
         monitor=exp.monitor,
-        layout=layout,
-        resume=exp.resume_if_exists or is_restart,
+        layout=run.layout,
+        resume=exp.resume_if_exists or attempt.is_restart,
     )
 
 
 def finish(
-    config: BaseRunConfig,
-    algorithm: str,
-    trained: tuple[str, RoleFront],
-    loop: RunLoop,
-    console: Console,
-    ended: bool,
+    config: BaseRunConfig, run: Assembled, loop: RunLoop, console: Console, ended: bool
 ) -> None:
-    """Write the report and, when the run came to its end, the trained model; say where all is.
-
-    ``algorithm``: a word for the report's title. ``trained``: the role that the run is about, and
-    how its `.nemo` is called.
-    """
-    name, role = trained
+    """Write the report and, when the run came to its end, the trained model; say where all is."""
+    name, role = run.trained
     folder = log_dir(config)
     places = {
         "report": folder / "report.html",
@@ -142,7 +198,7 @@ def finish(
     on_rank_zero(
         lambda: write_report(
             folder,
-            title=f"{algorithm} of {Path(config.model.restore_from_path).name}",
+            title=f"{run.algorithm} of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
             environment=describe_environment(accelerator.description()),
             artifacts={name: str(path) for name, path in places.items()},
@@ -165,21 +221,19 @@ def log_dir(config: BaseRunConfig) -> Path:
     return Path(config.exp_manager.explicit_log_dir).expanduser()
 
 
-def notes_on(
-    restored: Restoration | None, layout: str, *, dropped: int, what: str, key: str
-) -> list[str]:
-    """What the start-up report adds: what is not as it was, and the data that was left out.
-
-    ``dropped``: examples (``what``) that are longer than the setting ``key`` allows.
-    """
-    notes = []
-    if restored is not None:
-        notes += [f"changed since the saved run: {change}" for change in restored.changes]
-        if restored.saved_layout is not None:
-            notes.append(
-                f"saved on {restored.saved_layout}, continued on {layout}: weights and optimizer "
-                "states are the same, random generators (dropout) start from the seed"
-            )
-    if dropped:
-        notes.append(f"{dropped} {what} are longer than {key} and were dropped")
+def _changes(restored: Restoration | None, layout: str) -> list[str]:
+    """What is not as it was when the state was saved."""
+    if restored is None:
+        return []
+    notes = [f"changed since the saved run: {change}" for change in restored.changes]
+    if restored.saved_layout is not None:
+        notes.append(
+            f"saved on {restored.saved_layout}, continued on {layout}: weights and optimizer "
+            "states are the same, random generators (dropout) start from the seed"
+        )
     return notes
+
+
+def dropped_note(count: int, what: str, key: str) -> list[str]:
+    """That ``count`` examples are longer than the setting ``key`` allows; nothing of none."""
+    return [f"{count} {what} are longer than {key} and were dropped"] if count else []

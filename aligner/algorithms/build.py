@@ -1,24 +1,20 @@
 """Assembling a PPO run from its configuration: data, roles, trainer."""
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from aligner.algorithms.assembly import (
-    build_loop,
-    check_log_dir,
+    Assembled,
+    Attempt,
     describe_model,
-    finish,
-    log_dir,
-    notes_on,
+    dropped_note,
+    launch_run,
     run_facts,
+    run_to_the_end,
     total_steps,
 )
-from aligner.algorithms.engine import Clusters, open_engine, with_restarts
+from aligner.algorithms.engine import Clusters
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
-from aligner.algorithms.run_loop import Restoration
 from aligner.algorithms.startup import check_lengths, startup_facts
 from aligner.architecture import GPTArchitecture
 from aligner.config import PromptSourceConfig, RunConfig, check_layout
@@ -26,29 +22,19 @@ from aligner.config.checks import check_batch_layout
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.agreement import is_rank_zero
 from aligner.models.generation.vllm import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import Reward
 from aligner.models.value.lm_value import Value
-from aligner.observe.startup import Restored, startup_report
 
 
 def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and say where everything is."""
-    with ExitStack() as closing:
-        engine = open_engine(config, log_dir(config), closing)
-        console = Console(quiet=not is_rank_zero())
-        check_log_dir(config)
-        inputs = load_inputs(config, closing)
-        started = time.monotonic()
-
-        def attempt(number: int) -> None:
-            with ExitStack() as workers:
-                clusters = engine.clusters(workers)
-                _run(config, inputs, clusters, console, workers, number > 0, started)
-
-        with_restarts(engine, console, attempt)
+    launch_run(
+        config,
+        lambda closing: load_inputs(config, closing),
+        lambda inputs, attempt: _run(config, inputs, attempt),
+    )
 
 
 @dataclass(frozen=True)
@@ -84,16 +70,9 @@ def load_inputs(config: RunConfig, closing: ExitStack) -> RunInputs:
     return RunInputs(tokenizer, architecture, train_prompts, val_prompts, reward)
 
 
-def _run(
-    config: RunConfig,
-    inputs: RunInputs,
-    clusters: Clusters,
-    console: Console,
-    closing: ExitStack,
-    is_restart: bool,
-    started: float,
-) -> None:
-    """Build the roles and run on from the last state; ``closing`` ends what must not outlive it."""
+def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
+    """Build the roles and run on from the last state."""
+    clusters, closing = attempt.clusters, attempt.closing
     sampler = PromptSampler(
         len(inputs.train_prompts),
         config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt,
@@ -120,34 +99,31 @@ def _run(
         generation=generation,
         total_steps=steps,
     )
-    layout = clusters.describe(config)
-    loop = build_loop(
-        config, config.trainer.ppo, trainer, layout, console, steps, is_restart, started
-    )
-    closing.callback(loop.metrics.close)
-    closing.callback(loop.samples.close)
-    restored = loop.restore()
-    facts = startup_facts(
-        config,
-        inputs.architecture,
-        clusters.policy.world_size(),
-        inputs.train_prompts,
-        steps=steps,
-        with_reference=needs_reference(config),
-        restored=None if restored is None else _restored(restored),
-        notes=notes_on(
-            restored,
-            layout,
-            dropped=inputs.train_prompts.dropped_too_long,
-            what="training prompts",
-            key="data.max_prompt_length",
+    estimator = config.trainer.ppo.advantage.estimator
+    critic = [] if value is None else ["critic"]
+    run = Assembled(
+        trainer,
+        config.trainer.ppo,
+        steps,
+        layout=clusters.describe(config),
+        algorithm="PPO" if estimator == "gae" else estimator,
+        trained=("policy", policy),
+        restores=["policy", *critic, "optimizers", "schedules", "data position", "KL coefficient"],
+        facts=lambda restored, notes: startup_facts(
+            config,
+            inputs.architecture,
+            clusters.policy.world_size(),
+            inputs.train_prompts,
+            steps=steps,
+            with_reference=needs_reference(config),
+            restored=restored,
+            notes=notes,
+        ),
+        notes=dropped_note(
+            inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
         ),
     )
-    console.print(startup_report(facts))
-    ended = loop.run(None if restored is None else restored.step)
-    estimator = config.trainer.ppo.advantage.estimator
-    algorithm = "PPO" if estimator == "gae" else estimator
-    finish(config, algorithm, ("policy", policy), loop, console, ended)
+    run_to_the_end(config, run, attempt)
 
 
 def load_prompts(
@@ -222,10 +198,3 @@ def build_generation(
         policy,
         longest + config.model.ppo.length_params.max_length,
     )
-
-
-def _restored(restoration: Restoration) -> Restored:
-    items = ["policy", "critic", "optimizers", "schedules", "data position", "KL coefficient"]
-    if restoration.saved_layout is None:
-        items.append("random states")
-    return Restored(restoration.step, str(restoration.path), items)

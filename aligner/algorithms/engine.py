@@ -35,6 +35,8 @@ class Clusters:
     def describe(self, config: BaseRunConfig) -> str:
         """The layout in words, the critic's too where it is another."""
         layout = config.model.parallel
+        if not config.value_world_size:
+            return describe_layout(layout, self.policy.world_size())
         policy = describe_layout(layout, self.policy.world_size())
         value = describe_layout(layout, self.value.world_size())
         return policy if policy == value else f"{policy}, critic {value}"

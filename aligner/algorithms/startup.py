@@ -4,14 +4,20 @@ import math
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.config import RunConfig
+from aligner.config import BaseRunConfig, RunConfig
 from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
 from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages
-from aligner.observe.startup import BatchPlan, Restored, StartupFacts, TrainedRole
+from aligner.observe.startup import (
+    BatchPlan,
+    Restored,
+    StartupFacts,
+    TrainedRole,
+    batch_arithmetic,
+)
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:
@@ -58,7 +64,7 @@ def startup_facts(
         has_gpu=accelerator.has_gpu(),
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
-        batch=_batch_plan(config, data_size, prompts, steps),
+        batches=batch_arithmetic(_batch_plan(config, data_size, prompts, steps)),
         roles=_roles(config, architecture, data_size, with_reference),
         working_bytes=_working_memory(config, architecture, prompts),
         free_bytes=accelerator.free_memory_bytes(),
@@ -98,46 +104,63 @@ def _roles(
     data_size: int,
     with_reference: bool,
 ) -> list[RoleMemory]:
+    trained = ["policy"] if config.critic is None else ["policy", "critic"]
+    roles = [role_memory(config, architecture, data_size, name) for name in trained]
+    if with_reference:
+        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
+    return roles
+
+
+def role_memory(
+    config: BaseRunConfig,
+    architecture: GPTArchitecture,
+    data_size: int,
+    name: str,
+    *,
+    trainable: bool = True,
+) -> RoleMemory:
+    """What a role of the run's model takes, on ``data_size`` data-parallel ranks."""
     low_precision = config.trainer.precision == "bf16"
-    parameters = count_parameters(architecture)
-
-    def role(name: str, trainable: bool) -> RoleMemory:
-        return RoleMemory(
-            name,
-            parameters,
-            trainable,
-            model_parallel_size=config.model.parallel.model_parallel_size,
-            optimizer_shards=data_size,
-            weight_bytes=2 if low_precision else 4,
-            optimizer_bytes=12 if low_precision else 8,
-        )
-
-    roles = [role("policy", True)]
-    if config.critic is not None:
-        roles.append(role("critic", True))
-    return [*roles, role("reference", False)] if with_reference else roles
+    return RoleMemory(
+        name,
+        count_parameters(architecture),
+        trainable,
+        model_parallel_size=config.model.parallel.model_parallel_size,
+        optimizer_shards=data_size,
+        weight_bytes=2 if low_precision else 4,
+        optimizer_bytes=12 if low_precision else 8,
+    )
 
 
 def _working_memory(
     config: RunConfig, architecture: GPTArchitecture, prompts: PromptDataset
 ) -> dict[str, int]:
     length = prompts.max_length + config.model.ppo.length_params.max_length
-    layers = architecture.num_layers // config.model.pipeline_model_parallel_size
-    value_bytes = 2 if config.trainer.precision == "bf16" else 4
     cache = kv_cache_bytes(
-        layers=layers,
+        layers=architecture.num_layers // config.model.pipeline_model_parallel_size,
         query_groups=architecture.num_query_groups,
         kv_channels=architecture.kv_channels,
         sequences=config.model.ppo.rollout_micro_batch_size,
         length=length,
-        value_bytes=value_bytes,
-    )
-    activations = activation_bytes(
-        layers=layers,
-        hidden_size=architecture.hidden_size,
-        tokens=config.model.micro_batch_size * length,
-        value_bytes=value_bytes,
-        recompute=config.model.activations_checkpoint_granularity == "full",
+        value_bytes=2 if config.trainer.precision == "bf16" else 4,
     )
     share = config.model.tensor_model_parallel_size
-    return {"KV cache": cache // share, "activations": activations // share}
+    return {
+        "KV cache": cache // share,
+        "activations": training_activations(config, architecture, length),
+    }
+
+
+def training_activations(config: BaseRunConfig, architecture: GPTArchitecture, length: int) -> int:
+    """Bytes per process of a micro-batch of sequences of ``length`` tokens."""
+    model = config.model
+    return (
+        activation_bytes(
+            layers=architecture.num_layers // model.pipeline_model_parallel_size,
+            hidden_size=architecture.hidden_size,
+            tokens=model.micro_batch_size * length,
+            value_bytes=2 if config.trainer.precision == "bf16" else 4,
+            recompute=model.activations_checkpoint_granularity == "full",
+        )
+        // model.tensor_model_parallel_size
+    )

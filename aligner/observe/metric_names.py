@@ -135,6 +135,22 @@ _SAMPLER = {
     "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over trained tokens"),
 }
 
+_LESSON = {
+    "loss": MetricInfo("The loss.", _TRAINED),
+    "token_probability": MetricInfo("Probability of a token that is learned.", _TRAINED),
+    "preference_loss": MetricInfo("The preference loss, without other terms.", "pairs"),
+    "rewards_chosen": MetricInfo("(Implicit) reward of the chosen response.", "pairs"),
+    "rewards_rejected": MetricInfo("(Implicit) reward of the rejected response.", "pairs"),
+    "rewards_margin": MetricInfo("Reward of the chosen less that of the rejected.", "pairs"),
+    "accuracy": MetricInfo("Share of pairs whose chosen response has the higher reward.", "pairs"),
+    "sft_loss": MetricInfo("The likelihood term on the chosen response, unweighted.", "pairs"),
+}
+
+_LESSON_DATA = {
+    "tokens": MetricInfo("Tokens of the update's global batch.", "count"),
+    "learned_tokens": MetricInfo("Those of them that the loss speaks of.", "count"),
+}
+
 _PROGRESS = {
     "epoch": MetricInfo("Passes over the training prompts that have begun, from 0.", "count"),
     "consumed_samples": MetricInfo("Responses trained on since the run began.", "count"),
@@ -148,7 +164,9 @@ def _under(group: str, *tables: dict[str, MetricInfo]) -> dict[str, MetricInfo]:
 METRICS: dict[str, MetricInfo] = {
     **_under("train_rollouts", _ROLLOUT, _TRAIN_ROLLOUT),
     **_under("val_rollouts", _ROLLOUT),
-    **_under("train_optim", _OPTIMIZER, _ACTOR),
+    **_under("train_optim", _LESSON, _OPTIMIZER, _ACTOR),
+    **_under("val_optim", _LESSON),
+    **_under("train_data", _LESSON_DATA),
     **_under("critic", _OPTIMIZER, _CRITIC),
     **_under("sampler", _SAMPLER),
     **_under("progress", _PROGRESS),

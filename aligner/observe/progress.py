@@ -14,6 +14,8 @@ _RECENT = 8  # steps that the estimate of the remaining time is based on
 _SHOWN = (  # metric, label, format
     ("train_rollouts/rewards", "reward", "{:.3f}"),
     ("val_rollouts/accuracy", "val accuracy", "{:.3f}"),
+    ("val_optim/loss", "val loss", "{:.3f}"),
+    ("val_optim/accuracy", "val accuracy", "{:.3f}"),
     ("train_rollouts/init_policy_kl", "KL", "{:.4f}"),
     ("train_rollouts/generation_length", "length", "{:.1f}"),
 )

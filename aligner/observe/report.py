@@ -39,13 +39,18 @@ _HEADLINES = (
     _Headline("val_rollouts/accuracy", "Validation accuracy", 1),
     _Headline("val_rollouts/rewards", "Validation reward", 1),
     _Headline("train_rollouts/rewards", "Training reward", 1),
+    _Headline("val_optim/accuracy", "Validation accuracy", 1),
+    _Headline("val_optim/loss", "Validation loss", -1),
     _Headline("train_rollouts/init_policy_kl", "KL to the initial policy", 0),
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
 
+_LOSS = "loss"  # a chart of supervised runs: in others it says little, and they do not validate it
+
 # Charts at the top: metric after its group, heading, what to look for.
 _OVERVIEW = (
     ("accuracy", "Accuracy", "Share of right answers. Should rise."),
+    (_LOSS, "Loss", "Falls on examples it has not seen, as long as there is something to learn."),
     ("rewards", "Reward", "What the reward function gives. Should rise."),
     (
         "init_policy_kl",
@@ -72,12 +77,15 @@ _LINES = (  # group, label, colour
     ("train_rollouts", "training", "a"),
     ("train_optim", "training", "a"),
     ("val_rollouts", "validation", "b"),
+    ("val_optim", "validation", "b"),
 )
 
 _GROUPS = {
     "val_rollouts": "Validation",
+    "val_optim": "Validation",
     "train_rollouts": "Training rollouts",
-    "train_optim": "Policy optimisation",
+    "train_data": "Training data",
+    "train_optim": "Optimisation",
     "critic": "Critic",
     "sampler": "Sampler against trainer",
     "progress": "Progress",
@@ -192,6 +200,8 @@ def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> 
 def _overview(series: Mapping[str, Series]) -> str:
     cards = []
     for name, heading, lead in _OVERVIEW:
+        if name == _LOSS and f"val_optim/{_LOSS}" not in series:
+            continue
         lines = [
             Series(label, one.steps, one.values, style)
             for group, label, style in _LINES

@@ -55,7 +55,7 @@ class StartupFacts:
     has_gpu: bool
     model: str  # where the policy comes from
     log_dir: str
-    batch: BatchPlan
+    batches: Sequence[str]  # how many of what makes a step, one sentence each
     roles: Sequence[RoleMemory]
     working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
     free_bytes: int  # memory per process that is still free
@@ -100,6 +100,21 @@ def _training_sentence(plan: BatchPlan, role: TrainedRole) -> str:
     )
 
 
+def supervised_arithmetic(
+    examples: int, updates: int, batch_size: int, micro_batch_size: int, data_parallel_size: int
+) -> list[str]:
+    """The same of a supervised run: ``updates`` of ``batch_size`` out of ``examples``."""
+    per_rank = batch_size // data_parallel_size
+    epochs = updates * batch_size / examples
+    return [
+        f"An update learns from {_count(batch_size, 'example')}, {per_rank:,} on each of "
+        f"{_count(data_parallel_size, 'data-parallel rank')} in micro-batches of "
+        f"{micro_batch_size:,}.",
+        f"{_count(updates, 'update')}: {_count(updates * batch_size, 'example')}, "
+        f"{epochs:.3g} times the {_count(examples, 'training example')}.",
+    ]
+
+
 def memory_estimate(facts: StartupFacts) -> dict[str, int]:
     """Bytes per process: ``<role> weights``, ``… gradients``, ``… optimizer``, working memory."""
     parts = {
@@ -119,7 +134,7 @@ def startup_report(facts: StartupFacts) -> Group:
         Text(f"policy from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
         *(Text(note, "yellow") for note in facts.notes),
         Text("\nBatches", "bold"),
-        *(_indented(Text(sentence)) for sentence in batch_arithmetic(facts.batch)),
+        *(_indented(Text(sentence)) for sentence in facts.batches),
         Text("\nModels, per process", "bold"),
         _role_table(facts.roles),
         _indented(_memory_line(facts)),

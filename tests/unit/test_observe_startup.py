@@ -38,7 +38,7 @@ def some_facts(**changes) -> StartupFacts:
         "has_gpu": False,
         "model": "models/tiny.nemo",
         "log_dir": "results/tiny",
-        "batch": a_plan(),
+        "batches": batch_arithmetic(a_plan()),
         "roles": [
             RoleMemory("policy", 1_000_001, True, model_parallel_size=2, optimizer_shards=2),
             RoleMemory("reference", 1_000_001, False, model_parallel_size=2),

@@ -1,0 +1,200 @@
+"""Assembling runs that learn from given examples: data, the role, the trainer."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.algorithms.assembly import (
+    Assembled,
+    Attempt,
+    describe_model,
+    dropped_note,
+    launch_run,
+    run_facts,
+    run_to_the_end,
+    total_steps,
+)
+from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
+from aligner.algorithms.startup import role_memory, training_activations
+from aligner.algorithms.supervised import SupervisedTrainer, Task
+from aligner.architecture import GPTArchitecture
+from aligner.config import (
+    BaseRunConfig,
+    ExampleDataConfig,
+    LoopConfig,
+    PromptSourceConfig,
+    SFTRunConfig,
+    check_layout,
+)
+from aligner.config.checks import check_longest_example
+from aligner.data.sampler import PromptSampler
+from aligner.data.supervised import ExampleDataset, ExampleFormat, collate_examples
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed import accelerator
+from aligner.errors import ConfigError
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.role_front import RoleFront
+from aligner.observe.packages import find_packages
+from aligner.observe.startup import StartupFacts, supervised_arithmetic
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one kind of supervised run brings.
+
+    ``start``: the role that learns, given where its workers live and the updates it will make.
+    ``longest``: tokens of the longest sequence.
+    """
+
+    algorithm: str
+    task: Task[Any]
+    start: Callable[[Attempt, int], RoleFront]
+    saved_as: str  # how the trained `.nemo` is called
+    longest: int
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    architecture: GPTArchitecture
+    lesson: Lesson
+
+
+def train_sft(config: SFTRunConfig) -> None:
+    """Fine-tune from start to end and say where everything is."""
+    loop = config.trainer.sft
+
+    def lesson(tokenizer: Tokenizer) -> Lesson:
+        data = config.data
+        train = load_examples(data, data.train, tokenizer)
+        validation = (
+            None if data.validation is None else load_examples(data, data.validation, tokenizer)
+        )
+        longest = max(train.max_length, 0 if validation is None else validation.max_length)
+        check_longest_example(config, longest)
+        return Lesson(
+            "Fine-tuning",
+            Task(
+                train,
+                validation,
+                lambda examples: collate_examples(examples, tokenizer.pad_id),
+                NegativeLogLikelihoodLoss(),
+            ),
+            lambda attempt, updates: Policy(
+                attempt.clusters.policy,
+                config.model,
+                tokenizer,
+                run_facts(config, loop),
+                backend=config.policy.backend,
+                init_reference_model=False,
+                max_optimizer_steps=updates,
+            ),
+            "policy",
+            longest,
+            dropped_note(train.dropped_too_long, "training examples", "data.max_length"),
+        )
+
+    run_lesson(config, loop, loop.limit_val_examples, config.data.shuffle, lesson)
+
+
+def load_examples(
+    data: ExampleDataConfig, source: PromptSourceConfig, tokenizer: Tokenizer
+) -> ExampleDataset:
+    """Read and tokenize one set of examples."""
+    return ExampleDataset.load(
+        source.source,
+        tokenizer,
+        ExampleFormat(
+            prompt_column=data.prompt_column,
+            response_column=data.response_column,
+            messages_column=data.messages_column,
+            chat=data.chat,
+            system_prompt=data.system_prompt,
+            add_bos=data.add_bos,
+            learn=data.learn,
+            max_length=data.max_length,
+        ),
+        arguments=source.arguments,
+        limit=source.limit,
+    )
+
+
+def run_lesson(
+    config: BaseRunConfig,
+    loop: LoopConfig,
+    limit_val_examples: int | None,
+    shuffle: bool,
+    lesson_of: Callable[[Tokenizer], Lesson],
+) -> None:
+    """Run what ``lesson_of`` brings for the model's tokenizer; a step is one optimizer update."""
+
+    def load(closing: ExitStack) -> _Inputs:
+        del closing  # nothing is open
+        tokenizer, architecture = describe_model(config.model)
+        check_layout(architecture, config.model.parallel, config.trainer.world_size)
+        lesson = lesson_of(tokenizer)
+        _check_positions(architecture, lesson.longest)
+        return _Inputs(architecture, lesson)
+
+    def run(inputs: _Inputs, attempt: Attempt) -> None:
+        lesson = inputs.lesson
+        sampler = PromptSampler(
+            len(lesson.task.train),
+            config.model.global_batch_size // lesson.task.rows_per_example,
+            seed=config.seed,
+            shuffle=shuffle,
+        )
+        steps = total_steps(loop, sampler)
+        role = lesson.start(attempt, steps)
+        attempt.closing.callback(role.shutdown)
+        assembled = Assembled(
+            SupervisedTrainer(role, lesson.task, sampler, limit_val_examples=limit_val_examples),
+            loop,
+            steps,
+            layout=attempt.clusters.describe(config),
+            algorithm=lesson.algorithm,
+            trained=(lesson.saved_as, role),
+            restores=["model", "optimizer", "schedule", "data position"],
+            facts=lambda restored, notes: StartupFacts(
+                device=accelerator.description(),
+                processes=attempt.clusters.policy.world_size(),
+                has_gpu=accelerator.has_gpu(),
+                model=config.model.restore_from_path,
+                log_dir=config.exp_manager.explicit_log_dir,
+                batches=supervised_arithmetic(
+                    len(lesson.task.train),
+                    steps,
+                    sampler.batch_size,
+                    config.model.micro_batch_size // lesson.task.rows_per_example,
+                    _data_size(config, attempt),
+                ),
+                roles=[
+                    role_memory(config, inputs.architecture, _data_size(config, attempt), "model")
+                ],
+                working_bytes={
+                    "activations": training_activations(config, inputs.architecture, lesson.longest)
+                },
+                free_bytes=accelerator.free_memory_bytes(),
+                packages=find_packages(),
+                restored=restored,
+                notes=notes,
+            ),
+            notes=lesson.notes,
+        )
+        run_to_the_end(config, assembled, attempt)
+
+    launch_run(config, load, run)
+
+
+def _data_size(config: BaseRunConfig, attempt: Attempt) -> int:
+    return config.model.parallel.data_size(attempt.clusters.policy.world_size())
+
+
+def _check_positions(architecture: GPTArchitecture, longest: int) -> None:
+    positions = architecture.max_position_embeddings
+    if longest > positions:
+        raise ConfigError(
+            f"the longest example has {longest} tokens and the model has {positions} positions; "
+            f"set data.max_length={positions} to drop longer examples"
+        )
