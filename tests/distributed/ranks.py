@@ -16,7 +16,13 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PRELOADED = ["aligner.models.gpt", "aligner.algorithms.build"]
+PRELOADED = [
+    "aligner.models.gpt",
+    "aligner.algorithms.build",
+    "aligner.models.gpt.dtensor_actor",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+]
 GRACE_S = 5.0  # for what the other ranks say, once one has failed
 
 

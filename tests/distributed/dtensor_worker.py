@@ -1,0 +1,134 @@
+"""One rank of `test_dtensor_layouts`: actor and critic of either backend in each layout.
+
+    torchrun --nproc-per-node N dtensor_worker.py FOLDER SPEC [SPEC ...]
+
+A spec is ``family,backend,tensor,mode[,state]``. The models are FAMILY.nemo and FAMILY_critic.nemo
+in FOLDER; what is left of the world is data parallel; the mode says how micro-batches are formed.
+With ``state`` the roles resume from the run state of that name. Rank 0 writes what it saw to
+FOLDER/N.pt; run states go beside it, a folder ``N,spec`` each.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from layout_worker import OPTIM, ROWS, RUN, make_batch, model_config, reported
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.checkpoint.model_source import open_model
+from aligner.config import CriticConfig, ModelConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.value.lm_value import Value
+
+Seen = dict[str, object]
+
+
+def start(folder: Path, spec: str) -> tuple[Policy, Value]:
+    family, backend, tensor, mode = spec.split(",")[:4]
+    model, critic = str(folder / f"{family}.nemo"), str(folder / f"{family}_critic.nemo")
+    config: ModelConfig = model_config(model, f"{tensor},1,1,0,{mode}")
+    cluster = LocalCluster(initialize_parallel(config.parallel))
+    section = CriticConfig(
+        restore_from_path=critic, micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM
+    )
+    with open_model(model) as source:
+        tokenizer = source.tokenizer
+    return (
+        Policy(cluster, config, tokenizer, RUN, backend=backend),
+        Value(cluster, section, config, tokenizer, RUN, backend=backend),
+    )
+
+
+def generated(policy: Policy, batch: BatchedDataDict) -> list[torch.Tensor]:
+    """Responses to the first tokens of every row."""
+    prompts = BatchedDataDict(
+        {
+            "input_ids": batch["input_ids"][:, :5],
+            "input_lengths": torch.full((ROWS,), 5),
+            "sample_ids": torch.arange(ROWS),
+        }
+    )
+    policy.prepare_for_generation()
+    output = policy.generate(prompts, seed=5)
+    policy.finish_generation()
+    rows = zip(output["output_ids"], output["unpadded_sequence_lengths"], strict=True)
+    return [tokens[:length] for tokens, length in rows]
+
+
+def whole_weights(front: Policy | Value) -> dict[str, torch.Tensor]:
+    """On rank 0."""
+    weights = front.worker_group.worker.model.whole_weights()
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def actor(policy: Policy, batch: BatchedDataDict, states: Path, resumed: bool) -> Seen:
+    loss = PPOPolicyLoss(entropy_bonus=0.01)
+    seen: Seen = {"before": policy.get_logprobs(batch)["logprobs"]}
+    seen["one row"] = policy.get_logprobs(batch.slice(0, 1))["logprobs"]  # fewer than ranks
+    policy.prepare_for_training()
+    if not resumed:
+        seen["first"] = reported(policy.train(batch, loss))
+        policy.save_state(states / "actor")
+    else:
+        policy.load_state(states / "actor")
+    seen["second"] = reported(policy.train(batch, loss))
+    seen["weights"] = whole_weights(policy)
+    seen["after"] = policy.get_logprobs(batch)["logprobs"]
+    seen["reference"] = policy.get_reference_policy_logprobs(batch)["reference_logprobs"]
+    seen["generated"] = generated(policy, batch)
+    if not resumed:
+        policy.load_state(states / "actor")
+        policy.train(batch, loss)
+        seen["again"] = whole_weights(policy)
+    return seen
+
+
+def critic(value: Value, batch: BatchedDataDict, states: Path, resumed: bool) -> Seen:
+    loss = PPOValueLoss(value_clip=0.2)
+    seen: Seen = {"before": value.get_values(batch)["values"]}
+    value.prepare_for_training()
+    if not resumed:
+        seen["first"] = reported(value.train(batch, loss))
+        value.save_state(states / "critic")
+    else:
+        value.load_state(states / "critic")
+    seen["second"] = reported(value.train(batch, loss))
+    seen["weights"] = whole_weights(value)
+    seen["after"] = value.get_values(batch)["values"]
+    if not resumed:
+        value.load_state(states / "critic")
+        value.train(batch, loss)
+        seen["again"] = whole_weights(value)
+    return seen
+
+
+def main() -> None:
+    """Every spec, then the file."""
+    folder, *specs = sys.argv[1:]
+    ranks = os.environ["WORLD_SIZE"]
+    seen = {}
+    for spec in specs:
+        _, _, _, _, *resumed = spec.split(",", 4)
+        states = Path(folder) / (resumed[0] if resumed else f"{ranks},{spec}")
+        states.mkdir(exist_ok=True)
+        batch = make_batch(spec)
+        policy, value = start(Path(folder), spec)
+        seen[spec] = {
+            "actor": actor(policy, batch, states, bool(resumed)),
+            "critic": critic(value, batch, states, bool(resumed)),
+        }
+    if torch.distributed.get_rank() == 0:
+        torch.save(seen, Path(folder) / f"{ranks}.pt")
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main()

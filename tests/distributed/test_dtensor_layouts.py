@@ -1,0 +1,129 @@
+"""The DTensor backend gives megatron-core's numbers, in every layout of its own.
+
+Scores, what training reports, the weights after two updates and sampled tokens, of actor and
+critic: one megatron-core process against FSDP2 and tensor-parallel DTensors, whether micro-batches
+are padded, dynamic or packed. Float32 rounding differs with the order of sums: the largest
+difference stays within 1e-5 of the largest value of a tensor, or of a reported number. A run state
+brings back every bit on the layout that saved it, and the same numbers on another.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+
+WORKER = Path(__file__).with_name("dtensor_worker.py")
+TOLERANCE = 1e-5
+ONE, MASKED = "tiny,megatron,1,padded", "tiny,megatron,1,masked"
+SPECS = {
+    4: [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
+    2: [
+        "tiny,dtensor,1,padded",
+        "tiny,dtensor,1,packed",
+        "tiny,dtensor,1,masked",  # one rank has no valid token
+        "tiny,dtensor,2,padded",
+        "qwen3,dtensor,2,packed",
+        "biased,dtensor,2,padded",
+        "mistral,dtensor,2,packed",
+    ],
+    1: [
+        *(ONE, MASKED),
+        *(f"{family},megatron,1,padded" for family in ("qwen3", "biased", "mistral")),
+        *(f"tiny,dtensor,1,{mode}" for mode in ("padded", "dynamic", "packed")),
+        "gpt2,megatron,1,padded",
+        "gpt2,dtensor,1,packed",
+        "tiny,dtensor,1,padded,4,tiny,dtensor,2,packed",  # resumed
+    ],
+}
+CASES = [
+    (processes, spec) for processes, specs in SPECS.items() for spec in specs if "dtensor" in spec
+]
+# What tensor parallelism has to get right beyond plain Llama: norms of a rank's own heads, tied
+# embeddings, biases that are added once, a sliding window.
+FAMILIES = {
+    "tiny": TINY_ARCHITECTURE,
+    "gpt2": dataclasses.replace(
+        TINY_ARCHITECTURE,
+        num_layers=2,
+        num_query_groups=8,
+        activation="gelu_tanh",
+        normalization="layernorm",
+        position_embedding="learned_absolute",
+        bias_linear=True,
+        tie_embeddings=True,
+        family="gpt2",
+    ),
+    "qwen3": dataclasses.replace(
+        TINY_ARCHITECTURE, num_layers=2, qk_layernorm=True, tie_embeddings=True, family="qwen3"
+    ),
+    "biased": dataclasses.replace(TINY_ARCHITECTURE, num_layers=2, bias_linear=True),
+    "mistral": dataclasses.replace(
+        TINY_ARCHITECTURE, num_layers=2, window_size=6, family="mistral"
+    ),
+}
+
+
+def write(folder, name, architecture):
+    """A policy, and a critic with a head that is not fresh, so that the body gets a gradient."""
+    weights = random_weights(architecture, seed=2)
+    head = torch.randn(1, architecture.hidden_size, generator=torch.Generator().manual_seed(3))
+    files = byte_level_tokenizer().files()
+    save_nemo(folder / f"{name}.nemo", weights, architecture, files)
+    with_head = {**weights, "rm_head.weight": 0.1 * head, "rm_head.bias": torch.full((1,), 0.25)}
+    save_nemo(folder / f"{name}_critic.nemo", with_head, architecture, files)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """By number of processes and spec."""
+    folder = tmp_path_factory.mktemp("dtensor")
+    for name, architecture in FAMILIES.items():
+        write(folder, name, architecture)
+    results = {}
+    for processes, specs in SPECS.items():
+        run_ranks(WORKER, processes, [folder, *specs], timeout_s=480)
+        results[processes] = torch.load(folder / f"{processes}.pt", weights_only=True)
+    return results
+
+
+def difference(expected, actual):
+    """The largest, relative to the largest value."""
+    return ((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
+
+
+def assert_same(one, other, keys):
+    for key in keys:
+        expected, actual = one[key], other[key]
+        if isinstance(expected, torch.Tensor):
+            assert difference(expected, actual) < TOLERANCE, key
+            continue
+        if isinstance(expected, list):
+            assert all(map(torch.equal, expected, actual)), key
+            continue
+        assert expected.keys() == actual.keys()
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert difference(value, actual[name]) < TOLERANCE, (key, name)
+            else:
+                assert abs(value - actual[name]) < TOLERANCE * max(abs(value), 1e-2), (key, name)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(("processes", "spec"), CASES)
+def test_a_layout_equals_one_megatron_process(processes, spec, role, seen):
+    family = spec.partition(",")[0]
+    one = seen[1][MASKED if spec.endswith("masked") else f"{family},megatron,1,padded"][role]
+    other = seen[processes][spec][role]
+    assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare
+    assert one["first"]["grad_norm"] > 0.1
+    resumed = spec.count(",") > 3
+    assert_same(one, other, one.keys() - ({"again", "first"} if resumed else {"again"}))
+    if not resumed:  # from the run state, with the same bits
+        for name, weight in other["weights"].items():
+            assert torch.equal(weight, other["again"][name]), name
