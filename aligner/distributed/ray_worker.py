@@ -11,6 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -132,11 +133,9 @@ class WorkerProcess:
 
         ``step``: the run's, for what the method reports. ``data``: nothing, or the shard.
         """
-        from aligner.observe.nonfinite import training_step
-
         arguments = {**kwargs, **({"data": data[0]} if data else {})}
         try:
-            with training_step(step):
+            with _in_step(step):
                 result = getattr(self._worker, method_name)(**arguments)
             return _on_host(result) if self._has_world else result
         except Exception as error:
@@ -153,6 +152,15 @@ def _join(world: TorchWorld) -> Any:
     from aligner.distributed.parallel import initialize_parallel
 
     return initialize_parallel(world.parallel, seed=world.seed, timeout_s=world.timeout_s)
+
+
+def _in_step(step: int) -> AbstractContextManager[None]:
+    """What goes wrong goes wrong in this step; outside of steps torch need not be there."""
+    if step == 0:
+        return nullcontext()
+    from aligner.observe.nonfinite import training_step
+
+    return training_step(step)
 
 
 def _on_host(result: Any) -> Any:

@@ -1,0 +1,74 @@
+"""Workers of the tests: they tell what they were given and where they are."""
+
+import os
+import signal
+import time
+
+from aligner.errors import DataError
+
+
+class Teller:
+    def __init__(self, factor=1, fail=False):
+        if fail:
+            raise DataError("column x is missing")
+        self.factor = factor
+
+    def place(self):
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ANOTHER_PYTHON")
+        return {name: os.environ.get(name) for name in names} | {"folder": os.getcwd()}
+
+    def echo(self, data=None, plus=0):
+        rows = None if data is None else [x * self.factor + plus for x in data["x"].tolist()]
+        return int(os.environ["RANK"]), rows
+
+    def step(self):
+        from aligner.observe.nonfinite import current_step
+
+        return current_step()
+
+    def refuse(self, error):
+        raise error
+
+    def stumble(self):
+        print("about to stumble")
+        raise KeyError("nowhere")
+
+    def die(self):
+        print("these are my last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep(self, ranks, seconds=60):
+        if int(os.environ["RANK"]) in ranks:
+            time.sleep(seconds)
+
+
+class Closing(Teller):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def shutdown(self):
+        (self.folder / os.environ["RANK"]).write_text("closed")
+
+
+class Summer:
+    """A training worker: it has a place in a torch.distributed world."""
+
+    def __init__(self, parallel):
+        self.parallel = parallel
+
+    def sum_of_ranks(self):
+        import torch
+        import torch.distributed as dist
+
+        ranks = torch.tensor([float(self.parallel.rank)])
+        dist.all_reduce(ranks)
+        return ranks
+
+    def place(self):
+        return self.parallel.dp_rank, self.parallel.tp_rank
+
+    def wait_for_the_dead(self, dying):
+        if self.parallel.rank == dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.sum_of_ranks()
