@@ -1,0 +1,109 @@
+"""What the configuration of sampling engines refuses, and sampling in vLLM's words."""
+
+import sys
+
+import pytest
+
+from aligner.config import LengthParams, SamplingParams, parse_config
+from aligner.errors import ConfigError
+from aligner.models.generation.vllm_sampling import (
+    logprobs_mode,
+    request_seed,
+    sampling_arguments,
+)
+
+RAY = {"cluster": {"engine": "ray"}}
+
+
+def parse(generation, ppo=None, **sections):
+    return parse_config(
+        {
+            "model": {"restore_from_path": "m.nemo", "ppo": ppo or {}},
+            "reward": {"function": "a:b"},
+            "data": {"train": {"source": "x.jsonl"}},
+            "generation": generation,
+            **sections,
+        }
+    )
+
+
+def vllm(python=sys.executable, **keys):
+    return {"backend": "vllm", "vllm": {"python": python, **keys}}
+
+
+def test_vllm_on_ray_is_accepted():
+    config = parse(vllm(), **RAY)
+    assert config.generation_world_size == 0  # beside the policy
+    assert parse(vllm(refit="separate", engines=3), **RAY).generation_world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("generation", "sections", "message"),
+    [
+        (vllm(), {}, r"generation.backend=vllm needs cluster.engine=ray.*it is local"),
+        (vllm(python="no/such/python"), RAY, r"generation.vllm.python=no/such/python.*vllm-env"),
+        (vllm(python="/"), RAY, r"generation.vllm.python=/: there is no such interpreter"),
+        (vllm(engines=2), RAY, r"generation.vllm.engines=2 with refit=colocated.*there are 1"),
+        (vllm(refit="disk"), RAY, r"generation.vllm.refit: must be one of colocated, separate"),
+        ({"backend": "vlm"}, {}, r"generation.backend: must be one of megatron, vllm"),
+        ({"async_rollouts": True}, {}, r"async_rollouts=true.*generation.backend=megatron"),
+        (
+            {**vllm(), "async_rollouts": True},
+            RAY,
+            r"async_rollouts=true.*truncated_importance_sampling=null",
+        ),
+        (
+            {**vllm(), "async_rollouts": True},
+            {**RAY, "ppo": {"truncated_importance_sampling": 2.0}, "dynamic": True},
+            r"async_rollouts=true.*dynamic_sampling.enabled=true",
+        ),
+    ],
+)
+def test_refusals(generation, sections, message):
+    sections = dict(sections)
+    if sections.pop("dynamic", False):
+        sections["trainer"] = {"ppo": {"dynamic_sampling": {"enabled": True}}}
+    with pytest.raises(ConfigError, match=message):
+        parse(generation, **sections)
+
+
+def test_sampling_in_vllms_words():
+    length = LengthParams(max_length=20, min_length=3)
+    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
+    arguments = sampling_arguments(length, sampling, eos_ids=(2, 7), seed=11, greedy=False)
+    assert arguments == {
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "min_tokens": 3,
+        "max_tokens": 20,
+        "stop_token_ids": [2, 7],
+        "ignore_eos": True,
+        "seed": 11,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    greedy = sampling_arguments(LengthParams(), sampling, eos_ids=(2,), seed=11, greedy=True)
+    assert (greedy["temperature"], greedy["seed"], greedy["min_tokens"]) == (0.0, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [
+        ({}, "raw_logprobs"),
+        ({"temperature": 0.9}, "processed_logprobs"),
+        ({"top_k": 4}, "processed_logprobs"),
+        ({"top_p": 0.5}, "processed_logprobs"),
+        ({"repetition_penalty": 1.1}, "processed_logprobs"),
+    ],
+)
+def test_logprobs_are_of_the_distribution_drawn_from(change, mode):
+    assert logprobs_mode(SamplingParams(**change)) == mode
+
+
+def test_seeds_are_of_run_and_sample_alone():
+    seeds = {request_seed(seed, sample) for seed in range(20) for sample in range(200)}
+    assert len(seeds) == 4000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert request_seed(3, 4) == 2331190576437422291  # the same in every version and process

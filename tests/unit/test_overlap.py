@@ -1,0 +1,199 @@
+"""Rollouts drawn one step ahead, by a real engine in a thread beside a policy that really trains.
+
+1. Each is drawn with the weights from before the training of the step before.
+2. A run that goes on from a saved state sees the rollouts that the uninterrupted run sees, whether
+   what was in flight was finished or abandoned.
+3. No rollout is begun that nobody will take, and the configuration refuses what cannot be.
+"""
+
+import dataclasses
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.overlap import Rollouts
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import parse_config
+from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.sampler import PromptSampler
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.errors import ConfigError
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.interfaces import BackgroundGeneration
+from aligner.models.policy.lm_policy import Policy
+
+ROWS = 4
+PROMPTS = PromptDataset([Prompt(i, f"p{i}", [40 + i, 41, 42][: 2 + i % 2], None) for i in range(6)])
+
+
+class ThreadedEngine(BackgroundGeneration):
+    """Draws with a policy of its own, whose weights it fetches when they have changed."""
+
+    def __init__(self, policy, own):
+        self.policy, self.own = policy, own
+        self.stale = True
+        self.thread = ThreadPoolExecutor(1)
+        self.begun = 0
+
+    def weights_changed(self):
+        self.stale = True
+
+    def prepare_for_generation(self):
+        if self.stale:
+            fill(self.own, weights_of(self.policy))
+            self.stale = False
+        self.own.prepare_for_generation()
+        return True
+
+    def generate(self, data, greedy=False, *, seed=0):
+        return self.own.generate(data, greedy, seed=seed)
+
+    def finish_generation(self):
+        return True
+
+    def generate_in_background(self, data, *, seed=0):
+        self.begun += 1
+        return Pending(self.thread.submit(self.generate, data, seed=seed))
+
+
+@dataclasses.dataclass
+class Pending:
+    future: object
+
+    def result(self):
+        return self.future.result()
+
+    def abandon(self):
+        self.future.result()
+
+
+def weights_of(policy):
+    return [p.detach().clone() for p in policy.worker_group.worker.model.gpt.parameters()]
+
+
+def fill(policy, weights):
+    for parameter, weight in zip(
+        policy.worker_group.worker.model.gpt.parameters(), weights, strict=True
+    ):
+        parameter.data.copy_(weight)
+
+
+def configuration(path, **generation):
+    values = {
+        "model": {
+            "restore_from_path": str(path),
+            "micro_batch_size": ROWS,
+            "global_batch_size": ROWS,
+            "optim": {"lr": 1.0e-2},
+            "ppo": {"num_rollout_samples": ROWS, "length_params": {"max_length": 4}},
+        },
+        "critic": {"micro_batch_size": ROWS, "global_batch_size": ROWS},
+        "reward": {"function": "a:b"},
+        "data": {"train": {"source": "x.jsonl"}},
+    }
+    config = parse_config(values)
+    return dataclasses.replace(
+        config, generation=dataclasses.replace(config.generation, **generation)
+    )
+
+
+class Run:
+    """Policy, engine and rollouts; a step takes a rollout and trains on it."""
+
+    def __init__(self, path, in_flight, steps):
+        config = configuration(path, async_rollouts=True, in_flight=in_flight)
+        with open_nemo(path) as checkpoint:
+            tokenizer = checkpoint.tokenizer
+        cluster = LocalCluster(initialize_parallel())
+        self.policy, own = (
+            Policy(cluster, config.model, tokenizer, RunFacts(), init_reference_model=False)
+            for _ in range(2)
+        )
+        self.engine = ThreadedEngine(self.policy, own)
+        self.sampler = PromptSampler(len(PROMPTS), ROWS, seed=1)
+        self.rollouts = Rollouts(config, self.engine, PROMPTS, self.sampler, 0)
+        self.steps, self.consumed = steps, 0
+        self.seen, self.weights = [], []
+
+    def step(self, number):
+        batch = self.rollouts.take(self.consumed, more=number < self.steps)
+        self.consumed += batch.size
+        self.seen.append(batch)
+        self.weights.append(weights_of(self.policy))
+        columns = {
+            key: batch[key] for key in ("input_ids", "input_lengths", "token_mask", "sample_mask")
+        }
+        generator = torch.Generator().manual_seed(number)
+        advantages = torch.randn(batch["input_ids"].shape, generator=generator)
+        data = type(batch)(
+            {
+                **columns,
+                "advantages": advantages,
+                "generation_logprobs": batch["generation_logprobs"],
+            }
+        )
+        self.policy.prepare_for_training()
+        self.policy.train(data, PPOPolicyLoss())
+        self.policy.finish_training()
+        self.engine.weights_changed()
+
+    def save(self, folder):
+        state = {"rollouts": self.rollouts.state_dict(), "sampler": self.sampler.state_dict()}
+        self.policy.save_state(folder)
+        return {**state, "consumed": self.consumed}
+
+    def load(self, state, folder):
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.policy.load_state(folder)
+        self.engine.weights_changed()
+        self.consumed = state["consumed"]
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "abandon"])
+def test_rollouts_are_one_step_old_and_survive_a_restart(tiny_nemo, tmp_path, in_flight):
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    whole = Run(tiny_nemo, in_flight, steps=4)
+    for number in (1, 2):
+        whole.step(number)
+    state = whole.save(folder)
+    for number in (3, 4):
+        whole.step(number)
+    assert whole.engine.begun == 3  # of steps 2, 3 and 4
+
+    resumed = Run(tiny_nemo, in_flight, steps=4)
+    resumed.load(state, folder)
+    for number in (3, 4):
+        resumed.step(number)
+    for one, other in zip(whole.seen[2:], resumed.seen, strict=True):
+        assert set(one) == set(other)
+        for key, value in one.items():
+            same = torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]
+            assert same, key
+
+    ids = [batch["sample_ids"].tolist() for batch in whole.seen]
+    assert list(itertools.chain(*ids)) == list(range(4 * ROWS))
+    # Rollout k with the weights before training k - 1; what was abandoned at the save has new ones.
+    ages = {2: 1, 3: 1 if in_flight == "finish" else 0, 4: 1}
+    for step, age in ages.items():
+        rollout = whole.seen[step - 1]
+        fill(whole.engine.own, whole.weights[step - 1 - age])
+        logprobs = whole.engine.own.get_logprobs(rollout)["logprobs"]
+        assert torch.allclose(logprobs, rollout["generation_logprobs"], atol=1e-5), step
+        fill(whole.engine.own, whole.weights[step - 1 - (1 - age)])
+        logprobs = whole.engine.own.get_logprobs(rollout)["logprobs"]
+        assert not torch.allclose(logprobs, rollout["generation_logprobs"], atol=1e-3), step
+
+
+def test_an_engine_that_cannot_is_refused(tiny_nemo):
+    run = Run(tiny_nemo, "finish", steps=2)
+    run.rollouts = Rollouts(
+        configuration(tiny_nemo, async_rollouts=True), run.policy, PROMPTS, run.sampler, 0
+    )
+    with pytest.raises(ConfigError, match=r"async_rollouts=true.*vllm"):
+        run.rollouts.take(0, more=True)
