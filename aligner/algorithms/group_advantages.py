@@ -19,8 +19,8 @@ anything.
 
 Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
 (verl; TRL 1e-4, OpenRLHF 1e-9, NeMo-RL not where it is 0); a group of one gets 0 where its group is
-the baseline (NeMo-RL, TRL, verl's vectorised functions; verl's others keep its reward); whitening
-is by the unbiased variance (verl; OpenRLHF and NeMo-RL by the population's).
+the baseline (NeMo-RL, TRL, verl's vectorised RLOO; verl's others keep its reward); whitening is by
+the unbiased variance (verl; OpenRLHF and NeMo-RL by the population's).
 """
 
 from typing import Literal, get_args
