@@ -1,0 +1,152 @@
+"""Weights from process to process, without vLLM.
+
+1. Groups keep the order and the byte budget.
+2. A segment's tensors are read by another process, and outlive the sender's hold.
+3. Nothing is left when the sender is killed, and who comes too late is told what to do.
+4. A broadcast reaches a process outside the run's world; who is missing is missed in time.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from aligner.distributed import accelerator
+from aligner.distributed.weight_broadcast import WeightBroadcast, open_rendezvous
+from aligner.distributed.weight_segments import Offer, Segment, accept, open_segment
+from aligner.errors import WorkerError
+from aligner.models.policy.refit import group_by_bytes
+
+TENSORS = [
+    ("a", torch.arange(7, dtype=torch.float32)),
+    ("b", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)),
+    ("empty", torch.zeros(0, 4)),
+    ("c", torch.tensor(5, dtype=torch.int64)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "groups"),
+    [
+        ([3, 3, 3], 6, ["ab", "c"]),
+        ([3, 3, 3], 9, ["abc"]),
+        ([9, 1, 9, 1], 5, ["a", "b", "c", "d"]),
+        ([1, 9, 1, 1], 5, ["a", "b", "cd"]),
+        ([], 5, []),
+    ],
+)
+def test_groups_by_bytes(sizes, budget, groups):
+    names = "abcd"[: len(sizes)]
+    assert group_by_bytes(list(zip(names, sizes, strict=True)), budget) == [
+        list(group) for group in groups
+    ]
+
+
+def start(code):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+READER = """
+    import pickle, sys
+    from aligner.distributed.weight_segments import accept
+    tensors = accept(pickle.load(sys.stdin.buffer))
+    sys.stdout.buffer.write(b"mapped\\n"); sys.stdout.flush()
+    sys.stdin.buffer.read(1)  # the sender has let go by now
+    pickle.dump([(n, t.dtype, t.tolist()) for n, t in tensors], sys.stdout.buffer)
+"""
+
+
+def test_another_process_reads_a_segment():
+    before = sorted(os.listdir("/dev/shm"))
+    offer = Offer(iter(TENSORS), max_bytes=512)
+    reader = start(READER)
+    try:
+        pickle.dump({accelerator.sharing_key(): offer.handle}, reader.stdin)
+        reader.stdin.flush()
+        assert reader.stdout.readline() == b"mapped\n"
+        offer.close()
+        output, _ = reader.communicate(b"x", timeout=60)
+    finally:
+        reader.kill()
+        reader.wait()
+    assert pickle.loads(output) == [(n, t.dtype, t.tolist()) for n, t in TENSORS]
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_a_killed_sender_leaves_nothing():
+    sender = start("""
+        import pickle, sys, torch
+        from aligner.distributed.weight_segments import Segment
+        segment = Segment([("w", torch.ones(1000))], 4000)
+        pickle.dump(segment.handle, sys.stdout.buffer); sys.stdout.flush()
+        sys.stdin.read()
+    """)
+    try:
+        handle = pickle.load(sender.stdout)
+        ((name, weight),) = open_segment(handle)
+        sender.send_signal(signal.SIGKILL)
+        sender.wait()
+        assert (name, float(weight.sum())) == ("w", 1000.0)  # what is mapped stays
+        with pytest.raises(WorkerError, match=r"cannot map.*refit=separate"):
+            open_segment(handle)
+    finally:
+        sender.kill()
+        sender.wait()
+        sender.stdin.close()
+        sender.stdout.close()
+
+
+def test_what_does_not_fit_or_is_elsewhere_is_refused():
+    with pytest.raises(WorkerError, match="weights of 28 bytes for a segment of 27"):
+        Segment(TENSORS[:1], 27)
+    with pytest.raises(WorkerError, match=r"no policy worker shares.*refit=separate"):
+        accept({"machine of somebody else": None})
+
+
+def test_writes_of_a_reader_stay_its_own():
+    segment = Segment(TENSORS[:1], 64)
+    try:
+        ((_, first),), ((_, second),) = open_segment(segment.handle), open_segment(segment.handle)
+        first += 1
+        assert torch.equal(second, TENSORS[0][1])
+    finally:
+        segment.close()
+
+
+def test_broadcast_to_a_process_outside_the_world():
+    store = open_rendezvous("127.0.0.1", 0, 2, 60.0)
+    receiver = start(f"""
+        import pickle, sys, torch
+        from aligner.distributed.weight_broadcast import WeightBroadcast
+        group = WeightBroadcast.join("127.0.0.1", {store.port}, 2, 60.0)
+        tensor = torch.empty(2, 3, dtype=torch.bfloat16)
+        group.send(tensor)
+        pickle.dump((group.rank, tensor.tolist()), sys.stdout.buffer)
+    """)
+    try:
+        group = WeightBroadcast(store, 0, 2, 60.0)
+        group.send(TENSORS[1][1])
+        output, _ = receiver.communicate(timeout=60)
+    finally:
+        receiver.kill()
+        receiver.wait()
+    assert pickle.loads(output) == (1, TENSORS[1][1].tolist())
+
+
+def test_who_is_missing_is_missed_in_time():
+    store = open_rendezvous("127.0.0.1", 0, 2, 1.0)
+    with pytest.raises(WorkerError, match=r"rank 0 of 2 did not meet the others.*within 1 s"):
+        WeightBroadcast(store, 0, 2, 1.0)
+    del store
+    with pytest.raises(WorkerError, match=r"cannot be reached at 127.0.0.1:1 within 1 s"):
+        WeightBroadcast.join("127.0.0.1", 1, 2, 1.0)
