@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aligner.algorithms.rollout import generate, prompts_batch, rollout_of
-from aligner.config import RunConfig
+from aligner.config import SamplingRunConfig
 from aligner.data.collate import collate_prompts
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
@@ -38,7 +38,7 @@ class Rollouts:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: SamplingRunConfig,
         generation: GenerationInterface,
         prompts: PromptDataset,
         sampler: PromptSampler,
@@ -47,7 +47,7 @@ class Rollouts:
         self._ahead = config.generation.async_rollouts
         self._abandons = config.generation.in_flight == "abandon"
         self._seed = config.seed
-        self._per_prompt = config.model.ppo.num_rollouts_per_prompt
+        self._per_prompt = config.model.rollout.num_rollouts_per_prompt
         self._generation = generation
         self._prompts, self._sampler, self._pad_id = prompts, sampler, pad_id
         # The rollout that was begun for the next step: its prompts, and what there is of it.

@@ -30,7 +30,13 @@ from aligner.config.model import (
 from aligner.config.optim import OptimConfig, SchedConfig
 from aligner.config.policy import BackendConfig
 from aligner.config.reward import RewardConfig
-from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
+from aligner.config.run import (
+    BaseRunConfig,
+    RSRunConfig,
+    RunConfig,
+    SamplingRunConfig,
+    SFTRunConfig,
+)
 from aligner.config.supervised import ExampleDataConfig
 from aligner.config.trainer import (
     ImproperEndConfig,
@@ -38,6 +44,7 @@ from aligner.config.trainer import (
     LoopConfig,
     ProcessConfig,
     RewardShapingConfig,
+    SamplingLoopConfig,
     TrainerConfig,
     TrainerPPOConfig,
 )
@@ -63,13 +70,16 @@ __all__ = [
     "PolicyPPOConfig",
     "ProcessConfig",
     "PromptSourceConfig",
+    "RSRunConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RewardShapingConfig",
     "RolloutConfig",
     "RunConfig",
     "SFTRunConfig",
+    "SamplingLoopConfig",
     "SamplingParams",
+    "SamplingRunConfig",
     "SchedConfig",
     "SequencePackingConfig",
     "TrainedModelConfig",

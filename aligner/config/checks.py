@@ -14,7 +14,13 @@ from aligner.config.data import PromptSourceConfig
 from aligner.config.generation import check_generation
 from aligner.config.model import CriticConfig, ModelConfig
 from aligner.config.policy import check_policy_backend
-from aligner.config.run import BaseRunConfig, RunConfig, SFTRunConfig
+from aligner.config.run import (
+    BaseRunConfig,
+    RSRunConfig,
+    RunConfig,
+    SamplingRunConfig,
+    SFTRunConfig,
+)
 from aligner.config.trainer import parse_duration
 from aligner.errors import ConfigError
 
@@ -23,8 +29,13 @@ def check_config(config: BaseRunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     if isinstance(config, SFTRunConfig):
         _check_supervised(config)
+    if isinstance(config, SamplingRunConfig):
+        _check_sampling(config)
     if isinstance(config, RunConfig):
-        _check_ppo(config)
+        check_credit(config)
+        _check_batches(config)
+    if isinstance(config, RSRunConfig):
+        _check_kept(config)
 
 
 def _check_supervised(config: SFTRunConfig) -> None:
@@ -49,15 +60,14 @@ def check_longest_example(config: SFTRunConfig, longest: int) -> None:
             )
 
 
-def _check_ppo(config: RunConfig) -> None:
+def _check_sampling(config: SamplingRunConfig) -> None:
     check_policy_backend(config.policy.backend, config.model)
     check_cluster(config)
     check_generation(config)
-    check_credit(config)
     _check_lengths(config)
     check_token_budgets(config.model)
     check_longest_sequence(config, config.data.max_prompt_length or 1)
-    _check_batches(config)
+    _check_samples(config)
     _check_data(config)
     _check_max_time(config)
 
@@ -80,9 +90,9 @@ def _trained(config: RunConfig) -> dict[str, ModelConfig | CriticConfig]:
     return {"model": config.model, **critic}
 
 
-def _check_lengths(config: RunConfig) -> None:
-    lengths = config.model.ppo.length_params
-    key = "model.ppo.length_params"
+def _check_lengths(config: SamplingRunConfig) -> None:
+    lengths = config.model.rollout.length_params
+    key = f"{config.model.rollout_key}.length_params"
     if lengths.min_length > lengths.max_length:
         raise ConfigError(
             f"{key}.min_length={lengths.min_length} is more than "
@@ -90,28 +100,54 @@ def _check_lengths(config: RunConfig) -> None:
         )
 
 
-def check_longest_sequence(config: RunConfig, longest_prompt: int) -> None:
+def check_longest_sequence(config: SamplingRunConfig, longest_prompt: int) -> None:
     """Refuse a token budget that the longest possible sequence exceeds."""
-    longest = longest_prompt + config.model.ppo.length_params.max_length
+    response = config.model.rollout.length_params.max_length
+    longest = longest_prompt + response
     for key, tokens in token_budgets(config.model).items():
         if tokens < longest:
             raise ConfigError(
                 f"{key}={tokens}: a prompt of {longest_prompt} tokens and "
-                "model.ppo.length_params.max_length="
-                f"{config.model.ppo.length_params.max_length} more do not fit; raise it to at "
-                f"least {longest}"
+                f"{config.model.rollout_key}.length_params.max_length={response} more do not fit; "
+                f"raise it to at least {longest}"
             )
+
+
+def _check_samples(config: SamplingRunConfig) -> None:
+    rollout, section = config.model.rollout, config.model.rollout_key
+    samples, per_prompt = rollout.num_rollout_samples, rollout.num_rollouts_per_prompt
+    if samples % per_prompt:
+        raise ConfigError(
+            f"{section}.num_rollout_samples={samples} is not a multiple of "
+            f"{section}.num_rollouts_per_prompt={per_prompt}; nearest that work: "
+            f"{multiples_near(samples, per_prompt)}"
+        )
+
+
+def _check_kept(config: RSRunConfig) -> None:
+    model, rs = config.model, config.model.rs
+    if rs.top_n_rollouts > rs.num_rollouts_per_prompt:
+        raise ConfigError(
+            f"model.rs.top_n_rollouts={rs.top_n_rollouts} is more than "
+            f"model.rs.num_rollouts_per_prompt={rs.num_rollouts_per_prompt}; lower it"
+        )
+    kept = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
+    if kept % model.global_batch_size:
+        raise ConfigError(
+            f"a step keeps {kept} responses (model.rs.num_rollout_samples="
+            f"{rs.num_rollout_samples} / num_rollouts_per_prompt={rs.num_rollouts_per_prompt} x "
+            f"top_n_rollouts={rs.top_n_rollouts}), which is not a multiple of "
+            f"model.global_batch_size={model.global_batch_size}; nearest that work: "
+            f"{multiples_near(kept, model.global_batch_size)}"
+        )
+    if model.token_budgets is None:
+        ranks = max(1, model.parallel.data_size(config.trainer.world_size))
+        check_shares("model", model.global_batch_size, model.micro_batch_size, ranks)
 
 
 def _check_batches(config: RunConfig) -> None:
     samples = config.model.ppo.num_rollout_samples
     key = f"model.ppo.num_rollout_samples={samples}"
-    per_prompt = config.model.ppo.num_rollouts_per_prompt
-    if samples % per_prompt:
-        raise ConfigError(
-            f"{key} is not a multiple of model.ppo.num_rollouts_per_prompt={per_prompt}; "
-            f"nearest that work: {multiples_near(samples, per_prompt)}"
-        )
     for role, batch in _trained(config).items():
         if samples % batch.global_batch_size:
             raise ConfigError(
@@ -123,7 +159,7 @@ def _check_batches(config: RunConfig) -> None:
     check_batch_layout(config, max(1, policy_size), max(1, value_size))
 
 
-def _check_data(config: RunConfig | SFTRunConfig) -> None:
+def _check_data(config: SamplingRunConfig | SFTRunConfig) -> None:
     _check_source("data.train", config.data.train)
     if config.data.validation is not None:
         _check_source("data.validation", config.data.validation)
@@ -142,7 +178,7 @@ def _check_source(key: str, source: PromptSourceConfig) -> None:
         )
 
 
-def _check_max_time(config: RunConfig | SFTRunConfig) -> None:
+def _check_max_time(config: BaseRunConfig) -> None:
     if config.trainer.max_time is None:
         return
     try:

@@ -7,7 +7,7 @@ from aligner.config.fields import Count, Natural, Positive, Range
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.run import RunConfig
+    from aligner.config.run import BaseRunConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ClusterConfig:
     max_restarts: Natural = 3  # ray: times the workers are started anew after one has died
 
 
-def check_cluster(config: "RunConfig") -> None:
+def check_cluster(config: "BaseRunConfig") -> None:
     """Refuse what no engine can do, before anything is loaded."""
     cluster = config.cluster
     if cluster.engine == "local":

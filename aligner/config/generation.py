@@ -10,7 +10,7 @@ from aligner.config.fields import Count, Fraction, Positive
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aligner.config.run import RunConfig
+    from aligner.config.run import SamplingRunConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GenerationConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
-def check_generation(config: "RunConfig") -> None:
+def check_generation(config: "SamplingRunConfig") -> None:
     """Refuse what no engine can do, before anything is loaded."""
     generation = config.generation
     if generation.async_rollouts:
@@ -71,13 +71,17 @@ def check_generation(config: "RunConfig") -> None:
         )
 
 
-def _check_async(config: "RunConfig") -> None:
+def _check_async(config: "SamplingRunConfig") -> None:
+    from aligner.config.run import RunConfig
+
     if config.generation.backend == "megatron":
         raise ConfigError(
             "generation.async_rollouts=true needs an engine that draws while the policy trains, "
             "and generation.backend=megatron draws with the policy's own workers; set "
             "generation.backend=vllm"
         )
+    if not isinstance(config, RunConfig):
+        return
     if config.trainer.ppo.dynamic_sampling.enabled:
         raise ConfigError(
             "generation.async_rollouts=true draws one rollout ahead, and with "

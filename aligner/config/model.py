@@ -54,6 +54,14 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class PolicyRSConfig(RolloutConfig):
+    """One step of rejection sampling, seen from the policy."""
+
+    num_rollouts_per_prompt: Count = 4  # responses to the same prompt; divides the samples
+    top_n_rollouts: Count = 1  # of them the best so many are learned
+
+
+@dataclass(frozen=True)
 class PolicyPPOConfig(RolloutConfig):
     """One PPO step, seen from the policy."""
 
@@ -142,6 +150,11 @@ class TrainedModelConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
+    def rollout_key(self) -> str:
+        """The section that says how it samples; empty where it does not."""
+        return ""
+
+    @property
     def rollout(self) -> RolloutConfig:
         """How it samples, where the algorithm has it sample; else the defaults."""
         return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
@@ -187,6 +200,11 @@ class ModelConfig(TrainedModelConfig):
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 
     @property
+    def rollout_key(self) -> str:
+        """The section that says how it samples."""
+        return "model.ppo"
+
+    @property
     def rollout(self) -> RolloutConfig:
         """How it samples."""
         return self.ppo
@@ -195,6 +213,23 @@ class ModelConfig(TrainedModelConfig):
     def reference_mode(self) -> Literal["keep", "swap"]:
         """See ``reference.mode``."""
         return self.reference.mode
+
+
+@dataclass(frozen=True)
+class RSModelConfig(TrainedModelConfig):
+    """The policy of a rejection-sampling run."""
+
+    rs: PolicyRSConfig = field(default_factory=PolicyRSConfig)
+
+    @property
+    def rollout_key(self) -> str:
+        """The section that says how it samples."""
+        return "model.rs"
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How it samples."""
+        return self.rs
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,21 @@ from aligner.config.data import DataConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
-from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
+from aligner.config.model import (
+    CriticConfig,
+    ModelConfig,
+    RSModelConfig,
+    TrainedModelConfig,
+)
 from aligner.config.policy import BackendConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
-from aligner.config.trainer import ProcessConfig, TrainerConfig
+from aligner.config.trainer import (
+    ProcessConfig,
+    RSTrainerConfig,
+    SamplingLoopConfig,
+    TrainerConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +53,31 @@ class BaseRunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(BaseRunConfig):
+class SamplingRunConfig(BaseRunConfig):
+    """What a run is told that learns from responses it samples."""
+
+    reward: RewardConfig
+    data: DataConfig
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def loop(self) -> SamplingLoopConfig:
+        """The algorithm's section of ``trainer``."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(SamplingRunConfig):
     """Everything a PPO run is told."""
 
     model: ModelConfig
-    reward: RewardConfig
-    data: DataConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig | None = field(default_factory=CriticConfig)  # null: none is built
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def loop(self) -> SamplingLoopConfig:
+        """See ``trainer.ppo``."""
+        return self.trainer.ppo
 
     @property
     def value_world_size(self) -> int:
@@ -66,6 +92,19 @@ class RunConfig(BaseRunConfig):
         vllm = self.generation.vllm
         apart = self.generation.backend == "vllm" and vllm.refit == "separate"
         return vllm.engines if apart else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RSRunConfig(SamplingRunConfig):
+    """Everything a rejection-sampling run is told."""
+
+    model: RSModelConfig
+    trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
+
+    @property
+    def loop(self) -> SamplingLoopConfig:
+        """See ``trainer.rs``."""
+        return self.trainer.rs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,10 +77,16 @@ class LoopConfig:
 
 
 @dataclass(frozen=True)
-class TrainerPPOConfig(LoopConfig):
-    """The PPO loop."""
+class SamplingLoopConfig(LoopConfig):
+    """The loop of an algorithm that learns from its own samples."""
 
     limit_val_prompts: Count | None = None  # validate on the first so many; null: on all
+
+
+@dataclass(frozen=True)
+class TrainerPPOConfig(SamplingLoopConfig):
+    """The PPO loop."""
+
     initial_policy_kl_penalty: NonNegative = 0.01  # weight of the KL in the reward; 0: off
     kl_estimator: KLEstimator = "k1"  # of the KL in the reward; abs is |k1|
     kl_controller: KLControllerConfig = field(default_factory=KLControllerConfig)
@@ -119,6 +125,13 @@ class TrainerConfig(ProcessConfig):
     """The trainer of a PPO run."""
 
     ppo: TrainerPPOConfig = field(default_factory=TrainerPPOConfig)
+
+
+@dataclass(frozen=True)
+class RSTrainerConfig(ProcessConfig):
+    """The trainer of a rejection-sampling run."""
+
+    rs: SamplingLoopConfig = field(default_factory=SamplingLoopConfig)
 
 
 def parse_duration(text: str) -> float:

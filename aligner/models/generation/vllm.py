@@ -5,7 +5,7 @@ from typing import Any
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf_families import config_to_hf
-from aligner.config import RunConfig
+from aligner.config import SamplingRunConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
@@ -23,7 +23,7 @@ class VllmGeneration(BackgroundGeneration):
     def __init__(
         self,
         cluster: Cluster,
-        config: RunConfig,
+        config: SamplingRunConfig,
         tokenizer: Tokenizer,
         architecture: GPTArchitecture,
         policy: RefitSource,
@@ -38,7 +38,7 @@ class VllmGeneration(BackgroundGeneration):
         config_to_hf(architecture)
         self.tokenizer = tokenizer
         self._settings = config.generation.vllm
-        ppo = config.model.ppo
+        rollout = config.model.rollout
         self.worker_group = cluster.start_workers(
             WORKER,
             name_prefix,
@@ -49,9 +49,9 @@ class VllmGeneration(BackgroundGeneration):
             eos_ids=(tokenizer.eos_id,),
             pad_id=tokenizer.pad_id,
             precision=config.trainer.precision,
-            length=ppo.length_params,
-            sampling=ppo.sampling_params,
-            max_batch_size=ppo.rollout_micro_batch_size,
+            length=rollout.length_params,
+            sampling=rollout.sampling_params,
+            max_batch_size=rollout.rollout_micro_batch_size,
             max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
             settings=self._settings,
         )
