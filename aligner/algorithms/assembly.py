@@ -15,7 +15,7 @@ from typing import TypeVar
 import yaml
 from rich.console import Console
 
-from aligner.algorithms.engine import Clusters, open_engine, with_restarts
+from aligner.algorithms.engine import Clusters, Engine, open_engine, with_restarts
 from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
@@ -66,7 +66,7 @@ class Assembled:
 
 def launch_run(
     config: BaseRunConfig,
-    load: Callable[[ExitStack], Inputs],
+    load: Callable[[Engine, ExitStack], Inputs],
     run: Callable[[Inputs, Attempt], None],
 ) -> None:
     """Start the engine, ``load`` what the run reads, and ``run`` it; again where workers died."""
@@ -74,7 +74,7 @@ def launch_run(
         engine = open_engine(config, log_dir(config), closing)
         console = Console(quiet=not is_rank_zero())
         check_log_dir(config)
-        inputs = load(closing)
+        inputs = load(engine, closing)
         started = time.monotonic()
 
         def attempt(number: int) -> None:

@@ -13,7 +13,7 @@ from aligner.algorithms.assembly import (
     run_to_the_end,
     total_steps,
 )
-from aligner.algorithms.engine import Clusters
+from aligner.algorithms.engine import Clusters, Engine
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
 from aligner.algorithms.startup import check_lengths, startup_facts
 from aligner.architecture import GPTArchitecture
@@ -32,7 +32,7 @@ def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and say where everything is."""
     launch_run(
         config,
-        lambda closing: load_inputs(config, closing),
+        lambda engine, closing: load_inputs(config, engine, closing),
         lambda inputs, attempt: _run(config, inputs, attempt),
     )
 
@@ -48,13 +48,12 @@ class RunInputs:
     reward: Reward
 
 
-def load_inputs(config: RunConfig, closing: ExitStack) -> RunInputs:
+def load_inputs(config: RunConfig, engine: Engine, closing: ExitStack) -> RunInputs:
     """Read and check them; ``closing`` ends the reward function."""
     tokenizer, architecture = describe_model(config.model)
-    worlds = (config.trainer.world_size, config.value_world_size)
-    for world in filter(None, worlds):
+    for world in filter(None, engine.worlds):
         check_layout(architecture, config.model.parallel, world)
-    check_batch_layout(config, *(config.model.parallel.data_size(world) for world in worlds))
+    check_batch_layout(config, *(config.model.parallel.data_size(n) for n in engine.worlds))
     train_prompts = load_prompts(config, config.data.train, tokenizer)
     val_prompts = (
         None

@@ -15,6 +15,7 @@ from aligner.algorithms.assembly import (
     run_to_the_end,
     total_steps,
 )
+from aligner.algorithms.engine import Engine
 from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
 from aligner.algorithms.startup import role_memory, training_activations
 from aligner.algorithms.supervised import SupervisedTrainer, Task
@@ -129,10 +130,11 @@ def run_lesson(
 ) -> None:
     """Run what ``lesson_of`` brings for the model's tokenizer; a step is one optimizer update."""
 
-    def load(closing: ExitStack) -> _Inputs:
+    def load(engine: Engine, closing: ExitStack) -> _Inputs:
         del closing  # nothing is open
         tokenizer, architecture = describe_model(config.model)
-        check_layout(architecture, config.model.parallel, config.trainer.world_size)
+        world_size, _ = engine.worlds
+        check_layout(architecture, config.model.parallel, world_size)
         lesson = lesson_of(tokenizer)
         _check_positions(architecture, lesson.longest)
         return _Inputs(architecture, lesson)

@@ -43,9 +43,14 @@ class Clusters:
 
 
 class Engine(Protocol):
-    """Gives out clusters."""
+    """Gives out clusters.
+
+    ``worlds``: workers of the policy and of the critic (0: there is none). A launcher may have
+    started more processes than ``trainer.devices`` says.
+    """
 
     max_restarts: int
+    worlds: tuple[int, int]
 
     def clusters(self, closing: ExitStack) -> Clusters:
         """Room for the workers of every role, until ``closing`` closes."""
@@ -71,6 +76,7 @@ class LocalEngine:
         parallel = initialize_parallel(config.model.parallel, seed=config.seed, timeout_s=timeout_s)
         closing.enter_context(watched_ranks(parallel, timeout_s))
         self._cluster = LocalCluster(parallel)
+        self.worlds = (parallel.world_size, parallel.world_size if config.value_world_size else 0)
 
     def clusters(self, closing: ExitStack) -> Clusters:
         """The same processes for every role; nothing of them is to be closed."""
@@ -90,6 +96,7 @@ class RayEngine:
                 "torchrun (trainer.devices and trainer.num_nodes say how many workers)"
             )
         self.max_restarts = config.cluster.max_restarts
+        self.worlds = (config.trainer.world_size, config.value_world_size)
         self._config, self._closing = config, closing
         self._log_dir = log_dir / "workers"
         self._is_connected = False

@@ -49,7 +49,7 @@ class Rollouts:
         self._seed = config.seed
         self._per_prompt = config.model.rollout.num_rollouts_per_prompt
         self._generation = generation
-        self._prompts, self._sampler, self._pad_id = prompts, sampler, pad_id
+        self._prompts, self._sampler, self.pad_id = prompts, sampler, pad_id
         # The rollout that was begun for the next step: its prompts, and what there is of it.
         self._indices: list[int] | None = None
         self._pending: PendingGeneration | None = None
@@ -110,5 +110,5 @@ class Rollouts:
             self._pending = None
 
     def _data(self, indices: list[int], first_sample_id: int) -> BatchedDataDict:
-        prompts = collate_prompts([self._prompts[index] for index in indices], self._pad_id)
+        prompts = collate_prompts([self._prompts[index] for index in indices], self.pad_id)
         return prompts_batch(prompts, first_sample_id, self._per_prompt)

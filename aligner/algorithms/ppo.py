@@ -20,21 +20,13 @@ from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLCon
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.algorithms.overlap import Rollouts
-from aligner.algorithms.rollout import (
-    VALIDATION_SEED_OFFSET,
-    generate,
-    prefixed,
-    prompts_batch,
-    rollout_of,
-    samples_of,
-    score,
-)
+from aligner.algorithms.rollout import prefixed, samples_of, score
 from aligner.algorithms.run_loop import Outcome
 from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.algorithms.validation import validate_on_prompts
 from aligner.config import RunConfig, TrainerPPOConfig
-from aligner.data.collate import collate_prompts
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler, sequential_batches
+from aligner.data.sampler import PromptSampler
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
@@ -139,23 +131,9 @@ class PPOTrainer:
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
         """Sample one response to each validation prompt and score it."""
-        if self.val_prompts is None:
-            return Outcome({})
-        size = min(len(self.val_prompts), self.config.trainer.ppo.limit_val_prompts or 2**62)
-        rollouts = []
-        with timers("validate"):
-            self.rollouts.settle()
-            for indices in sequential_batches(size, self.config.model.ppo.num_rollout_samples):
-                prompts = collate_prompts([self.val_prompts[i] for i in indices], self.pad_id)
-                data = prompts_batch(prompts, first_sample_id=indices[0])
-                seed = self.config.seed + VALIDATION_SEED_OFFSET
-                rollouts.append(rollout_of(data, generate(self.generation, data, seed=seed)))
-            everything: BatchedDataDict = BatchedDataDict.from_batches(
-                rollouts, pad_value_dict={"input_ids": self.pad_id}
-            )
-            metrics = prefixed("val_rollouts", score(self.reward, everything))
-        shown = self.config.exp_manager.samples_per_step
-        return Outcome(metrics, samples_of(everything, step, "val", shown))
+        return validate_on_prompts(
+            self.config, self.rollouts, self.generation, self.reward, self.val_prompts, step, timers
+        )
 
     # What is known already --------------------------------------------------------------------
 

@@ -81,6 +81,9 @@ _TRAIN_ROLLOUT = {
         "others teach nothing where the prompt's other responses are the baseline.",
         "the step's samples",
     ),
+    "kept_rewards": MetricInfo(
+        "Rejection sampling: reward of the responses that are learned.", "the responses kept"
+    ),
     "samples_drawn": MetricInfo(
         "With dynamic sampling: samples drawn to fill the step's rollout.", "count"
     ),

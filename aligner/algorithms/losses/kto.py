@@ -34,6 +34,7 @@ class KTOLoss:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     needs_entropy: ClassVar[bool] = False
+    rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.beta <= 0:

@@ -24,6 +24,7 @@ class NegativeLogLikelihoodLoss:
     """
 
     needs_entropy: ClassVar[bool] = False
+    rows_per_group: ClassVar[int] = 1
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

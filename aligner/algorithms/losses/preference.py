@@ -48,6 +48,7 @@ class PairwiseLoss(ABC):
     beta: float = 0.1
     sft_weight: float = 0.0
     needs_entropy: ClassVar[bool] = False
+    rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if self.beta <= 0:

@@ -34,6 +34,7 @@ class BradleyTerryLoss:
 
     variant: BradleyTerryVariant = "plain"
     needs_entropy: ClassVar[bool] = False
+    rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         known = get_args(BradleyTerryVariant)
@@ -80,6 +81,7 @@ class AttributeRegressionLoss:
     """
 
     needs_entropy: ClassVar[bool] = False
+    rows_per_group: ClassVar[int] = 1
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators

@@ -1,0 +1,129 @@
+"""Rejection sampling (best-of-n fine-tuning): learn the best of one's own responses.
+
+prompts ─► 1 generate n responses each ─► 2 reward ─► 3 keep the best of each prompt
+                                                          │
+                    5 validate, save ◄── 4 train on them, maximum likelihood
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
+from aligner.algorithms.overlap import Rollouts
+from aligner.algorithms.rollout import prefixed, samples_of, score
+from aligner.algorithms.run_loop import Outcome
+from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.algorithms.validation import validate_on_prompts
+from aligner.config import RSRunConfig
+from aligner.data.prompts import PromptDataset
+from aligner.data.sampler import PromptSampler
+from aligner.models.interfaces import GenerationInterface
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.lm_reward import RewardInterface
+from aligner.models.sharded import columns_of
+from aligner.observe.timers import PhaseTimers
+
+TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+
+class RSTrainer:
+    """Rejection sampling over the fronts; `RunLoop` drives it."""
+
+    def __init__(
+        self,
+        config: RSRunConfig,
+        policy: Policy,
+        reward: RewardInterface,
+        train_prompts: PromptDataset,
+        val_prompts: PromptDataset | None,
+        sampler: PromptSampler,
+        pad_id: int,
+        *,
+        generation: GenerationInterface | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """Arguments as of `aligner.algorithms.ppo.PPOTrainer`."""
+        self.config = config
+        self.policy, self.reward = policy, reward
+        self.val_prompts = val_prompts
+        self.sampler, self.pad_id = sampler, pad_id
+        self.generation = generation or policy
+        self.total_steps = total_steps
+        self.rollouts = Rollouts(config, self.generation, train_prompts, sampler, pad_id)
+        self.loss = NegativeLogLikelihoodLoss()
+        self.consumed_samples = 0
+        self.updates = 0
+
+    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+        """One rollout, and one pass over the best of it."""
+        rs = self.config.model.rs
+        with timers("generate"):
+            more = self.total_steps is None or step < self.total_steps
+            batch = self.rollouts.take(self.consumed_samples, more=more)
+        with timers("reward"):
+            metrics = prefixed("train_rollouts", score(self.reward, batch))
+        best = best_of_each(batch["rewards"], rs.num_rollouts_per_prompt, rs.top_n_rollouts)
+        kept = columns_of(batch, TRAIN_COLUMNS).select_indices(best)
+        with timers("train_policy"):
+            self.policy.prepare_for_training()
+            result = self.policy.train(kept, self.loss)
+            self.policy.finish_training()
+            self.generation.weights_changed()
+        self.consumed_samples += batch.size
+        self.updates += count_updates([result])
+        metrics |= {
+            **prefixed("train_optim", update_metrics([result])),
+            "train_optim/optimizer_steps": self.updates,
+            "train_rollouts/kept_rewards": batch["rewards"][best].mean().item(),
+            "progress/epoch": self.sampler.epoch,
+            "progress/consumed_samples": self.consumed_samples,
+        }
+        shown = self.config.exp_manager.samples_per_step
+        return Outcome(metrics, samples_of(batch, step, "train", shown))
+
+    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+        """Sample one response to each validation prompt and score it."""
+        return validate_on_prompts(
+            self.config, self.rollouts, self.generation, self.reward, self.val_prompts, step, timers
+        )
+
+    # Run state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the sampler's position and a rollout drawn ahead."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "updates": self.updates,
+            "rollouts": self.rollouts.state_dict(),
+            "sampler": self.sampler.state_dict(),
+        }
+
+    def save_roles(self, folder: Path) -> None:
+        """Have the workers write their shares of weights and optimizer states below ``folder``."""
+        self.policy.save_state(folder / "policy")
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Inverse of the two above."""
+        self.consumed_samples = state["consumed_samples"]
+        self.updates = state["updates"]
+        self.sampler.load_state_dict(state["sampler"])
+        self.rollouts.load_state_dict(state["rollouts"])
+        self.policy.load_state(folder / "policy")
+        self.generation.weights_changed()
+
+
+def best_of_each(rewards: Tensor, rollouts_per_prompt: int, top_n: int) -> Tensor:
+    """Rows of the ``top_n`` best responses to each prompt, int64 [B / rollouts_per_prompt * top_n].
+
+    ``rewards``: float [B], responses to a prompt adjacent; which responses belong together is told
+    by their place, not by their tokens. Of equal rewards the earlier response is taken. Rows stand
+    in the order of the rollout.
+    """
+    groups = rewards.view(-1, rollouts_per_prompt)
+    order = groups.argsort(dim=1, descending=True, stable=True)[:, :top_n]
+    first = torch.arange(len(groups))[:, None] * rollouts_per_prompt
+    return (order + first).sort(dim=1).values.flatten()
