@@ -1,0 +1,128 @@
+"""The job files of examples/slurm are run, with stand-ins for Slurm, and what they start composes.
+
+`srun` runs what it is given, once; `torchrun`, `python` and `ray` write down how they were called;
+`ray status` counts the nodes that were started.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.config import load_config
+
+ROOT = Path(__file__).parents[1]
+JOBS = {path.stem: path for path in sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))}
+NODES, GPUS = 2, 8
+SCRIPT = "examples/train_gpt_ppo.py"
+
+WRITE_DOWN = f"""#!{sys.executable}
+import json, os, sys
+with open(os.environ["CALLS"], "a") as file:
+    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+if sys.argv[1:] == ["status"]:
+    started = [line for line in open(os.environ["CALLS"]) if '"start"' in line]
+    print("Active:", *(f" 1 node_{{number}}" for number in range(len(started))), sep="\\n")
+"""
+STAND_INS = {
+    "torchrun": WRITE_DOWN,
+    "python": WRITE_DOWN,
+    "ray": WRITE_DOWN,
+    "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
+    "scontrol": "#!/bin/sh\nprintf 'node-1\\nnode-2\\n'\n",
+    "getent": "#!/bin/sh\necho 10.0.0.1 STREAM $2\n",
+    "sleep": "#!/bin/sh\nexec /bin/sleep 0.02\n",
+}
+
+
+@pytest.fixture
+def calls(tmp_path):
+    """Runs a job file in a directory without .venv; how each stand-in was called."""
+    for name, text in STAND_INS.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(job, *arguments, nodes=NODES, code=0):
+        log = tmp_path / "calls"
+        environment = {
+            "PATH": f"{tmp_path / 'bin'}:{os.defpath}",
+            "CALLS": str(log),
+            "SLURM_JOB_ID": "7",
+            "SLURM_NNODES": str(nodes),
+            "SLURM_JOB_NODELIST": "node-[1-2]",
+            "SLURM_GPUS_ON_NODE": str(GPUS),
+            "JOIN_ATTEMPTS": "20" if code == 0 else "3",
+        }
+        done = subprocess.run(
+            ["bash", str(JOBS[job]), *arguments],
+            cwd=tmp_path,
+            env=environment,
+            timeout=60,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_starts_a_run_that_composes(job, calls):
+    (run,) = [call for call in calls(job, "seed=5", "trainer.ppo.max_steps=3") if SCRIPT in call]
+    option, name, *overrides = run[run.index(SCRIPT) + 1 :]
+    assert option == "--config-name"
+    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+        config = load_config(compose(name, overrides=overrides))
+    assert (config.trainer.num_nodes, config.trainer.devices) == (NODES, GPUS)
+    assert (config.seed, config.trainer.ppo.max_steps) == (5, 3)  # the last word is the user's
+    assert config.cluster.engine == ("ray" if job == "ray" else "local")
+    limit = re.search(r"^#SBATCH --time=(\d+):00:00$", JOBS[job].read_text(), re.MULTILINE)[1]
+    assert config.trainer.max_seconds < int(limit) * 3600
+
+
+@pytest.mark.parametrize("job", ["torchrun", "container"])
+def test_torchrun_knows_every_option_it_is_given(job, calls):
+    from torch.distributed.run import parse_args
+
+    (run,) = calls(job)
+    options = parse_args(run[1:])
+    assert (options.nnodes, options.nproc_per_node) == (str(NODES), str(GPUS))
+    assert (options.rdzv_endpoint, options.rdzv_id) == ("node-1:29500", "7")
+
+
+def test_ray_gets_a_head_and_workers_that_know_its_options(calls):
+    from ray.scripts.scripts import start
+
+    seen = calls("ray")
+    starts = [call for call in seen if call[:2] == ["ray", "start"]]
+    head, worker = sorted(starts, key=lambda call: "--head" not in call)
+    for call in (head, worker):
+        start.make_context("ray start", call[2:])  # refuses what it does not know
+        assert f"--num-gpus={GPUS}" in call
+        assert "--block" in call
+    assert {"--port=6379", "--node-ip-address=10.0.0.1"} <= set(head)
+    assert "--address=10.0.0.1:6379" in worker
+    assert SCRIPT in seen[-1]  # when all have joined
+
+
+def test_a_cluster_that_stays_short_of_nodes_ends_the_job(calls):
+    assert not any(SCRIPT in call for call in calls("ray", nodes=3, code=1))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_bash_reads_it_and_slurm_reads_its_options(job):
+    subprocess.run(["bash", "-n", str(JOBS[job])], check=True, timeout=20)
+    lines = JOBS[job].read_text().splitlines()
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    assert options
+    assert options[-1] < first_command  # Slurm reads none behind it
