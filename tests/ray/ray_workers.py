@@ -4,7 +4,21 @@ import os
 import signal
 import time
 
+import numpy as np
+
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import DataError
+
+TELLER = "ray_workers.Teller"
+GRID = NamedSharding(np.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])
+
+
+def teller_on(cluster):
+    """Four of them: two data-parallel pairs."""
+    from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+
+    builder = RayWorkerBuilder(TELLER, factor=10)
+    return RayWorkerGroup(cluster, builder, "teller", sharding_annotations=GRID)
 
 
 class Teller:

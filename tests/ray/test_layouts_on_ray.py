@@ -1,0 +1,92 @@
+"""Four workers, in groups of their own, on one node and on two, against the local engine.
+
+Two data-parallel workers give the local engine's numbers at two processes to the bit, and those of
+one process within 1e-4: sums over ranks are rounded in another order.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from leftovers import processes_of, wait_for
+from runs import ON_RAY, finished, largest_difference, metrics, result, start, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
+SEPARATE = [ON_RAY, "cluster.colocated=false"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory, tiny_nemo):
+    return train(tmp_path_factory.mktemp("one") / "run", tiny_nemo)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory, tiny_nemo):
+    folder = tmp_path_factory.mktemp("two") / "run"
+    finished(start(folder, tiny_nemo, "trainer.devices=2"))
+    return result(folder)
+
+
+def test_two_policy_and_two_value_workers(tmp_path, tiny_nemo, one_process, two_processes, ray):
+    ended = train(tmp_path / "run", tiny_nemo, *SEPARATE, "trainer.devices=2")
+    assert ended == two_processes
+    assert largest_difference(ended[0], one_process[0]) < 1e-4
+
+
+def test_one_critic_for_two_policy_workers(tmp_path, tiny_nemo, one_process, ray):
+    ended = train(
+        tmp_path / "run", tiny_nemo, *SEPARATE, "trainer.devices=2", "cluster.value_workers=1"
+    )
+    assert largest_difference(ended[0], one_process[0]) < 1e-4
+
+
+def test_tensor_parallel_workers(tmp_path, tiny_nemo, one_process, ray):
+    layout = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+    ended = train(tmp_path / "run", tiny_nemo, ON_RAY, *layout)
+    assert largest_difference(ended[0], one_process[0]) < 1e-4
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """Address of a cluster of two nodes with two CPUs each: two raylets on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = f"/tmp/aligner-nodes-{os.getpid()}"
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=2"]
+    memory = f"--object-store-memory={128 * 2**20}"
+    head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
+    commands = [[*ray, memory, *head], [*ray, memory, f"--address=127.0.0.1:{port}"]]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    nodes = []
+    try:
+        for number, command in enumerate(commands):
+            log = (tmp_path / f"node{number}").open("w")
+            nodes.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+            wait_for(lambda path=log.name: _has_started(path), 300, f"node {number} starts")
+        yield f"127.0.0.1:{port}"
+    finally:
+        for node in reversed(nodes):
+            node.terminate()
+            node.wait(60)
+        wait_for(lambda: not processes_of(folder), 60, "the nodes' processes end")
+        subprocess.run(["rm", "-rf", folder], check=True)
+
+
+def _has_started(log):
+    return "Ray runtime started" in Path(log).read_text()
+
+
+def test_two_nodes_on_one_machine(tmp_path, tiny_nemo, two_processes, two_nodes):
+    """Each role has a worker on each node; found by RAY_ADDRESS."""
+    folder = tmp_path / "run"
+    environment = {**os.environ, "RAY_ADDRESS": two_nodes}
+    layout = ["trainer.devices=1", "trainer.num_nodes=2"]
+    finished(start(folder, tiny_nemo, *SEPARATE, *layout, environment=environment))
+    assert metrics(folder) == two_processes[0]
+    assert result(folder) == two_processes

@@ -1,0 +1,35 @@
+"""The small PPO run on Ray writes the local engine's numbers and weights, to the bit."""
+
+import pytest
+from runs import ON_RAY, go_back_to, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, tiny_nemo):
+    """The run on one process of its own engine: where it is, and what it ended with."""
+    folder = tmp_path_factory.mktemp("local") / "run"
+    return folder, train(folder, tiny_nemo, "trainer.ppo.max_steps=2")
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory, tiny_nemo, own_ray):
+    folder = tmp_path_factory.mktemp("ray") / "run"
+    return folder, train(folder, tiny_nemo, "trainer.ppo.max_steps=2", ON_RAY)
+
+
+def test_ray_and_local_agree_to_the_bit(local, on_ray, ray):
+    assert on_ray[1] == local[1]
+    logs = {path.name for path in (on_ray[0] / "workers").iterdir()}
+    assert logs == {"lm_policy-0.log", "lm_value-0.log"}
+
+
+@pytest.mark.ray_heavy
+@pytest.mark.parametrize("way", ["local to ray", "ray to local"])
+def test_a_run_goes_on_on_the_other_engine(way, local, on_ray, ray, tmp_path, tiny_nemo):
+    source = local if way == "local to ray" else on_ray
+    engine = "ray" if way == "local to ray" else "local"
+    folder = go_back_to(1, source[0], tmp_path / "run")
+    ended = train(folder, tiny_nemo, "trainer.ppo.max_steps=2", f"cluster.engine={engine}")
+    assert ended == local[1]
