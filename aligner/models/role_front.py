@@ -12,7 +12,13 @@ from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import WorkerGroup
 from aligner.errors import ConfigError
-from aligner.models.sharded import micro_batching, run_on_all, run_sharded, train_result
+from aligner.models.sharded import (
+    check_whole_groups,
+    micro_batching,
+    run_on_all,
+    run_sharded,
+    train_result,
+)
 from aligner.types import LossFunction
 
 
@@ -46,22 +52,30 @@ class RoleFront:
     ) -> dict[str, Any]:
         """One pass over ``data``: one optimizer step for every ``gbs`` rows.
 
-        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says.
-        Returns ``loss`` and ``grad_norm`` of the pass, ``lr``, ``skipped`` (whether a step was
-        left out because it was not finite) and ``all_mb_metrics``: by name, one value per
-        optimizer step, reduced over the global mini-batch.
+        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says; none
+        cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,
+        ``lr``, ``skipped`` (whether a step was left out because it was not finite) and
+        ``all_mb_metrics``: by name, one value per optimizer step, reduced over the global
+        mini-batch.
         """
         gbs = gbs or self.config.global_batch_size
+        group = loss_fn.rows_per_group
+        batching = micro_batching(
+            self.model, training=True, micro_batch_size=mbs, rows_per_group=group
+        )
+        mbs = mbs or self.config.micro_batch_size
+        if not batching:
+            check_whole_groups(self.worker_group, gbs, mbs, group)
         results, _ = run_sharded(
             self.worker_group,
             "train",
             data,
             batch_size=gbs,
-            batching=micro_batching(self.model, training=True, micro_batch_size=mbs),
+            batching=batching,
             loss_fn=loss_fn,
             eval_mode=eval_mode,
             gbs=gbs,
-            mbs=mbs or self.config.micro_batch_size,
+            mbs=mbs,
         )
         return train_result(results)
 

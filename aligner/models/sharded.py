@@ -10,6 +10,7 @@ from aligner.distributed.batched_data_dict import (
     SequencePackingArgs,
 )
 from aligner.distributed.worker_groups import MODEL_AXES, WorkerGroup
+from aligner.errors import ConfigError
 
 
 class MicroBatching(TypedDict, total=False):
@@ -20,9 +21,16 @@ class MicroBatching(TypedDict, total=False):
 
 
 def micro_batching(
-    model: TrainedModelConfig, *, training: bool, micro_batch_size: int | None = None
+    model: TrainedModelConfig,
+    *,
+    training: bool,
+    micro_batch_size: int | None = None,
+    rows_per_group: int = 1,
 ) -> MicroBatching:
-    """The configured way to form micro-batches; none where a caller gives their size."""
+    """The configured way to form micro-batches; none where a caller gives their size.
+
+    ``rows_per_group``: so many adjacent rows stay together.
+    """
     budgets = model.token_budgets
     if budgets is None or micro_batch_size is not None:
         return {}
@@ -37,6 +45,7 @@ def micro_batching(
                 "input_lengths_key": "input_lengths",
                 "algorithm": model.sequence_packing.algorithm,
                 "sequence_length_pad_multiple": model.parallel.sequence_multiple,
+                "rows_per_group": rows_per_group,
             }
         }
     return {
@@ -45,8 +54,25 @@ def micro_batching(
             "input_key": "input_ids",
             "input_lengths_key": "input_lengths",
             "sequence_length_round": model.parallel.row_multiple(model.sequence_length_round),
+            "rows_per_group": rows_per_group,
         }
     }
+
+
+def check_whole_groups(
+    group: WorkerGroup, batch_size: int, micro_batch_size: int, rows_per_group: int
+) -> None:
+    """Refuse micro-batches of so many rows each that cut through groups of adjacent rows."""
+    if rows_per_group == 1:
+        return
+    ranks = group.sharding_annotations.get_axis_size("data_parallel")
+    if batch_size % (ranks * rows_per_group) or micro_batch_size % rows_per_group:
+        raise ConfigError(
+            f"global_batch_size={batch_size} on {ranks} data-parallel ranks in micro-batches of "
+            f"micro_batch_size={micro_batch_size} rows, and {rows_per_group} adjacent rows belong "
+            f"together; make global_batch_size a multiple of {ranks * rows_per_group} and "
+            f"micro_batch_size one of {rows_per_group}"
+        )
 
 
 def run_sharded(

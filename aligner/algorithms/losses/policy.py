@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class PPOPolicyLoss:
     aggregation: Aggregation = "token_mean"
     max_response_length: int | None = None  # in tokens; fixed_length divides by it
     needs_entropy: bool = True  # as metric; cheap without gradient
+    rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_estimator(self.kl_estimator, "kl_estimator")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class PPOValueLoss:
 
     value_clip: float | None = 0.2
     needs_entropy: bool = False  # a critic has none
+    rows_per_group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.value_clip is not None and self.value_clip <= 0:
