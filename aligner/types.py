@@ -70,6 +70,11 @@ class LossFunction(Protocol):
         """Whether ``outputs.entropy`` must be there."""
         ...
 
+    @property
+    def rows_per_group(self) -> int:
+        """So many adjacent rows are compared and must be in the same micro-batch; 1: each alone."""
+        ...
+
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
