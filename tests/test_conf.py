@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run_loop import config_changes
-from aligner.config import RunConfig, SFTRunConfig, load_config
+from aligner.config import RSRunConfig, RunConfig, SFTRunConfig, load_config
 from aligner.config.parse import field_types
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -19,6 +19,7 @@ MODEL, TRAIN = "model.restore_from_path=m.nemo", "data.train.source=train.jsonl"
 ROOTS = {
     "gpt_ppo": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
     "gpt_reinforce": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
+    "gpt_rs": (RSRunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
     "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
 }
 GROUPS = {
@@ -34,6 +35,7 @@ GROUPS = {
 # Options that belong to one script alone; the others to gpt_ppo at least.
 OWNERS = {
     ("model", "trained"): "gpt_sft",
+    ("model", "rs"): "gpt_rs",
     ("data", "examples"): "gpt_sft",
     ("data", "arithmetic_examples"): "gpt_sft",
 }

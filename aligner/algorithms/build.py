@@ -15,9 +15,9 @@ from aligner.algorithms.assembly import (
 )
 from aligner.algorithms.engine import Clusters, Engine
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
-from aligner.algorithms.startup import check_lengths, startup_facts
+from aligner.algorithms.startup import check_lengths, startup_facts, trained_policy
 from aligner.architecture import GPTArchitecture
-from aligner.config import PromptSourceConfig, RunConfig, check_layout
+from aligner.config import PromptSourceConfig, RunConfig, SamplingRunConfig, check_layout
 from aligner.config.checks import check_batch_layout
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
@@ -26,6 +26,7 @@ from aligner.models.generation.vllm import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import Reward
 from aligner.models.value.lm_value import Value
+from aligner.observe.startup import TrainedRole
 
 
 def train_ppo(config: RunConfig) -> None:
@@ -48,12 +49,13 @@ class RunInputs:
     reward: Reward
 
 
-def load_inputs(config: RunConfig, engine: Engine, closing: ExitStack) -> RunInputs:
+def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -> RunInputs:
     """Read and check them; ``closing`` ends the reward function."""
     tokenizer, architecture = describe_model(config.model)
     for world in filter(None, engine.worlds):
         check_layout(architecture, config.model.parallel, world)
-    check_batch_layout(config, *(config.model.parallel.data_size(n) for n in engine.worlds))
+    if isinstance(config, RunConfig):
+        check_batch_layout(config, *(config.model.parallel.data_size(n) for n in engine.worlds))
     train_prompts = load_prompts(config, config.data.train, tokenizer)
     val_prompts = (
         None
@@ -114,6 +116,8 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             clusters.policy.world_size(),
             inputs.train_prompts,
             steps=steps,
+            trained=[*_trained_critic(config), trained_policy(config)],
+            passes=config.model.ppo.ppo_epochs,
             with_reference=needs_reference(config),
             restored=restored,
             notes=notes,
@@ -125,8 +129,15 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
     run_to_the_end(config, run, attempt)
 
 
+def _trained_critic(config: RunConfig) -> list[TrainedRole]:
+    critic = config.critic
+    if critic is None:
+        return []
+    return [TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size)]
+
+
 def load_prompts(
-    config: RunConfig, source: PromptSourceConfig, tokenizer: Tokenizer
+    config: SamplingRunConfig, source: PromptSourceConfig, tokenizer: Tokenizer
 ) -> PromptDataset:
     """Read and tokenize one set of prompts."""
     data = config.data
@@ -181,7 +192,7 @@ def build_roles(
 
 
 def build_generation(
-    config: RunConfig, inputs: RunInputs, clusters: Clusters, policy: Policy
+    config: SamplingRunConfig, inputs: RunInputs, clusters: Clusters, policy: Policy
 ) -> VllmGeneration | None:
     """The engines that draw for the policy; None where its own workers do."""
     if config.generation.backend == "megatron":
@@ -195,5 +206,5 @@ def build_generation(
         inputs.tokenizer,
         inputs.architecture,
         policy,
-        longest + config.model.ppo.length_params.max_length,
+        longest + config.model.rollout.length_params.max_length,
     )

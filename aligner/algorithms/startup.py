@@ -1,10 +1,11 @@
 """What a run is told before it starts, from the configuration and the model's description."""
 
 import math
+from collections.abc import Sequence
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.config import BaseRunConfig, RunConfig
+from aligner.config import BaseRunConfig, SamplingRunConfig
 from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed import accelerator
@@ -25,10 +26,12 @@ def count_parameters(architecture: GPTArchitecture) -> int:
     return sum(math.prod(shape) for shape in expected_shapes(architecture).values())
 
 
-def check_lengths(config: RunConfig, architecture: GPTArchitecture, longest_prompt: int) -> None:
+def check_lengths(
+    config: SamplingRunConfig, architecture: GPTArchitecture, longest_prompt: int
+) -> None:
     """Refuse prompts that leave no room for a response, in the model or in a token budget."""
     check_longest_sequence(config, longest_prompt)
-    response = config.model.ppo.length_params.max_length
+    response = config.model.rollout.length_params.max_length
     positions = architecture.max_position_embeddings
     if longest_prompt + response <= positions:
         return
@@ -40,32 +43,52 @@ def check_lengths(config: RunConfig, architecture: GPTArchitecture, longest_prom
     )
     raise ConfigError(
         f"the longest prompt has {longest_prompt} tokens and "
-        f"model.ppo.length_params.max_length={response} more may follow, but the model has "
-        f"{positions} positions; {remedy}"
+        f"{config.model.rollout_key}.length_params.max_length={response} more may follow, but the "
+        f"model has {positions} positions; {remedy}"
     )
 
 
 def startup_facts(
-    config: RunConfig,
+    config: SamplingRunConfig,
     architecture: GPTArchitecture,
     processes: int,
     prompts: PromptDataset,
     *,
     steps: int,
-    with_reference: bool,
+    trained: Sequence[TrainedRole],
+    passes: int = 1,
+    with_reference: bool = False,
     restored: Restored | None,
     notes: list[str],
 ) -> StartupFacts:
-    """Everything the start-up report shows of a PPO run; ``processes``: workers of the policy."""
+    """Everything the start-up report shows of a run that samples.
+
+    ``processes``: workers of the policy; ``trained``: roles that go ``passes`` times over every
+    rollout; ``with_reference``: the initial policy is kept.
+    """
     data_size = config.model.parallel.data_size(processes)
+    rollout = config.model.rollout
+    plan = BatchPlan(
+        steps=steps,
+        train_prompts=len(prompts),
+        num_rollout_samples=rollout.num_rollout_samples,
+        num_rollouts_per_prompt=rollout.num_rollouts_per_prompt,
+        rollout_micro_batch_size=rollout.rollout_micro_batch_size,
+        data_parallel_size=data_size,
+        ppo_epochs=passes,
+        roles=trained,
+    )
+    roles = [role_memory(config, architecture, data_size, role.name) for role in reversed(trained)]
+    if with_reference:
+        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
     return StartupFacts(
         device=accelerator.description(),
         processes=processes,
         has_gpu=accelerator.has_gpu(),
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
-        batches=batch_arithmetic(_batch_plan(config, data_size, prompts, steps)),
-        roles=_roles(config, architecture, data_size, with_reference),
+        batches=batch_arithmetic(plan),
+        roles=roles,
         working_bytes=_working_memory(config, architecture, prompts),
         free_bytes=accelerator.free_memory_bytes(),
         packages=find_packages(),
@@ -74,41 +97,9 @@ def startup_facts(
     )
 
 
-def _batch_plan(config: RunConfig, data_size: int, prompts: PromptDataset, steps: int) -> BatchPlan:
-    ppo = config.model.ppo
-    return BatchPlan(
-        steps=steps,
-        train_prompts=len(prompts),
-        num_rollout_samples=ppo.num_rollout_samples,
-        num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
-        rollout_micro_batch_size=ppo.rollout_micro_batch_size,
-        data_parallel_size=data_size,
-        ppo_epochs=ppo.ppo_epochs,
-        roles=[
-            *_trained_critic(config),
-            TrainedRole("policy", config.model.global_batch_size, config.model.micro_batch_size),
-        ],
-    )
-
-
-def _trained_critic(config: RunConfig) -> list[TrainedRole]:
-    critic = config.critic
-    if critic is None:
-        return []
-    return [TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size)]
-
-
-def _roles(
-    config: RunConfig,
-    architecture: GPTArchitecture,
-    data_size: int,
-    with_reference: bool,
-) -> list[RoleMemory]:
-    trained = ["policy"] if config.critic is None else ["policy", "critic"]
-    roles = [role_memory(config, architecture, data_size, name) for name in trained]
-    if with_reference:
-        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
-    return roles
+def trained_policy(config: SamplingRunConfig) -> TrainedRole:
+    """How the policy is trained."""
+    return TrainedRole("policy", config.model.global_batch_size, config.model.micro_batch_size)
 
 
 def role_memory(
@@ -133,14 +124,14 @@ def role_memory(
 
 
 def _working_memory(
-    config: RunConfig, architecture: GPTArchitecture, prompts: PromptDataset
+    config: SamplingRunConfig, architecture: GPTArchitecture, prompts: PromptDataset
 ) -> dict[str, int]:
-    length = prompts.max_length + config.model.ppo.length_params.max_length
+    length = prompts.max_length + config.model.rollout.length_params.max_length
     cache = kv_cache_bytes(
         layers=architecture.num_layers // config.model.pipeline_model_parallel_size,
         query_groups=architecture.num_query_groups,
         kv_channels=architecture.kv_channels,
-        sequences=config.model.ppo.rollout_micro_batch_size,
+        sequences=config.model.rollout.rollout_micro_batch_size,
         length=length,
         value_bytes=2 if config.trainer.precision == "bf16" else 4,
     )

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from aligner.models.gpt.loading import load_from_nemo
     from aligner.models.gpt.megatron import MegatronGPTModel
     from aligner.models.gpt.reward import MegatronGPTRewardModel
+    from aligner.models.gpt.rs_actor import MegatronGPTRSModel
 
 _HOMES = {
     "MegatronGPTActorModel": "actor",
     "MegatronGPTCriticModel": "critic",
     "MegatronGPTModel": "megatron",
+    "MegatronGPTRSModel": "rs_actor",
     "MegatronGPTRewardModel": "reward",
     "load_from_nemo": "loading",
 }
@@ -25,6 +27,7 @@ __all__ = [
     "MegatronGPTActorModel",
     "MegatronGPTCriticModel",
     "MegatronGPTModel",
+    "MegatronGPTRSModel",
     "MegatronGPTRewardModel",
     "load_from_nemo",
 ]

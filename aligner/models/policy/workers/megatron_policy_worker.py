@@ -9,11 +9,12 @@ from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceView
 from aligner.checkpoint.role_files import load_optimizer_state
-from aligner.config import TrainedModelConfig
+from aligner.config import RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.actor import MegatronGPTActorModel
+from aligner.models.gpt.rs_actor import MegatronGPTRSModel
 from aligner.models.gpt.settings import RunFacts, policy_settings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 
@@ -34,7 +35,7 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
         max_optimizer_steps: int | None = None,
     ) -> None:
         model = load_from_nemo(
-            MegatronGPTActorModel,
+            MegatronGPTRSModel if isinstance(config, RSModelConfig) else MegatronGPTActorModel,
             policy_settings(config, run, max_optimizer_steps),
             restore_path=config.restore_from_path,
             tokenizer=tokenizer,

@@ -1,0 +1,88 @@
+"""Assembling a rejection-sampling run from its configuration."""
+
+from aligner.algorithms.assembly import (
+    Assembled,
+    Attempt,
+    dropped_note,
+    launch_run,
+    run_facts,
+    run_to_the_end,
+    total_steps,
+)
+from aligner.algorithms.build import RunInputs, build_generation, load_inputs
+from aligner.algorithms.rs import RSTrainer
+from aligner.algorithms.startup import startup_facts, trained_policy
+from aligner.config import RSRunConfig
+from aligner.data.sampler import PromptSampler
+from aligner.models.policy.lm_policy import Policy
+
+
+def train_rs(config: RSRunConfig) -> None:
+    """Run rejection sampling from start to end and say where everything is."""
+    launch_run(
+        config,
+        lambda engine, closing: load_inputs(config, engine, closing),
+        lambda inputs, attempt: _run(config, inputs, attempt),
+    )
+
+
+def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
+    """Build the policy and run on from the last state."""
+    clusters, closing, rs = attempt.clusters, attempt.closing, config.model.rs
+    prompts_per_step = rs.num_rollout_samples // rs.num_rollouts_per_prompt
+    sampler = PromptSampler(
+        len(inputs.train_prompts), prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
+    )
+    steps = total_steps(config.loop, sampler)
+    kept = prompts_per_step * rs.top_n_rollouts
+    policy = Policy(
+        clusters.policy,
+        config.model,
+        inputs.tokenizer,
+        run_facts(config, config.loop),
+        backend=config.policy.backend,
+        init_reference_model=False,
+        max_optimizer_steps=steps * (kept // config.model.global_batch_size),
+    )
+    closing.callback(policy.shutdown)
+    generation = build_generation(config, inputs, clusters, policy)
+    if generation is not None:
+        closing.callback(generation.shutdown)
+    trainer = RSTrainer(
+        config,
+        policy,
+        inputs.reward,
+        inputs.train_prompts,
+        inputs.val_prompts,
+        sampler,
+        inputs.tokenizer.pad_id,
+        generation=generation,
+        total_steps=steps,
+    )
+    run = Assembled(
+        trainer,
+        config.loop,
+        steps,
+        layout=clusters.describe(config),
+        algorithm="Rejection sampling",
+        trained=("policy", policy),
+        restores=["policy", "optimizer", "schedule", "data position"],
+        facts=lambda restored, notes: startup_facts(
+            config,
+            inputs.architecture,
+            clusters.policy.world_size(),
+            inputs.train_prompts,
+            steps=steps,
+            trained=[trained_policy(config)],
+            restored=restored,
+            notes=notes,
+        ),
+        notes=[
+            f"of the samples of a step the best {rs.top_n_rollouts} of every "
+            f"{rs.num_rollouts_per_prompt} are learned: {kept}",
+            *dropped_note(
+                inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
+            ),
+        ],
+    )
+    run_to_the_end(config, run, attempt)

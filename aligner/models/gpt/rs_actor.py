@@ -1,0 +1,43 @@
+"""Rejection sampling's actor: the same policy, learning its best responses by likelihood."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
+from aligner.models.gpt.actor import MegatronGPTActorModel
+from aligner.models.gpt.pipeline import MicroBatches
+
+
+class MegatronGPTRSModel(MegatronGPTActorModel):
+    """PPO's actor with another loss: the negative mean log-prob of the response's tokens."""
+
+    loss_fn = NegativeLogLikelihoodLoss()
+
+    def get_loss_and_metrics(
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+    ) -> tuple[float, dict[str, float]]:
+        """See `MegatronGPTModel.get_loss_and_metrics`.
+
+        ``batch`` has the columns of `aligner.types`, or is what `infer` returns.
+        """
+        if "response_tokens" in batch:
+            batch = training_columns(batch)
+        return super().get_loss_and_metrics(batch, forward_only, mbs)
+
+
+def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Columns to learn from, of responses that `MegatronGPTActorModel.infer` returned.
+
+    ``token_mask`` is told by the lengths: 1 from ``prompt_lengths`` to ``response_lengths``.
+    """
+    tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    learned = (position >= rollout["prompt_lengths"][:, None]) & (position < lengths[:, None])
+    return {
+        "input_ids": tokens,
+        "input_lengths": lengths,
+        "token_mask": learned.float(),
+        "sample_mask": torch.ones(tokens.shape[0], device=tokens.device),
+    }
