@@ -47,7 +47,8 @@ class Denominators(NamedTuple):
 class TokenOutputs(NamedTuple):
     """What a model says of each token of a micro-batch.
 
-    ``values_or_logprobs``: float32 [B, S]; log-probs for a policy, values for a critic.
+    ``values_or_logprobs``: float32 [B, S]; log-probs for a policy, values for a critic, rewards for
+    a reward model ([B, S, K] where it rates K attributes).
     ``entropy``: float32 [B, S] of the distribution token t was drawn from, or None.
     Positions outside ``token_mask`` may hold anything finite.
     """

@@ -33,12 +33,17 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     role_name = "critic"
     right_shift: ClassVar[bool] = True
 
+    @property
+    def head_outputs(self) -> int:
+        """Numbers that the head says of a token."""
+        return 1
+
     def add_head(self, gpt: GPTModel) -> None:
         """Replace the output layer by `ValueHead` on the last pipeline stage."""
         gpt.share_embeddings_and_output_weights = False  # nothing is left to share them with
         if gpt.post_process:
             gpt.output_layer = OutputLayerBypass()
-            gpt.rm_head = ValueHead(self.architecture.hidden_size)
+            gpt.rm_head = ValueHead(self.architecture.hidden_size, outputs=self.head_outputs)
 
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
@@ -125,13 +130,15 @@ def value_outputs(
     *,
     right_shift: bool,
 ) -> TokenOutputs:
-    """The scalars that ``value_head`` makes of hidden states ``[n, L, H]``, as ``[B, S]``.
+    """What ``value_head`` makes of hidden states ``[n, L, H]``: ``[B, S]``, or ``[B, S, K]`` of a
+    head with K outputs.
 
     With ``right_shift`` what was read up to token j is the value of j + 1, the state *before* that
     token: otherwise the value of a state would be computed after its action was seen. Without it
-    the scalar speaks of the token just read.
+    the number speaks of the token just read.
     """
     layout = microbatch.layout
     rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
-    scalars = value_head(full_hidden_states(gpt, hidden, vocab_parallel=False)).squeeze(-1)
-    return TokenOutputs(layout.to_frame(scalars[rows], tokens))
+    numbers = value_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
+    numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
+    return TokenOutputs(layout.to_frame(numbers[rows], tokens))

@@ -113,6 +113,11 @@ class MegatronGPTModel(ModelPT):
 
         return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of what the role says of one token."""
+        return ()
+
     # The model -------------------------------------------------------------------------------
 
     def build_gpt(self, initialize: bool) -> GPTModel:
@@ -167,8 +172,8 @@ class MegatronGPTModel(ModelPT):
             gpt: the model to ask; default this role's own.
 
         Returns:
-            float32 ``[B, S]`` on every process of the model-parallel group; 0 beyond a sequence's
-            length.
+            float32 ``[B, S]`` (``[B, S, K]`` of a head with K outputs) on every process of the
+            model-parallel group; 0 beyond a sequence's length.
         """
         model = gpt or self.gpt
 
@@ -177,7 +182,8 @@ class MegatronGPTModel(ModelPT):
 
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
         results = infer_microbatches(model, microbatches, partial(forward_step, head=head))
-        total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
+        shape = (*batch["input_ids"].shape, *self.output_shape)
+        total = torch.zeros(shape, device=batch["input_ids"].device)
         if self.parallel.is_last_stage:
             start = 0
             for result in results:
@@ -345,11 +351,16 @@ class MegatronGPTModel(ModelPT):
                 weights,
                 self.architecture,
                 self.tokenizer.files() if self.tokenizer is not None else {},
+                extra_config=self.nemo_keys(),
                 artifacts={
                     key: Path(self.cfg_value(key)) for key in getattr(self, "artifacts", None) or {}
                 },
             )
         )
+
+    def nemo_keys(self) -> dict[str, Any]:
+        """What a role adds to the `.nemo`'s ``model_config.yaml``."""
+        return {}
 
     def cfg_value(self, key: str) -> Any:
         """Value of a dotted key of ``cfg``."""

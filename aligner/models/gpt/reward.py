@@ -1,29 +1,174 @@
-"""Reward models: a GPT body whose scalar head scores a whole sequence at its last token.
+"""Reward models: a GPT body whose head scores a whole sequence at its last token."""
 
-Training them is not part of this version; a `.nemo` reward model restores into this class with
-the ``rm_head`` it brings.
-"""
-
+import dataclasses
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from aligner.checkpoint.canonical import REWARD_HEAD
+from aligner.checkpoint.nemo import NemoCheckpoint
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import CheckpointError
 from aligner.models.gpt.critic import MegatronGPTCriticModel
+from aligner.models.gpt.pipeline import MicroBatches
+from aligner.models.gpt.settings import RoleSettings
+
+_STANDARDIZATION = "reward_standardization"
+
+
+@dataclass(frozen=True)
+class Standardization:
+    """``(reward - mean) / std``, of rewards that were measured on known data."""
+
+    mean: float
+    std: float
+
+    @classmethod
+    def measure(cls, rewards: Tensor) -> "Standardization":
+        """Mean and unbiased standard deviation of float ``[N]``."""
+        if rewards.numel() < 2 or not rewards.std() > 0:
+            raise CheckpointError(
+                f"{rewards.numel()} rewards without any spread cannot be standardised; set "
+                "trainer.reward_model.standardize_on=null, or train for longer"
+            )
+        double = rewards.double()
+        return cls(double.mean().item(), double.std().item())
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
+        """What a ``model_config.yaml`` says; None where it is off or not there.
+
+        ``CheckpointError`` where the numbers cannot be used.
+        """
+        found = config.get(_STANDARDIZATION) or {}
+        if not found.get("enable"):
+            return None
+        mean, std = found.get("mean"), found.get("std")
+        numbers = [value for value in (mean, std) if isinstance(value, int | float)]
+        if len(numbers) < 2 or not all(map(math.isfinite, numbers)) or numbers[1] <= 0:
+            raise CheckpointError(
+                f"{_STANDARDIZATION} of model_config.yaml has mean={mean!r} and std={std!r}; both "
+                "must be finite numbers and std above 0"
+            )
+        return cls(float(numbers[0]), float(numbers[1]))
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """The standardised rewards."""
+        return (rewards - self.mean) / self.std
 
 
 class MegatronGPTRewardModel(MegatronGPTCriticModel):
-    """Scores sequences; the head's output is not shifted, it speaks of the token just read."""
+    """Scores sequences; the head's output is not shifted, it speaks of the token just read.
+
+    Trained on comparisons its head has one output. Trained on ratings it has one for each attribute
+    in ``settings.attributes``.
+    """
 
     role_name = "reward model"
     right_shift = False
+    standardization: Standardization | None = None  # applied by `infer`, never in training
 
-    def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Reward of each sequence, float32 ``[B]``: the head's output at the last valid token."""
-        scores = self.infer_tokens(batch)
-        last = batch["input_lengths"].long() - 1
-        return scores.gather(1, last[:, None]).squeeze(1)
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of what it rates; none where it was trained on comparisons."""
+        return self.settings.attributes or ()
+
+    @property
+    def head_outputs(self) -> int:
+        """Numbers that the head says of a token."""
+        return max(1, len(self.attributes))
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """``(K,)`` where there are several."""
+        return () if self.head_outputs == 1 else (self.head_outputs,)
+
+    def infer(
+        self,
+        batch: Mapping[str, Tensor],
+        micro_batches: MicroBatches | None = None,
+        *,
+        standardize: bool = True,
+    ) -> Tensor:
+        """Reward of each sequence: the head's output at the last valid token.
+
+        Args:
+            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
+            micro_batches: sequences per forward pass, or the rows of each; default
+                ``forward_micro_batch_size``.
+            standardize: apply the standardisation that the model was saved with, if any.
+
+        Returns:
+            float32 ``[B]``, or ``[B, K]`` where K attributes are rated.
+        """
+        scores = self.infer_tokens(batch, micro_batches)
+        rows = torch.arange(scores.shape[0], device=scores.device)
+        rewards = scores[rows, batch["input_lengths"].long() - 1]
+        if standardize and self.standardization is not None:
+            return self.standardization(rewards)
+        return rewards
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rewards ``[B]`` under the key ``rewards``."""
-        return {"rewards": torch.as_tensor(self.infer(batch))}
+        return {"rewards": self.infer(batch)}
+
+    # NeMo's keys ------------------------------------------------------------------------------
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: NemoCheckpoint,
+        *,
+        settings: RoleSettings | None = None,
+        trainer: Any = None,
+        strict: bool = True,
+        tokenizer: Tokenizer | None = None,
+    ) -> Self:
+        """Build the model; without ``settings.attributes`` it has the head the file brings."""
+        settings = settings or RoleSettings()
+        if settings.attributes is None:
+            settings = dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())
+        model = super().from_checkpoint(
+            checkpoint, settings=settings, trainer=trainer, strict=strict, tokenizer=tokenizer
+        )
+        model.standardization = Standardization.of_config(checkpoint.config)
+        return model
+
+    def nemo_keys(self) -> dict[str, Any]:
+        """NeMo-Aligner's keys of a reward model, and the attributes' names beside their number."""
+        known = self.standardization
+        kind = "regression" if self.attributes else "binary_ranking"
+        keys: dict[str, Any] = {
+            "reward_model_type": kind,
+            _STANDARDIZATION: {
+                "enable": known is not None,
+                "mean": 0.0 if known is None else known.mean,
+                "std": 1.0 if known is None else known.std,
+            },
+        }
+        if self.attributes:
+            keys["regression"] = {
+                "num_attributes": len(self.attributes),
+                "attributes": list(self.attributes),
+            }
+        return keys
+
+
+def saved_attributes(checkpoint: NemoCheckpoint) -> tuple[str, ...] | None:
+    """Attributes that a `.nemo`'s head rates; none: it was trained on comparisons.
+
+    None where the file has no head. The head's shape is the truth; the configuration names them.
+    """
+    if REWARD_HEAD[0] not in checkpoint.weights:
+        return None
+    outputs = checkpoint.weights[REWARD_HEAD[0]].shape[0]
+    named = (checkpoint.config.get("regression") or {}).get("attributes") or []
+    if checkpoint.config.get("reward_model_type") != "regression" and outputs == 1:
+        return ()
+    if len(named) == outputs:
+        return tuple(map(str, named))
+    return tuple(f"attribute_{number}" for number in range(outputs))

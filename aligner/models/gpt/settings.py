@@ -1,5 +1,6 @@
 """What a role is told when it is built, in one small typed value."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,7 @@ class RoleSettings:
     non_finite: Literal["skip", "stop"] = "skip"
     non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
     seed: int = 1234
+    attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as its file says
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,6 +75,19 @@ def critic_settings(
 ) -> RoleSettings:
     """Settings of the critic, which lives in the policy's layout."""
     return _settings(critic, critic, model, run, max_optimizer_steps)
+
+
+def reward_settings(
+    model: TrainedModelConfig,
+    run: RunFacts,
+    attributes: tuple[str, ...] | None = None,
+    learns: bool = True,
+    max_optimizer_steps: int | None = None,
+) -> RoleSettings:
+    """Settings of a reward model; ``attributes``: see `RoleSettings`."""
+    settings = _settings(model, model.rollout, model, run, max_optimizer_steps)
+    optim = settings.optim if learns else None
+    return dataclasses.replace(settings, attributes=attributes, optim=optim)
 
 
 def _settings(

@@ -83,9 +83,10 @@ class TokenLayout:
         return self._indices(rows), self._indices(self.held[rows] + 1)
 
     def to_frame(self, values: Tensor, tokens: Tensor) -> Tensor:
-        """Values ``[N]`` at ``tokens`` of the frame ``[b, S]``, 0 elsewhere, from all ranks."""
+        """Values ``[N, ...]`` at ``tokens`` of ``[b, S, ...]``, 0 elsewhere, from all ranks."""
         rows, length = self.frame
-        frame = values.new_zeros(rows * length).index_copy(0, tokens, values).view(rows, length)
+        frame = values.new_zeros(rows * length, *values.shape[1:]).index_copy(0, tokens, values)
+        frame = frame.view(rows, length, *values.shape[1:])
         return frame if self.cp_group is None else sum_over_ranks(frame, self.cp_group)
 
     def _indices(self, values: IntArray) -> Tensor:

@@ -1,0 +1,88 @@
+"""One process's share of a reward model on megatron-core."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from aligner.checkpoint.role_files import load_optimizer_state
+from aligner.config import TrainedModelConfig
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import ParallelState
+from aligner.models.gpt import load_from_nemo
+from aligner.models.gpt.reward import MegatronGPTRewardModel, Standardization
+from aligner.models.gpt.settings import RunFacts, reward_settings
+from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+
+
+class MegatronRewardWorker(MegatronWorker[MegatronGPTRewardModel]):
+    """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
+
+    Args:
+        config: where it comes from, its layout and, where it learns, its optimizer.
+        tokenizer: packaged when it is saved.
+        run: what all roles of the run share.
+        parallel: this process's place.
+        attributes: what its head shall rate; none for comparisons, None: as its file says.
+        weights_path: load these weights and this head instead of what ``config`` names.
+        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+        init_optimizer: False for a model that only scores.
+        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+        offload_weights: weights wait in host memory between scorings.
+    """
+
+    def __init__(
+        self,
+        config: TrainedModelConfig,
+        tokenizer: Tokenizer,
+        run: RunFacts,
+        parallel: ParallelState,
+        attributes: tuple[str, ...] | None = None,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        max_optimizer_steps: int | None = None,
+        offload_weights: bool = False,
+    ) -> None:
+        model = load_from_nemo(
+            MegatronGPTRewardModel,
+            reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps),
+            restore_path=weights_path or config.restore_from_path,
+            tokenizer=tokenizer,
+        )
+        super().__init__(model, parallel)
+        if init_optimizer:
+            model.setup_training()
+            model.standardization = None  # of the weights as they were before training
+        if optimizer_path is not None:
+            load_optimizer_state(self, optimizer_path)
+        self._offloads = offload_weights
+
+    def get_rewards(
+        self,
+        data: Mapping[str, Any],
+        micro_batch_size: int | None = None,
+        standardize: bool = True,
+    ) -> BatchedDataDict:
+        """``rewards`` float32 ``[B]``, or ``[B, K]`` of K attributes."""
+        passes = micro_batches_of(data, micro_batch_size)
+        rewards = self.model.infer(tensors_on_device(data), passes, standardize=standardize)
+        return BatchedDataDict({"rewards": rewards})
+
+    def standardize(self, mean: float, std: float) -> None:
+        """Standardise by these numbers from now on, and save them with the model."""
+        self.model.standardization = Standardization(mean, std)
+
+    def attributes(self) -> tuple[str, ...]:
+        """Names of what the head rates; none where it was trained on comparisons."""
+        return self.model.attributes
+
+    def prepare_for_inference(self) -> None:
+        """Weights on the device, evaluation mode."""
+        self.residence(self.model.model).to_device()
+        super().prepare_for_inference()
+
+    def finish_inference(self) -> None:
+        """Leave inference; with ``offload_weights`` the weights leave the device."""
+        super().finish_inference()
+        if self._offloads:
+            self.move_model(self.model.model, "cpu")
