@@ -2,6 +2,7 @@
 # make test   set up what is missing and run the tests
 # make setup  the environment alone
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
+# make test-extended   further seeds and variants of the learning tests
 # make test-ray    all tests on Ray: runs killed in every phase, two nodes
 # make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
 
@@ -15,7 +16,7 @@ TINY    := models/tiny.nemo
 VLLM_VENV  := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: ppo test setup test-ray test-vllm vllm-env lint clean
+.PHONY: ppo test setup test-extended test-ray test-vllm vllm-env lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -23,6 +24,9 @@ ppo: $(READY) $(SMOLLM2)
 
 test: $(READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-extended: $(READY) $(TINY)
+	$(BIN)/python -m pytest -m extended $(ARGS)
 
 test-ray: $(READY) $(TINY)
 	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)

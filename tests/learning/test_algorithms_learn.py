@@ -1,0 +1,92 @@
+"""The tiny recipe of every algorithm, as users run it, learns its task.
+
+The bounds are far from what a model reaches that learns nothing (see the recipes' headers).
+"""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.config import RSRunConfig, RunConfig, SFTRunConfig, load_config
+from aligner.observe.metrics import read_metrics
+
+CONF = Path(__file__).parents[2] / "conf"
+TRAIN = {
+    RunConfig: ("build", "train_ppo"),
+    RSRunConfig: ("build_rs", "train_rs"),
+    SFTRunConfig: ("build_supervised", "train_sft"),
+}
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
+
+
+def run(folder, nemo, recipe, root, *overrides):
+    """Metrics of the recipe's run."""
+    settings = [
+        f"model.restore_from_path={nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        *overrides,
+    ]
+    module, function = TRAIN[root]
+    train = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        train(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
+    return read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("recipe", "root"),
+    [("rloo_tiny_cpu", RunConfig), ("grpo_tiny_cpu", RunConfig), ("rs_tiny_cpu", RSRunConfig)],
+)
+def test_the_rewarded_token_is_learned(tmp_path, tiny_nemo, recipe, root, seed):
+    lines = run(tmp_path, tiny_nemo, recipe, root, f"seed={seed}")
+    assert lines[0]["val_rollouts/accuracy"] < 0.2
+    assert lines[-1]["val_rollouts/accuracy"] > 0.8
+
+
+# What makes another algorithm of the same trainer.
+VARIANTS = {
+    "reinforce": [
+        "trainer.ppo.advantage.estimator=reinforce",
+        "trainer.ppo.advantage.batch_baseline=true",
+    ],
+    "dr_grpo": [
+        "trainer.ppo.advantage.estimator=dr_grpo",
+        "model.ppo.loss_aggregation=fixed_length",
+    ],
+    "reinforce_plus_plus": ["trainer.ppo.advantage.estimator=reinforce_plus_plus"],
+    "reinforce_plus_plus_baseline": [
+        "trainer.ppo.advantage.estimator=reinforce_plus_plus_baseline"
+    ],
+    "dapo": [
+        "model.ppo.ratio_eps=[0.2,0.28]",
+        "trainer.ppo.dynamic_sampling.enabled=true",
+        "trainer.ppo.reward.overlong_cache=0",
+    ],
+    "gspo": ["model.ppo.ratio_level=sequence", "model.ppo.loss_aggregation=sequence_mean"],
+    "cispo": ["model.ppo.surrogate=cispo", "model.global_batch_size=32"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_learns_too(tmp_path, tiny_nemo, variant, seed):
+    lines = run(tmp_path, tiny_nemo, "grpo_tiny_cpu", RunConfig, f"seed={seed}", *VARIANTS[variant])
+    assert lines[-1]["val_rollouts/accuracy"] > lines[0]["val_rollouts/accuracy"] + 0.4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_held_out_loss_falls(tmp_path, tiny_nemo, seed):
+    lines = run(tmp_path, tiny_nemo, "sft_tiny_cpu", SFTRunConfig, f"seed={seed}")
+    assert lines[0]["val_optim/loss"] > 5
+    assert lines[-1]["val_optim/loss"] < 2.5
+
+
+def test_without_a_learning_rate_nothing_is_learned(tmp_path, tiny_nemo):
+    options = ["model.optim.lr=1e-12", "trainer.sft.max_steps=5"]
+    lines = run(tmp_path, tiny_nemo, "sft_tiny_cpu", SFTRunConfig, *options)
+    assert lines[-1]["val_optim/loss"] == pytest.approx(lines[0]["val_optim/loss"], abs=1e-3)
