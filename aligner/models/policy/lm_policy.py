@@ -6,6 +6,7 @@ Every method takes and returns global batches; the workers see their data-parall
 from typing import Any
 
 from aligner.config import TrainedModelConfig
+from aligner.config.batches import check_token_budgets
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
@@ -47,6 +48,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         ``init_reference_model=False`` keeps no copy of the initial weights, for runs without a KL
         term. ``max_optimizer_steps`` is what a schedule without ``max_steps`` decays over.
         """
+        check_token_budgets(config)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,

@@ -1,6 +1,7 @@
 """`Value`: the controller's front of a group of value workers."""
 
 from aligner.config import CriticConfig, ModelConfig
+from aligner.config.batches import check_token_budgets
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
@@ -41,6 +42,7 @@ class Value(RoleFront, ValueInterface):
         ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
         instead.
         """
+        check_token_budgets(model)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,
