@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run_loop import config_changes
-from aligner.config import RSRunConfig, RunConfig, SFTRunConfig, load_config
+from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig, load_config
 from aligner.config.parse import field_types
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -21,6 +21,7 @@ ROOTS = {
     "gpt_reinforce": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
     "gpt_rs": (RSRunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
     "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
+    "gpt_dpo": (DPORunConfig, [MODEL, TRAIN]),
 }
 GROUPS = {
     "model": "model",
@@ -38,6 +39,8 @@ OWNERS = {
     ("model", "rs"): "gpt_rs",
     ("data", "examples"): "gpt_sft",
     ("data", "arithmetic_examples"): "gpt_sft",
+    ("data", "preferences"): "gpt_dpo",
+    ("data", "arithmetic_pairs"): "gpt_dpo",
 }
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
@@ -88,18 +91,24 @@ def test_yaml_defaults_equal_dataclass_defaults():
 
 
 # What a supervised run has no better default for than its own.
-SFT_DIFFERS = {"model.optim.lr", "trainer.sft.val_check_interval", "trainer.sft.save_interval"}
-SFT_DIFFERS |= {"exp_manager.monitor", "exp_manager.mode"}
+DIFFERS = {"model.optim.lr", "trainer.{}.val_check_interval", "trainer.{}.save_interval"}
+DIFFERS |= {"exp_manager.monitor"}
+SUPERVISED = {"gpt_sft": {*DIFFERS, "exp_manager.mode"}, "gpt_dpo": DIFFERS}
 
 
-def test_defaults_of_a_supervised_run():
-    from_yaml = load_config(composed("gpt_sft", ROOTS["gpt_sft"][1]), SFTRunConfig)
-    sparse = SFTRunConfig(
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_defaults_of_a_supervised_run(name):
+    root, required = ROOTS[name]
+    from_yaml = load_config(composed(name, required), root)
+    sparse = root(
         model=type(from_yaml.model)(restore_from_path="m.nemo"),
         data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
     )
     changes = config_changes(from_yaml.as_dict(), sparse.as_dict())
-    assert {change.split(":")[0] for change in changes} == SFT_DIFFERS
+    section = name.removeprefix("gpt_")
+    assert {change.split(":")[0] for change in changes} == {
+        key.format(section) for key in SUPERVISED[name]
+    }
 
 
 @pytest.mark.parametrize("name", ROOTS)

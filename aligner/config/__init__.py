@@ -30,13 +30,16 @@ from aligner.config.model import (
 )
 from aligner.config.optim import OptimConfig, SchedConfig
 from aligner.config.policy import BackendConfig
+from aligner.config.preference import LOSS_OPTIONS, PreferenceDataConfig, TrainerDPOConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.run import (
     BaseRunConfig,
+    DPORunConfig,
     RSRunConfig,
     RunConfig,
     SamplingRunConfig,
     SFTRunConfig,
+    SupervisedRunConfig,
 )
 from aligner.config.supervised import ExampleDataConfig
 from aligner.config.trainer import (
@@ -51,10 +54,12 @@ from aligner.config.trainer import (
 )
 
 __all__ = [
+    "LOSS_OPTIONS",
     "BackendConfig",
     "BaseRunConfig",
     "ClusterConfig",
     "CriticConfig",
+    "DPORunConfig",
     "DataConfig",
     "DynamicBatchingConfig",
     "ExampleDataConfig",
@@ -69,6 +74,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PolicyPPOConfig",
+    "PreferenceDataConfig",
     "ProcessConfig",
     "PromptSourceConfig",
     "RSModelConfig",
@@ -84,8 +90,10 @@ __all__ = [
     "SamplingRunConfig",
     "SchedConfig",
     "SequencePackingConfig",
+    "SupervisedRunConfig",
     "TrainedModelConfig",
     "TrainerConfig",
+    "TrainerDPOConfig",
     "TrainerPPOConfig",
     "VllmConfig",
     "WandbConfig",

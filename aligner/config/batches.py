@@ -47,6 +47,15 @@ def check_token_budgets(model: TrainedModelConfig) -> None:
             )
 
 
+def length_multiple(model: TrainedModelConfig) -> int:
+    """Lengths are rounded up to a multiple of it before they are counted against a budget."""
+    if model.sequence_packing.enabled:
+        return model.parallel.sequence_multiple
+    if model.dynamic_batching.enabled:
+        return model.parallel.row_multiple(model.sequence_length_round)
+    return 1
+
+
 def token_budgets(model: TrainedModelConfig) -> dict[str, int]:
     """The token budgets in force, by key."""
     name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"

@@ -5,6 +5,7 @@ import os
 from aligner.config.batches import (
     check_shares,
     check_token_budgets,
+    length_multiple,
     multiples_near,
     token_budgets,
 )
@@ -14,12 +15,14 @@ from aligner.config.data import PromptSourceConfig
 from aligner.config.generation import check_generation
 from aligner.config.model import CriticConfig, ModelConfig
 from aligner.config.policy import check_policy_backend
+from aligner.config.preference import check_preference
 from aligner.config.run import (
     BaseRunConfig,
+    DPORunConfig,
     RSRunConfig,
     RunConfig,
     SamplingRunConfig,
-    SFTRunConfig,
+    SupervisedRunConfig,
 )
 from aligner.config.trainer import parse_duration
 from aligner.errors import ConfigError
@@ -27,7 +30,9 @@ from aligner.errors import ConfigError
 
 def check_config(config: BaseRunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
-    if isinstance(config, SFTRunConfig):
+    if isinstance(config, DPORunConfig):
+        check_preference(config)
+    if isinstance(config, SupervisedRunConfig):
         _check_supervised(config)
     if isinstance(config, SamplingRunConfig):
         _check_sampling(config)
@@ -38,7 +43,7 @@ def check_config(config: BaseRunConfig) -> None:
         _check_kept(config)
 
 
-def _check_supervised(config: SFTRunConfig) -> None:
+def _check_supervised(config: SupervisedRunConfig) -> None:
     model = config.model
     check_policy_backend(config.policy.backend, model)
     check_token_budgets(model)
@@ -50,13 +55,19 @@ def _check_supervised(config: SFTRunConfig) -> None:
     _check_max_time(config)
 
 
-def check_longest_example(config: SFTRunConfig, longest: int) -> None:
-    """Refuse a token budget that the longest example exceeds."""
+def check_longest_example(config: SupervisedRunConfig, longest: int) -> None:
+    """Refuse a token budget that the longest example exceeds; ``longest`` is that of a row."""
+    multiple = length_multiple(config.model)
     for key, tokens in token_budgets(config.model).items():
-        if tokens < longest:
+        rows = config.rows_per_example if key.endswith("train_mb_tokens") else 1
+        needed = rows * -(-longest // multiple) * multiple
+        if tokens < needed:
+            example = f"an example may have {longest} tokens"
+            if rows > 1:
+                example = f"the {rows} rows of an example may have {longest} tokens each"
             raise ConfigError(
-                f"{key}={tokens}: an example may have {longest} tokens; raise it to at least "
-                f"that, or lower data.max_length"
+                f"{key}={tokens}: {example}; raise it to at least {needed}, or lower "
+                "data.max_length"
             )
 
 
@@ -159,7 +170,7 @@ def _check_batches(config: RunConfig) -> None:
     check_batch_layout(config, max(1, policy_size), max(1, value_size))
 
 
-def _check_data(config: SamplingRunConfig | SFTRunConfig) -> None:
+def _check_data(config: SamplingRunConfig | SupervisedRunConfig) -> None:
     _check_source("data.train", config.data.train)
     if config.data.validation is not None:
         _check_source("data.validation", config.data.validation)

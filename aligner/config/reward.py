@@ -2,19 +2,114 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aligner.config.fields import Count, Positive
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.run import SamplingRunConfig
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A trained reward model on workers of the run, frozen, in the policy's layout."""
+
+    restore_from_path: str  # a .nemo file of examples/train_gpt_reward.py, or of NeMo-Aligner
+    micro_batch_size: Count = 16  # sequences per forward pass, per data-parallel rank
+    add_bos: bool = False  # begin sequences with the BOS token; as it was trained
+    workers: Count | None = None  # ray: workers of its own; null: beside the policy's
+    offload_weights: bool = False  # weights to host memory while idle
+
+
+@dataclass(frozen=True)
+class RewardServerConfig:
+    """A server of `examples/serve_reward_model.py`, or any that speaks its protocol."""
+
+    url: str  # such as http://host:5555
+    token_env: str | None = None  # environment variable that holds the bearer token; null: none
+    token_file: str | None = None  # or a file that holds it
+    timeout_s: Positive = 60.0  # longest wait for one answer
+    retry_for_s: Positive = 300.0  # a server that does not answer is asked again for so long
+    samples_per_request: Count = 64
+    concurrent_requests: Count = 4
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """A Python function ``reward(prompts, responses, ground_truths, **columns)``.
+    """What scores responses: one of a Python function, a reward model, and a server."""
 
-    It returns one float per sample, or one dict per sample with at least ``reward``.
-    """
-
-    function: str  # package.module:function or path/to/file.py:function
+    kind: Literal["function", "model", "server"] = "function"
+    # package.module:function or path/to/file.py:function, called as
+    # ``reward(prompts, responses, ground_truths, **columns)``; returns one float per sample, or one
+    # dict per sample with at least ``reward``. Beside another kind it is a verifier: it gives the
+    # metric accuracy, and nobody learns from it. null: none.
+    function: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of it
-    time_limit_s: Positive = 60.0  # for one whole batch
-    max_concurrency: Count = 1  # parts of a batch scored at the same time, each in a process
+    time_limit_s: Positive = 60.0  # of the function, for one whole batch
+    max_concurrency: Count = 1  # parts of a batch it scores at the same time, each in a process
+    model: RewardModelConfig | None = None  # kind model
+    server: RewardServerConfig | None = None  # kind server
+    # Weight of each attribute, where a model or a server rates several: the reward is their sum.
+    attribute_weights: tuple[float, ...] | None = None
+
+
+def check_reward(config: "SamplingRunConfig") -> None:
+    """Refuse a kind of reward without its section, and sections that nobody reads."""
+    reward = config.reward
+    if getattr(reward, reward.kind) is None:
+        example = {
+            "function": "reward.function=my_rewards.py:reward",
+            "model": "reward=model reward.model.restore_from_path=REWARD.nemo",
+            "server": "reward=server reward.server.url=http://host:5555",
+        }[reward.kind]
+        raise ConfigError(
+            f"reward.kind={reward.kind} needs reward.{reward.kind}; give it, for example {example}"
+        )
+    for other in ("model", "server"):
+        if other != reward.kind and getattr(reward, other) is not None:
+            raise ConfigError(
+                f"reward.{other} is given, and reward.kind={reward.kind} does not read it; set "
+                f"reward.kind={other}, or reward.{other}=null"
+            )
+    if reward.attribute_weights is not None and reward.kind == "function":
+        raise ConfigError(
+            "reward.attribute_weights weighs what a reward model or a server rates, and "
+            "reward.kind=function; set it to null"
+        )
+    if reward.model is not None:
+        _check_workers(config, reward.model)
+    if reward.server is not None:
+        _check_waits(config, reward.server)
+
+
+def _check_workers(config: "SamplingRunConfig", model: RewardModelConfig) -> None:
+    if model.workers is None:
+        return
+    if config.cluster.engine != "ray":
+        raise ConfigError(
+            f"reward.model.workers={model.workers} needs cluster.engine=ray; set it, or leave "
+            "reward.model.workers at null"
+        )
+    size = config.model.parallel.model_parallel_size
+    if model.workers % size:
+        raise ConfigError(
+            f"reward.model.workers={model.workers} is not a multiple of tensor x pipeline x "
+            f"context = {size}, the layout that the reward model shares with the policy; use "
+            f"{-(-model.workers // size) * size}"
+        )
+
+
+def _check_waits(config: "SamplingRunConfig", server: RewardServerConfig) -> None:
+    if server.token_env is not None and server.token_file is not None:
+        raise ConfigError(
+            "reward.server.token_env and reward.server.token_file are both given; set one to null"
+        )
+    longest = server.retry_for_s + server.timeout_s
+    if config.cluster.engine == "local" and longest >= config.cluster.timeout_s:
+        raise ConfigError(
+            f"reward.server.retry_for_s={server.retry_for_s:g} and timeout_s="
+            f"{server.timeout_s:g} together must stay below cluster.timeout_s="
+            f"{config.cluster.timeout_s:g}, for which the other processes wait; lower them, or "
+            "raise it"
+        )

@@ -16,6 +16,7 @@ from aligner.config.model import (
     TrainedModelConfig,
 )
 from aligner.config.policy import BackendConfig
+from aligner.config.preference import DPOTrainerConfig, PairDataConfig, PreferenceDataConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.trainer import (
@@ -108,9 +109,33 @@ class RSRunConfig(SamplingRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTRunConfig(BaseRunConfig):
-    """Everything a supervised run is told."""
+class SupervisedRunConfig(BaseRunConfig):
+    """What a run that learns from given examples is told."""
 
-    model: TrainedModelConfig
+    data: ExampleDataConfig | PairDataConfig
+
+    @property
+    def rows_per_example(self) -> int:
+        """Adjacent rows of a batch that belong together."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRunConfig(SupervisedRunConfig):
+    """Everything a fine-tuning run is told."""
+
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPORunConfig(SupervisedRunConfig):
+    """Everything a run of preference optimisation is told."""
+
+    data: PreferenceDataConfig
+    trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)
+
+    @property
+    def rows_per_example(self) -> int:
+        """Adjacent rows of a batch that belong together."""
+        return 2 if self.trainer.dpo.is_paired else 1

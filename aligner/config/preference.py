@@ -1,0 +1,125 @@
+"""Preferences: pairs of responses, or responses that are good or bad; and a loop over them."""
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from aligner.config.data import PromptSourceConfig
+from aligner.config.fields import Count, NonNegative, Positive, Range
+from aligner.config.trainer import LoopConfig, ProcessConfig
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.run import DPORunConfig
+
+PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
+
+# The options that each loss has beside beta.
+LOSS_OPTIONS: dict[PreferenceLossName, tuple[str, ...]] = {
+    "dpo": ("label_smoothing", "average_logprobs", "sft_weight"),
+    "ipo": ("average_logprobs", "sft_weight"),
+    "rpo": ("distance", "reward_scale", "average_logprobs", "sft_weight"),
+    "simpo": ("target_margin", "sft_weight"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+}
+
+
+@dataclass(frozen=True)
+class PairDataConfig:
+    """Training and validation pairs, and how a row becomes one."""
+
+    train: PromptSourceConfig
+    validation: PromptSourceConfig | None = None  # null: no validation
+    prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
+    chosen_column: str = "chosen"  # text: the better response
+    rejected_column: str = "rejected"  # text: the worse response
+    chosen_reward_column: str | None = None  # a number; null: 1
+    rejected_reward_column: str | None = None  # a number; null: 0
+    chat: bool = False  # plain text becomes a user message; messages always use the template
+    system_prompt: str | None = None  # put before chat messages that have none
+    add_bos: bool = False  # begin with the BOS token, unless the text already does
+    max_length: Count | None = None  # tokens; pairs with a longer sequence are dropped and counted
+    shuffle: bool = True  # training pairs, by seed and epoch
+
+
+@dataclass(frozen=True)
+class PreferenceDataConfig(PairDataConfig):
+    """The same, or for KTO rows that hold one response and say whether it is good."""
+
+    response_column: str = "response"  # kto: text
+    label_column: str = "label"  # kto: true (or 1) where the response is good
+
+
+@dataclass(frozen=True)
+class TrainerDPOConfig(LoopConfig):
+    """The loop; a step is one optimizer update."""
+
+    loss: PreferenceLossName = "dpo"  # simpo has no reference; kto learns from single responses
+    # Weight of the implicit reward: the cost of leaving the reference. null: 0.1, simpo 2.
+    beta: Positive | None = None
+    label_smoothing: NonNegative = 0.0  # dpo: share of pairs labelled the wrong way round (cDPO)
+    average_logprobs: bool = False  # dpo, ipo, rpo: mean over a response's tokens, not their sum
+    distance: Literal["square", "forward_kl", "backward_kl"] = "backward_kl"  # rpo: from reward gap
+    reward_scale: Positive = 1.0  # rpo: of the data's rewards
+    target_margin: float = 1.0  # simpo: gamma, by how much the chosen response is to lead
+    sft_weight: NonNegative = 0.0  # of the chosen response's likelihood in the loss; not kto
+    desirable_weight: Annotated[float, Range(low=0.0)] = 1.0  # kto: of good responses
+    undesirable_weight: Annotated[float, Range(low=0.0)] = 1.0  # kto: of bad responses
+    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether an example is two responses, in adjacent rows."""
+        return self.loss != "kto"
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads the log-probs of the initial weights."""
+        return self.loss != "simpo"
+
+
+@dataclass(frozen=True)
+class DPOTrainerConfig(ProcessConfig):
+    """The trainer of a preference run."""
+
+    dpo: TrainerDPOConfig = field(default_factory=TrainerDPOConfig)
+
+
+def check_preference(config: "DPORunConfig") -> None:
+    """Refuse another loss's options, and batches that cut through pairs."""
+    loop = config.trainer.dpo
+    _check_options(loop)
+    if loop.label_smoothing >= 0.5:
+        raise ConfigError(
+            f"trainer.dpo.label_smoothing={loop.label_smoothing} must be below 0.5; from there on "
+            "the rejected responses would be preferred"
+        )
+    if (config.data.chosen_reward_column is None) != (config.data.rejected_reward_column is None):
+        raise ConfigError(
+            f"data.chosen_reward_column={config.data.chosen_reward_column} and "
+            f"data.rejected_reward_column={config.data.rejected_reward_column}: give both or none"
+        )
+    if loop.is_paired:
+        _check_even(config)
+
+
+def _check_options(loop: TrainerDPOConfig) -> None:
+    defaults = {each.name: each.default for each in fields(TrainerDPOConfig)}
+    own = LOSS_OPTIONS[loop.loss]
+    for key in {key: None for keys in LOSS_OPTIONS.values() for key in keys}:
+        value = getattr(loop, key)
+        if key not in own and value != defaults[key]:
+            owners = [loss for loss, keys in LOSS_OPTIONS.items() if key in keys]
+            raise ConfigError(
+                f"trainer.dpo.{key}={value} is an option of {', '.join(owners)}, and "
+                f"trainer.dpo.loss={loop.loss}; leave it at {defaults[key]}, or change the loss"
+            )
+
+
+def _check_even(config: "DPORunConfig") -> None:
+    for key in ("micro_batch_size", "global_batch_size"):
+        size = getattr(config.model, key)
+        if size % 2:
+            raise ConfigError(
+                f"model.{key}={size} counts rows, and trainer.dpo.loss={config.trainer.dpo.loss} "
+                f"takes two for a pair; make it even: {size - 1 or 2} or {size + 1}"
+            )
