@@ -131,9 +131,7 @@ class PPOPolicyLoss:
         ratio = self._ratio(log_ratio, mask)
         advantages = torch.where(mask, advantages, 0)
         if self.surrogate == "cispo":
-            surrogate, metrics = self._cispo(
-                ratio, advantages, torch.where(mask, logprobs, 0), mean
-            )
+            surrogate, metrics = self._cispo(ratio, advantages, logprobs, mean)
         else:
             surrogate, metrics = self._clip(ratio, advantages, mean)
         if self.importance_cap is not None:
