@@ -195,7 +195,7 @@ class DTensorModel:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Canonical weights joined on rank 0, none elsewhere; call it on every rank."""
-        weights = canonical_weights(self.shards, self.architecture, self.settings.dtype)
+        weights = canonical_weights(self.shards, self.architecture)
         gathered: dict[str, Tensor] = {}
         for name in weights:
             tensor = weights[name]

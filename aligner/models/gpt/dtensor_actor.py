@@ -158,4 +158,4 @@ class DTensorActorModel(DTensorModel):
 
     def hugging_face_weights(self) -> WholeParameters:
         """The whole weights under Hugging Face's names, gathered when indexed; collective."""
-        return WholeParameters(self.shards, self.settings.dtype)
+        return WholeParameters(self.shards)

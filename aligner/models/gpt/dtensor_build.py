@@ -69,6 +69,7 @@ def build_sharded(
             shapes[name],
             split.get(name),
             summed=parallel.config.tensor > 1 and name.endswith(APPLIED_TO_OWN_HEADS),
+            dtype=torch.float32 if name.startswith("score.") else dtype,
             parameter=parameter,
             parallel=parallel,
         )
@@ -152,6 +153,11 @@ def _fill(block: nn.Module, prefix: str, weights: Mapping[str, Tensor] | None) -
             continue
         value = torch.empty(parameter.shape, device=accelerator.device())
         if weights is not None:
+            if name not in weights:
+                raise CheckpointError(
+                    f"the model has {name}, which the checkpoint lacks; a critic or reward model "
+                    "has no output layer, start the policy from a language model"
+                )
             value.copy_(weights[name])
         owner, _, leaf = name[len(prefix) + 1 if prefix else 0 :].rpartition(".")
         block.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))

@@ -1,24 +1,14 @@
 """The critic on a transformers model: a body with a scalar head in place of the output layer."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
 from aligner.models.gpt.dtensor import DTensorModel
 from aligner.models.gpt.dtensor_model import TransformersModel
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
-from aligner.models.gpt.token_layout import TokenLayout
 from aligner.types import TokenOutputs
-
-
-def shifted_values(raw: Tensor, layout: TokenLayout) -> Tensor:
-    """Values of the frame ``[B, S]`` from the head's output ``[n * L]`` on the rows of a layout.
-
-    Shifted right: the output after reading token j is the value of the state before token j + 1.
-    The reference documents report that this alone decides parity of the backends.
-    """
-    rows, tokens = layout.predicted_tokens()
-    return layout.to_frame(raw[rows], tokens)
 
 
 class DTensorCriticModel(DTensorModel):
@@ -26,6 +16,8 @@ class DTensorCriticModel(DTensorModel):
 
     role_name = "critic"
     has_scalar_head = True
+    # Only tests turn it off, to see what it is for; no configuration reaches it.
+    shifts_values: ClassVar[bool] = True
 
     def token_outputs(
         self,
@@ -34,10 +26,16 @@ class DTensorCriticModel(DTensorModel):
         microbatch: Microbatch,
         with_entropy: bool,
     ) -> TokenOutputs:
-        """The value before every token."""
+        """The value before every token: what was read up to token j is the value of j + 1.
+
+        Without this shift the value of a state would be computed after its action was seen. The
+        reference documents report that it alone decides parity of the backends.
+        """
         assert not with_entropy  # a policy's matter
         assert model.score is not None
-        return TokenOutputs(shifted_values(model.score(hidden).squeeze(-1), microbatch.layout))
+        layout = microbatch.layout
+        rows, tokens = layout.predicted_tokens() if self.shifts_values else layout.held_tokens()
+        return TokenOutputs(layout.to_frame(model.score(hidden).squeeze(-1)[rows], tokens))
 
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None

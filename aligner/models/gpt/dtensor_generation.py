@@ -21,11 +21,11 @@ from aligner.models.gpt.dtensor_shards import ParameterShard, WholeParameters
 
 
 def canonical_weights(
-    shards: Sequence[ParameterShard], architecture: GPTArchitecture, dtype: torch.dtype
+    shards: Sequence[ParameterShard], architecture: GPTArchitecture
 ) -> HuggingFaceWeights:
     """Canonical weights of a sharded model, gathered when indexed; collective."""
     family, _ = config_to_hf(architecture)
-    return HuggingFaceWeights(WholeParameters(shards, dtype), family.table, architecture)
+    return HuggingFaceWeights(WholeParameters(shards), family.table, architecture)
 
 
 def megatron_copy(
@@ -38,7 +38,7 @@ def megatron_copy(
     gpt = build_gpt(architecture, dtype=dtype, parallel=parallel.config, initialize=False)
     load_weights(
         gpt,
-        canonical_weights(shards, architecture, dtype),
+        canonical_weights(shards, architecture),
         architecture,
         tp_rank=parallel.tp_rank,
         tp_size=parallel.config.tensor,

@@ -1,12 +1,11 @@
 """Optimizer of a sharded model: each process updates the elements it holds.
 
 The same step as the megatron-core roles': global norm, refusal of what is not finite, clipping,
-AdamW (or SGD) in float32; weight decay spares biases and norms.
+AdamW (or SGD) in float32.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,15 +42,8 @@ class ShardOptimizer:
             for shard in self._shards
             if shard.local.numel() > 0
         }
-        self._inner = _make_optimizer(config, self._decayed(True), self._decayed(False))
+        self._inner = _make_optimizer(config, list(self._mains.values()))
         self._offloaded = False
-
-    def _decayed(self, wanted: bool) -> list[nn.Parameter]:
-        return [
-            self._mains[shard.name]
-            for shard in self._shards
-            if shard.name in self._mains and _decays(shard) == wanted
-        ]
 
     @property
     def lr(self) -> float:
@@ -146,18 +138,14 @@ class ShardOptimizer:
         self._offloaded = False
 
 
-def _decays(shard: ParameterShard) -> bool:
-    return len(shard.shape) > 1 and not shard.name.endswith(".bias")
-
-
-def _make_optimizer(
-    config: OptimConfig, decayed: list[nn.Parameter], others: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+def _make_optimizer(config: OptimConfig, mains: list[nn.Parameter]) -> torch.optim.Optimizer:
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        return torch.optim.SGD(mains, lr=config.lr, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        mains,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )

@@ -27,6 +27,7 @@ class ParameterShard:
     shape: Shape  # of the whole
     split_dim: int | None  # over tensor-parallel ranks; None: each has all of it
     summed: bool  # gradients are to be added up over tensor-parallel ranks
+    dtype: torch.dtype  # of the forward pass; the local elements are float32
     parameter: nn.Parameter  # a DTensor
     parallel: ParallelState
 
@@ -68,11 +69,11 @@ class ParameterShard:
             part = whole.narrow(self.split_dim, columns.start, len(columns))
         return part[self.rows.start : self.rows.stop]
 
-    def gather(self, dtype: torch.dtype) -> Tensor:
-        """The whole parameter on every process; collective."""
+    def gather(self) -> Tensor:
+        """The whole parameter on every process, in the forward pass's dtype; collective."""
         parallel = self.parallel
         part = _gather(
-            self.local.to(dtype), 0, self.part_shape[0], parallel.dp_group, parallel.dp_size
+            self.local.to(self.dtype), 0, self.part_shape[0], parallel.dp_group, parallel.dp_size
         )
         if self.split_dim is None:
             return part
@@ -86,12 +87,11 @@ class WholeParameters(Mapping[str, Tensor]):
     Collective: all processes index the same names in the same order.
     """
 
-    def __init__(self, shards: Sequence[ParameterShard], dtype: torch.dtype) -> None:
+    def __init__(self, shards: Sequence[ParameterShard]) -> None:
         self._shards = {shard.name: shard for shard in shards}
-        self._dtype = dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._shards[name].gather(self._dtype)
+        return self._shards[name].gather()
 
     def __contains__(self, name: object) -> bool:
         return name in self._shards

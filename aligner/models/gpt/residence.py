@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from aligner.distributed import accelerator
 
@@ -24,7 +25,7 @@ class Residence:
 
         Nothing moves where there is no device apart from the host.
         """
-        weights = [parameter.data for parameter in self._model.parameters()]
+        weights = [_plain(parameter.data) for parameter in self._model.parameters()]
         buffers = [
             parameter.main_grad
             for parameter in self._model.parameters()
@@ -54,6 +55,11 @@ class Residence:
                 content.copy_(copy, non_blocking=True)
         accelerator.synchronize()  # the copies must not be freed before they are read
         self._parked = []
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """What this process holds of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -135,3 +135,13 @@ class PolicyRole(Role, Protocol):
     ) -> GenerationOutput:
         """Continue right-padded prompts."""
         ...
+
+
+class CriticRole(Role, Protocol):
+    """A role that says what states are worth."""
+
+    def get_values(
+        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
+    ) -> Tensor:
+        """Values of the states before each token."""
+        ...

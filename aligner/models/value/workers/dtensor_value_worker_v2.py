@@ -1,20 +1,15 @@
 """One process's share of a critic on a transformers model, as FSDP2 and DTensors."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import CriticConfig, ModelConfig
 from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.dtensor_critic import DTensorCriticModel
 from aligner.models.gpt.settings import RunFacts, critic_settings
-from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+from aligner.models.value.workers.value_worker import ValueWorker
 
 
-class DTensorValueWorkerV2(MegatronWorker[DTensorCriticModel]):
+class DTensorValueWorkerV2(ValueWorker[DTensorCriticModel]):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
     Args:
@@ -45,19 +40,7 @@ class DTensorValueWorkerV2(MegatronWorker[DTensorCriticModel]):
         path = weights_path or config.restore_from_path or model.restore_from_path
         with open_model(path) as source:
             critic = DTensorCriticModel(source, settings, parallel, tokenizer)
-        super().__init__(critic, parallel)
-        if init_optimizer:
-            critic.setup_training()
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
-
-    def get_values(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``values`` float32 ``[B, S]``, right-shifted: of the state before each token."""
-        passes = micro_batches_of(data, micro_batch_size)
-        values = self.model.get_values(tensors_on_device(data), passes)
-        return BatchedDataDict({"values": values})
+        super().__init__(critic, parallel, config, init_optimizer, optimizer_path)
 
     def num_parameters(self) -> int:
         """Parameters of the whole role."""

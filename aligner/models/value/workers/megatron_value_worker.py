@@ -1,24 +1,19 @@
 """One process's share of a critic on megatron-core."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import CriticConfig, ModelConfig
 from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
 from aligner.models.gpt.settings import RunFacts, critic_settings
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights_after_updates
-from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+from aligner.models.value.workers.value_worker import ValueWorker
 
 __all__ = ["MegatronValueWorker", "MegatronValueWorkerImpl", "ValueHead", "forward_step_value"]
 
 
-class MegatronValueWorkerImpl(MegatronWorker[MegatronGPTCriticModel]):
+class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
     Args:
@@ -51,50 +46,7 @@ class MegatronValueWorkerImpl(MegatronWorker[MegatronGPTCriticModel]):
             restore_path=weights_path or config.restore_from_path or model.restore_from_path,
             tokenizer=tokenizer,
         )
-        super().__init__(critic, parallel)
-        if init_optimizer:
-            critic.setup_training()
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
-        self._offloads = config.offload_weights
-
-    def get_values(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``values`` float32 ``[B, S]``, right-shifted: of the state before each token."""
-        passes = micro_batches_of(data, micro_batch_size)
-        values = self.model.get_values(tensors_on_device(data), passes)
-        return BatchedDataDict({"values": values})
-
-    # Phases -----------------------------------------------------------------------------------
-
-    def prepare_for_training(self) -> None:
-        """Weights, gradient buffers and optimizer state to the device, training mode."""
-        self._bring_back()
-        super().prepare_for_training()
-
-    def finish_training(self) -> None:
-        """Weights whole; with ``offload_weights`` everything leaves the device."""
-        self.disable_forward_pre_hook()
-        super().finish_training()
-        if self._offloads:
-            self.move_optimizer("cpu")
-            self.move_model(self.model.model, "cpu")
-
-    def prepare_for_inference(self) -> None:
-        """Weights whole and on the device, evaluation mode."""
-        self.disable_forward_pre_hook()
-        self._bring_back()
-        super().prepare_for_inference()
-
-    def finish_inference(self) -> None:
-        """Leave inference; with ``offload_weights`` the weights leave the device."""
-        super().finish_inference()
-        if self._offloads:
-            self.move_model(self.model.model, "cpu")
-
-    def _bring_back(self) -> None:
-        self.residence(self.model.model).to_device()
+        super().__init__(critic, parallel, config, init_optimizer, optimizer_path)
 
     # When weights are gathered ----------------------------------------------------------------
 
@@ -110,38 +62,6 @@ class MegatronValueWorkerImpl(MegatronWorker[MegatronGPTCriticModel]):
         """Gather weights right after updates again, and now unless ``param_sync`` is False."""
         if self.model.optimizer is not None:
             gather_weights_after_updates(self.model.optimizer.model, param_sync)
-
-    # State ------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact."""
-        self._settle()
-        return super().state_dict()
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from what every process of the saved run returned."""
-        self._settle()
-        super().load_state_dict(states)
-
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-    ) -> None:
-        """Write body and head, and what else is asked for; see `MegatronWorker`."""
-        self._settle()
-        super().save_checkpoint(weights_path, optimizer_path, tokenizer_path)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Inverse of `save_checkpoint`, on any layout."""
-        self._settle()
-        super().load_checkpoint(weights_path, optimizer_path)
-
-    def _settle(self) -> None:
-        """Weights whole and on the device, whatever phase this is."""
-        self.disable_forward_pre_hook()
-        self._bring_back()
 
 
 class MegatronValueWorker(MegatronValueWorkerImpl):

@@ -1,0 +1,124 @@
+"""One process's share of a critic, whatever it is built of."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from aligner.checkpoint.role_files import load_optimizer_state
+from aligner.config import CriticConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import ParallelState
+from aligner.models.gpt.role import CriticRole
+from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+
+Critic = TypeVar("Critic", bound=CriticRole)
+
+
+class ValueWorker(MegatronWorker[Critic]):
+    """What `Value` asks of its workers; a backend builds the model.
+
+    Args:
+        model: the critic.
+        parallel: this process's place.
+        config: the critic's section.
+        init_optimizer: False for a critic that only predicts.
+        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        model: Critic,
+        parallel: ParallelState,
+        config: CriticConfig,
+        init_optimizer: bool,
+        optimizer_path: str | None,
+    ) -> None:
+        super().__init__(model, parallel)
+        if init_optimizer:
+            model.setup_training()
+        if optimizer_path is not None:
+            load_optimizer_state(self, optimizer_path)
+        self._offloads = config.offload_weights
+
+    def get_values(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """``values`` float32 ``[B, S]``, right-shifted: of the state before each token."""
+        passes = micro_batches_of(data, micro_batch_size)
+        values = self.model.get_values(tensors_on_device(data), passes)
+        return BatchedDataDict({"values": values})
+
+    # Phases -----------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Weights, gradient buffers and optimizer state to the device, training mode."""
+        self._bring_back()
+        super().prepare_for_training()
+
+    def finish_training(self) -> None:
+        """Weights whole; with ``offload_weights`` everything leaves the device."""
+        self.disable_forward_pre_hook()
+        super().finish_training()
+        if self._offloads:
+            self.move_optimizer("cpu")
+            self.move_model(self.model.model, "cpu")
+
+    def prepare_for_inference(self) -> None:
+        """Weights whole and on the device, evaluation mode."""
+        self.disable_forward_pre_hook()
+        self._bring_back()
+        super().prepare_for_inference()
+
+    def finish_inference(self) -> None:
+        """Leave inference; with ``offload_weights`` the weights leave the device."""
+        super().finish_inference()
+        if self._offloads:
+            self.move_model(self.model.model, "cpu")
+
+    def _bring_back(self) -> None:
+        self.residence(self.model.model).to_device()
+
+    # When weights are gathered ----------------------------------------------------------------
+
+    def enable_forward_pre_hook(self) -> None:
+        """From the next update on, gather each weight in the forward pass that reads it.
+
+        Nothing to do where the backend always does.
+        """
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Gather weights right after updates again, and now unless ``param_sync`` is False.
+
+        Nothing to do where the backend never does.
+        """
+
+    # State ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's share of weights and optimizer, exact."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`, from what every process of the saved run returned."""
+        self._settle()
+        super().load_state_dict(states)
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write body and head, and what else is asked for; see `MegatronWorker`."""
+        self._settle()
+        super().save_checkpoint(weights_path, optimizer_path, tokenizer_path)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """Inverse of `save_checkpoint`, on any layout."""
+        self._settle()
+        super().load_checkpoint(weights_path, optimizer_path)
+
+    def _settle(self) -> None:
+        """Weights whole and on the device, whatever phase this is."""
+        self.disable_forward_pre_hook()
+        self._bring_back()

@@ -1,0 +1,310 @@
+"""Actor and critic on transformers models, sharded over one process.
+
+Layouts and megatron-core's numbers are `tests/distributed/test_dtensor_layouts`. Here: files in and
+out, the right shift, what is recomputed, refused or skipped, and the optimizers.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import CheckpointError, ConfigError, LayoutError
+from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
+from aligner.models.gpt.dtensor_actor import DTensorActorModel
+from aligner.models.gpt.dtensor_critic import DTensorCriticModel
+from aligner.models.gpt.dtensor_plan import check_backend
+from aligner.models.gpt.settings import RoleSettings, RunFacts
+from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
+from aligner.models.value.workers.dtensor_value_worker_v2 import DTensorValueWorkerV2
+
+LENGTHS, PROMPTS, WIDTH = (9, 5, 12, 7), (4, 3, 6, 2), 12
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(7)
+    position = torch.arange(WIDTH)
+    lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
+    noise = torch.randn(len(LENGTHS), WIDTH, generator=generator)
+    return {
+        "input_ids": torch.randint(1, 250, (len(LENGTHS), WIDTH), generator=generator),
+        "input_lengths": lengths,
+        "token_mask": ((position >= prompts[:, None]) & (position < lengths[:, None])).float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
+
+
+def load(cls, path, **changes):
+    defaults = {"optim": OptimConfig(lr=1e-3), "micro_batch_size": 2}
+    with open_model(path) as source:
+        settings = RoleSettings(**{**defaults, **changes})
+        return cls(source, settings, initialize_parallel(), source.tokenizer)
+
+
+def trained(role, loss, updates=1):
+    role.setup_training()
+    role.loss_fn = loss
+    role.prepare_for_training()
+    return [role.training_update(make_batch(), number) for number in range(updates)]
+
+
+def critic_with_head(path, **changes):
+    """A fresh head is zero and lets no gradient into the body."""
+    critic = load(DTensorCriticModel, path, **changes)
+    for shard in critic.shards:
+        if shard.name == "score.weight":
+            shard.local.normal_(generator=torch.Generator().manual_seed(3))
+    return critic
+
+
+@pytest.fixture(scope="module")
+def policy_worker(tiny_nemo):
+    with open_model(tiny_nemo) as source:
+        return DTensorPolicyWorkerV2(
+            ModelConfig(restore_from_path=str(tiny_nemo)),
+            source.tokenizer,
+            RunFacts(),
+            initialize_parallel(),
+            init_optimizer=False,
+            init_reference_model=False,
+        )
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def test_a_policy_travels_as_nemo_and_as_hugging_face(policy_worker, tiny_nemo, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    policy_worker.save_checkpoint(str(tmp_path / "copy.nemo"))
+    assert (tmp_path / "copy.nemo").read_bytes() == tiny_nemo.read_bytes()
+    policy_worker.save_checkpoint(str(tmp_path / "hf"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    batch = make_batch()
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        expected = loaded(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])
+    logprobs = policy_worker.model.get_logprobs(batch)
+    mask = batch["token_mask"].bool()
+    assert torch.allclose(logprobs[:, 1:][mask[:, 1:]], expected.squeeze(2)[mask[:, 1:]], atol=1e-5)
+    assert logprobs[~mask].abs().max() == 0
+    again = load(DTensorActorModel, tmp_path / "hf")
+    assert torch.equal(again.get_logprobs(batch), logprobs)
+
+
+def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
+    from transformers import AutoModelForTokenClassification
+
+    with open_model(tiny_nemo) as source:
+        worker = DTensorValueWorkerV2(
+            CriticConfig(),
+            ModelConfig(restore_from_path=str(tiny_nemo)),
+            source.tokenizer,
+            RunFacts(),
+            initialize_parallel(),
+        )
+    critic = worker.model = critic_with_head(tiny_nemo)
+    values = critic.get_values(make_batch())
+    for path in (tmp_path / "critic.nemo", tmp_path / "critic_hf"):
+        worker.save_checkpoint(str(path))
+        assert torch.equal(load(DTensorCriticModel, path).get_values(make_batch()), values)
+    loaded = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic_hf").eval()
+    with torch.no_grad():
+        raw = loaded(make_batch()["input_ids"]).logits.squeeze(-1)
+    for row, length in enumerate(LENGTHS):
+        assert torch.allclose(values[row, 1:length], raw[row, : length - 1], atol=1e-5)
+        assert values[row, 0] == 0
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(DTensorActorModel, tmp_path / "critic.nemo")
+
+
+def test_load_checkpoint_restores_weights(policy_worker, tiny_nemo, tmp_path):
+    role = load(DTensorActorModel, tiny_nemo)
+    before = role.get_logprobs(make_batch())
+    trained(role, PPOPolicyLoss())
+    assert not torch.equal(role.get_logprobs(make_batch()), before)
+    with open_model(tiny_nemo) as source:
+        role.load_whole_weights(source.weights)
+    assert torch.equal(role.get_logprobs(make_batch()), before)
+
+
+def test_weights_have_hugging_faces_names(policy_worker, tmp_path):
+    from safetensors.torch import load_file
+
+    policy_worker.save_checkpoint(str(tmp_path / "hf"))
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    names = policy_worker.hf_weight_names()
+    assert set(names) == set(saved)
+    for name, tensor in policy_worker.hf_weights(names[:9]):
+        assert torch.equal(tensor, saved[name]), name
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def test_a_value_never_sees_its_own_token(tiny_nemo, monkeypatch):
+    """V(before token t) must not move when token t does; it does where the shift is off."""
+    critic = critic_with_head(tiny_nemo)
+    batch = make_batch()
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][2, 8] += 1
+
+    def moved():
+        return critic.get_values(batch)[2, 8] != critic.get_values(changed)[2, 8]
+
+    def loss():
+        critic.loss_fn = PPOValueLoss(value_clip=0.2)
+        return critic.get_loss_and_metrics(batch, forward_only=True)[0]
+
+    shifted = loss()
+    assert not moved()
+    monkeypatch.setattr(DTensorCriticModel, "shifts_values", False)
+    assert moved()
+    assert loss() != shifted  # training sees the same values as inference does
+
+
+# Training ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        OptimConfig(lr=1e-3, eps=1e-3, weight_decay=0.1, sched=SchedConfig(warmup_steps=1)),
+        OptimConfig(name="sgd", lr=1e-2, weight_decay=0.1),
+    ],
+    ids=["adam", "sgd"],
+)
+def test_optimizers_do_as_megatrons_do(optim, tiny_nemo):
+    roles = [
+        load(DTensorActorModel, tiny_nemo, optim=optim, gradient_clip_val=0.5),
+        load_from_nemo(
+            MegatronGPTActorModel,
+            RoleSettings(optim=optim, micro_batch_size=2, gradient_clip_val=0.5),
+            restore_path=tiny_nemo,
+        ),
+    ]
+    reports = [trained(role, PPOPolicyLoss(), updates=2) for role in roles]
+    for mine, theirs in zip(*reports, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    mine, theirs = (role.whole_weights() for role in roles)
+    assert mine.keys() == theirs.keys()
+    for name, weight in mine.items():
+        assert torch.allclose(weight, theirs[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_recomputed_activations_give_the_same_update(recompute, packed, tiny_nemo):
+    weights = []
+    for setting in (None, recompute):
+        role = critic_with_head(tiny_nemo, recompute=setting, sequence_packing=packed)
+        trained(role, PPOValueLoss(value_clip=0.2))
+        weights.append(role.whole_weights())
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], atol=1e-6), name
+
+
+def test_bf16_keeps_float32_weights_and_head(tiny_nemo):
+    exact = critic_with_head(tiny_nemo)
+    critic = critic_with_head(tiny_nemo, precision="bf16")
+    assert all(shard.local.dtype == torch.float32 for shard in critic.shards)
+    difference = critic.get_values(make_batch()) - exact.get_values(make_batch())
+    assert 0 < difference.abs().max() < 0.3
+    before = {shard.name: shard.local.clone() for shard in critic.shards}
+    report = trained(critic, PPOValueLoss(value_clip=0.2))[0]
+    assert math.isfinite(report["grad_norm"])
+    # An update of 1e-3 of a weight's size would vanish in bfloat16.
+    assert all(not torch.equal(before[shard.name], shard.local) for shard in critic.shards)
+    assert critic.whole_weights()["rm_head.weight"].dtype == torch.float32
+
+
+def test_the_reference_keeps_the_initial_weights(tiny_nemo):
+    batch = make_batch()
+    for mode in ("keep", "swap"):
+        role = load(DTensorActorModel, tiny_nemo)
+        initial = role.get_logprobs(batch)
+        role.keep_reference(mode)
+        trained(role, PPOPolicyLoss())
+        after = role.get_logprobs(batch)
+        assert not torch.equal(after, initial)
+        assert torch.equal(role.get_reference_logprobs(batch), initial)
+        assert torch.equal(role.get_logprobs(batch), after)
+
+
+def test_what_is_not_finite_never_reaches_the_weights(tiny_nemo, tmp_path):
+    critic = critic_with_head(tiny_nemo, non_finite_dir=tmp_path)
+    critic.setup_training()
+    critic.loss_fn = PPOValueLoss(value_clip=None)
+    critic.prepare_for_training()
+    batch = make_batch()
+    batch["returns"][1, PROMPTS[1]] = float("nan")
+    before = {shard.name: shard.local.clone() for shard in critic.shards}
+    assert critic.training_update(batch)["skipped"] == 1
+    assert all(torch.equal(before[shard.name], shard.local) for shard in critic.shards)
+    assert critic.optimizer.steps == 0
+    assert list(tmp_path.rglob("*.json"))
+
+
+# Generation --------------------------------------------------------------------------------------
+
+
+def test_generation_has_the_weights_of_the_moment(tiny_nemo):
+    with open_model(tiny_nemo) as source:
+        worker = DTensorPolicyWorkerV2(
+            ModelConfig(restore_from_path=str(tiny_nemo), optim=OptimConfig(lr=0.1)),
+            source.tokenizer,
+            RunFacts(),
+            initialize_parallel(),
+            init_reference_model=False,
+        )
+    prompts = BatchedDataDict(
+        {
+            "input_ids": make_batch()["input_ids"][:, :4],
+            "input_lengths": torch.full((4,), 4),
+            "sample_ids": torch.arange(4),
+        }
+    )
+    first = worker.generate(prompts, seed=1)
+    assert torch.equal(worker.generate(prompts, seed=1)["output_ids"], first["output_ids"])
+    trained(worker.model, PPOPolicyLoss())
+    worker.prepare_for_generation()
+    second = worker.generate(prompts, seed=1)
+    assert not torch.equal(second["output_ids"], first["output_ids"])
+    worker.finish_generation()
+    with pytest.raises(ConfigError, match="prepare_for_generation"):
+        worker.model.generate(*prompts.values(), seed=1)
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+def test_what_this_backend_does_not_have_is_refused():
+    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4)
+    with pytest.raises(LayoutError, match=r"4 experts.*policy\.backend=megatron"):
+        check_backend("mixtral", experts, ParallelConfig())
+    with pytest.raises(LayoutError, match=r"tensor_model_parallel_size=2.*gpt2.*llama"):
+        check_backend("gpt2", TINY_ARCHITECTURE, ParallelConfig(tensor=2))
+
+
+def test_a_run_state_of_the_other_backend_is_refused(tiny_nemo):
+    role = load(DTensorActorModel, tiny_nemo)
+    other = load_from_nemo(MegatronGPTActorModel, RoleSettings(), restore_path=tiny_nemo)
+    with pytest.raises(CheckpointError, match=r"policy\.backend=dtensor"):
+        role.load_run_state([other.run_state()])
+    state = role.run_state()
+    del state["slices"]["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*lacks"):
+        role.load_run_state([state])
