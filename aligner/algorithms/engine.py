@@ -167,5 +167,6 @@ def with_restarts(engine: Engine, console: Console, attempt: Callable[[int], Non
                 f"(restart {number + 1} of cluster.max_restarts={engine.max_restarts})",
                 highlight=False,
                 markup=False,
+                soft_wrap=True,
             )
     return None

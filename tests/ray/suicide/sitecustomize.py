@@ -1,6 +1,6 @@
 """Imported by every Python that starts with this folder on its path; see `test_driver`.
 
-The process that calls a policy worker by ``$ALIGNER_TEST_DIE_IN`` in step 2 ends at once.
+``ALIGNER_TEST_DIE_IN="2 train"``: the process that calls a policy worker so in step 2 ends there.
 """
 
 import os
@@ -22,14 +22,15 @@ def _change():
     from aligner.distributed.ray_worker_group import RayWorkerGroup
     from aligner.observe.nonfinite import current_step
 
-    real_call, method, saves = RayWorkerGroup._call, os.environ["ALIGNER_TEST_DIE_IN"], []
+    step, method = os.environ["ALIGNER_TEST_DIE_IN"].split()
+    real_call, seen = RayWorkerGroup._call, [0]
 
     def call(group, rank, method_name, *arguments):
         answer = real_call(group, rank, method_name, *arguments)
-        if (group.name_prefix, method_name) == ("lm_policy", method):
-            saves.append(method_name == "save_state")  # made after its step
-            if current_step() == 2 or sum(saves) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(current_step() or seen[-1])  # a state is saved after its step
+        called = (group.name_prefix, method_name, seen[-1])
+        if called == ("lm_policy", method, int(step)):
+            os.kill(os.getpid(), signal.SIGKILL)
         return answer
 
     RayWorkerGroup._call = call
