@@ -95,7 +95,7 @@ def test_links_and_commands_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"(?:`|^)make ([a-z]+)\b(?!/)", text, re.MULTILINE))
+    targets = set(re.findall(r"(?:`|^)make ([a-z-]+)\b(?![/-])", text, re.MULTILINE))
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
     scripts = set(re.findall(r"(?:examples|conf|benchmarks)/[\w/]+\.(?:py|yaml)", text))
     assert [script for script in scripts if not (ROOT / script).exists()] == []

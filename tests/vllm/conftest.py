@@ -3,7 +3,15 @@
 make test-vllm        makes the engines' environment and runs this folder
 """
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "ray"))  # runs on Ray, and what they could leave
+
+from leftovers import living_actors, processes_of, reserved_groups, session_folder, shared_memory
 from vllm_roles import WIDE
 
 from aligner.checkpoint.nemo import save_nemo
@@ -14,16 +22,39 @@ from aligner.data.byte_tokenizer import byte_level_tokenizer
 @pytest.fixture(scope="session")
 def wide_nemo(tmp_path_factory):
     """The tiny model with wider heads, its weights large enough for log-probs to differ."""
+    return write_wide(tmp_path_factory, scale=0.2)
+
+
+@pytest.fixture(scope="session")
+def fresh_nemo(tmp_path_factory):
+    """The tiny model with wider heads, as fresh as that of the tiny recipe."""
+    return write_wide(tmp_path_factory, scale=None)
+
+
+def write_wide(tmp_path_factory, scale):
     path = tmp_path_factory.mktemp("models") / "wide.nemo"
-    weights = random_weights(WIDE, seed=0, scale=0.2)
+    weights = random_weights(WIDE, seed=0, scale=scale)
     save_nemo(path, weights, WIDE, byte_level_tokenizer().files())
     return path
 
 
 @pytest.fixture(scope="session")
-def ray():
-    """Ray's processes, started once and gone at the end."""
+def own_ray():
+    """Ray's processes, started once; at the end they and all memory they shared are gone."""
+
     from aligner.distributed.ray_session import RayNeeds, ray_session
 
+    memory = shared_memory()
     with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):
+        folder = session_folder(os.getpid())
         yield
+    assert processes_of(folder) == []
+    assert shared_memory() == memory
+
+
+@pytest.fixture
+def ray(own_ray):
+    """The Ray of all tests; no actor and no placement group may outlive the test."""
+    yield
+    assert living_actors() == []
+    assert reserved_groups() == []

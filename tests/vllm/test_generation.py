@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
 
 @pytest.fixture(scope="module")
-def pair(ray, wide_nemo):
+def pair(own_ray, wide_nemo):
     ppo = {"length_params": {"max_length": 12}, "sampling_params": {"end_strings": ["q"]}}
     with roles(run_config(wide_nemo, ppo=ppo)) as (policy, generation):
         generation.prepare_for_generation()
