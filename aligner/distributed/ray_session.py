@@ -63,6 +63,11 @@ def ray_session(address: str | None, needs: RayNeeds) -> Iterator[None]:
 def _joined(address: str) -> Iterator[None]:
     import ray
 
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"cluster.address={address} (or RAY_ADDRESS): run the command on a machine of the "
+            "cluster and give the address as host:port"
+        )
     try:
         ray.init(address, namespace=_namespace(), log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:

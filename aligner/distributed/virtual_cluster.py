@@ -8,6 +8,7 @@ One placement group per node keeps a node's bundles together.
 """
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -74,7 +75,10 @@ class RayVirtualCluster:
         import ray
 
         self.name, self.timeout_s = name, timeout_s
-        self.use_gpus = use_gpus if use_gpus is not None else "GPU" in ray.cluster_resources()
+        if use_gpus is None:
+            has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+            use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
+        self.use_gpus = use_gpus
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if self.use_gpus else {})}
