@@ -36,7 +36,8 @@ class Task(Generic[T_co]):
     """What is learned from what.
 
     ``collate`` makes the batch that ``loss`` reads out of so many examples, with the columns of
-    `aligner.types`; every example gives ``rows_per_example`` adjacent rows.
+    `aligner.types`; every example gives ``rows_per_example`` adjacent rows. ``complete`` adds to a
+    batch, in place, what the role itself says before it learns from it.
     """
 
     train: Examples[T_co]
@@ -44,6 +45,7 @@ class Task(Generic[T_co]):
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
     rows_per_example: int = 1
+    complete: Callable[[Any, BatchedDataDict], None] | None = None
 
 
 class SupervisedTrainer:
@@ -69,6 +71,7 @@ class SupervisedTrainer:
             indices = self.sampler.next_batch()
             batch = self.task.collate([self.task.train[index] for index in indices])
         with timers("train"):
+            self._complete(batch)
             self.role.prepare_for_training()
             result = self.role.train(batch, self.task.loss)
             self.role.finish_training()
@@ -96,10 +99,15 @@ class SupervisedTrainer:
         count = min(len(examples), self.limit_val_examples or len(examples))
         with timers("validate"):
             batch = self.task.collate([examples[index] for index in range(count)])
+            self._complete(batch)
             batch = _filled_up(batch, self._rows_that_divide())
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
         metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
         return Outcome(prefixed("val_optim", metrics))
+
+    def _complete(self, batch: BatchedDataDict) -> None:
+        if self.task.complete is not None:
+            self.task.complete(self.role, batch)
 
     def _rows_that_divide(self) -> int:
         """Rows of any batch are a multiple of it: what all data-parallel ranks take in a pass."""

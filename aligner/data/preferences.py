@@ -6,7 +6,7 @@ first.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -38,6 +38,16 @@ class Pair:
     def length(self) -> int:
         """Tokens of the longer sequence."""
         return max(len(self.chosen.ids), len(self.rejected.ids))
+
+    @property
+    def examples(self) -> tuple[Example, Example]:
+        """The two, chosen first."""
+        return self.chosen, self.rejected
+
+    def with_examples(self, examples: Sequence[Example]) -> "Pair":
+        """The same pair out of two other examples."""
+        chosen, rejected = examples
+        return replace(self, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True)
@@ -136,9 +146,7 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
     ``ground_truth_rewards`` float32 [B]: the reward of each row. ``preference_strengths`` float32
     [B]: by how much the chosen response of the row's pair is better.
     """
-    batch = collate_examples(
-        [example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_id
-    )
+    batch = collate_examples([example for pair in pairs for example in pair.examples], pad_id)
     rewards = torch.tensor([pair.rewards for pair in pairs])
     batch["ground_truth_rewards"] = rewards.flatten()
     batch["preference_strengths"] = (rewards[:, 0] - rewards[:, 1]).repeat_interleave(2)

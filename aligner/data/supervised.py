@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from aligner.data.chat import Message, parse_conversation, parse_messages
 from aligner.data.collate import pad_right
@@ -28,6 +29,12 @@ class Example:
     id: int
     ids: list[int]
     learned: list[tuple[int, int]]  # [start, end) of the tokens that the loss speaks of
+    ref_logprobs: Tensor | None = None  # float32, of the learned tokens; None: nobody asked
+
+    @property
+    def learned_tokens(self) -> int:
+        """How many tokens the loss speaks of."""
+        return sum(end - start for start, end in self.learned)
 
 
 @dataclass(frozen=True)
@@ -174,14 +181,15 @@ def encode_chat(
 
 def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:
     """``input_ids`` int64 [B, S] right-padded, ``input_lengths`` int64 [B], ``token_mask`` float32
-    [B, S] (1 where the token is learned), ``sample_mask`` float32 [B] (all 1).
+    [B, S] (1 where the token is learned), ``sample_mask`` float32 [B] (all 1); where the examples
+    bring them, ``ref_logprobs`` float32 [B, S], 0 where the mask is.
     """
     ids, lengths = pad_right([example.ids for example in examples], pad_id)
     mask = torch.zeros(ids.shape)
     for row, example in zip(mask, examples, strict=True):
         for start, end in example.learned:
             row[start:end] = 1.0
-    return BatchedDataDict(
+    batch: BatchedDataDict = BatchedDataDict(
         {
             "input_ids": ids,
             "input_lengths": lengths,
@@ -189,6 +197,13 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
             "sample_mask": torch.ones(len(examples)),
         }
     )
+    references = [each.ref_logprobs for each in examples if each.ref_logprobs is not None]
+    if references:
+        assert len(references) == len(examples), "some examples lack ref_logprobs"
+        batch["ref_logprobs"] = torch.zeros(ids.shape).masked_scatter_(
+            mask.bool(), torch.cat(references)
+        )
+    return batch
 
 
 def _prompt_and_response(

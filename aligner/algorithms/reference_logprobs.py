@@ -1,0 +1,163 @@
+"""What the reference policy says of given responses: asked once, and kept beside the run.
+
+The reference is the policy before its first update, so no second model is needed: the policy is
+asked while it still has its initial weights (which it has whenever a run starts, before a run state
+is restored). Kept are float32 log-probs of the learned tokens alone, one after the other.
+"""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from aligner.algorithms.supervised import Examples
+from aligner.checkpoint.durable import atomic_file
+from aligner.config import DPORunConfig
+from aligner.data.supervised import Example, collate_examples
+from aligner.distributed.agreement import on_rank_zero
+from aligner.models.policy.lm_policy import Policy
+
+
+class Referenced(Protocol):
+    """Something made of examples: a pair of responses, a labelled response."""
+
+    @property
+    def examples(self) -> Sequence[Example]:
+        """The examples, in a fixed order."""
+        ...
+
+    def with_examples(self, examples: Sequence[Example]) -> Self:
+        """The same of other examples."""
+        ...
+
+
+Item = TypeVar("Item", bound=Referenced)
+
+
+class WithReference(Generic[Item]):
+    """A data set whose examples bring what the reference says of them."""
+
+    def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
+        """``logprobs``: float32, of the learned tokens of all examples of all items, in order."""
+        counts = [example.learned_tokens for example in _examples(items)]
+        bounds = pairwise(accumulate(counts, initial=0))
+        self._items, self._logprobs, self._bounds = items, logprobs, list(bounds)
+        assert logprobs.shape == (sum(counts),), (logprobs.shape, sum(counts))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Item:
+        item = self._items[index]
+        examples = item.examples
+        first = index * len(examples)
+        bounds = self._bounds[first : first + len(examples)]
+        return item.with_examples(
+            [
+                replace(example, ref_logprobs=self._logprobs[start:end])
+                for example, (start, end) in zip(examples, bounds, strict=True)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class ReferenceLogprobs:
+    """Asks ``policy``, which has its initial weights, or reads what was kept at ``path``."""
+
+    policy: Policy
+    path: Path
+    pad_id: int
+    console: Console
+
+    def of(
+        self, sets: Mapping[str, Examples[Item]], config: DPORunConfig
+    ) -> dict[str, WithReference[Item]]:
+        """Every one of ``sets``, with the log-probs. Kept ones of something else are replaced."""
+        fingerprint = fingerprint_of(config, sets)
+        changes = on_rank_zero(lambda: _differences(self.path, fingerprint))
+        if changes == []:
+            kept = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
+            return {name: WithReference(items, kept[name]) for name, items in sets.items()}
+        if changes:
+            self._say(f"{self.path} is of {', '.join(changes)} that have changed")
+        count = sum(len(items[0].examples) * len(items) for items in sets.values())
+        self._say(f"asking the reference for log-probs of {count:,} sequences, once")
+        found = {
+            name: self._ask(_examples(items), config.model.global_batch_size)
+            for name, items in sets.items()
+        }
+        on_rank_zero(lambda: _write(self.path, {"fingerprint": fingerprint, "logprobs": found}))
+        return {name: WithReference(items, found[name]) for name, items in sets.items()}
+
+    def _ask(self, examples: Sequence[Example], rows: int) -> Tensor:
+        """float32 log-probs of the learned tokens, ``rows`` examples at a time."""
+        self.policy.prepare_for_lp_inference()
+        parts = []
+        for start in range(0, len(examples), rows):
+            batch = collate_examples(examples[start : start + rows], self.pad_id)
+            logprobs = self.policy.get_logprobs(batch)["logprobs"].cpu()
+            parts.append(logprobs[batch["token_mask"].bool()])
+        return torch.cat(parts)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+
+def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> dict[str, str]:
+    """What the log-probs depend on, by what it is called in messages.
+
+    The model is told by its path and its files' sizes and times; the examples by their tokens, so
+    a tokenizer, a template or a length limit that changes them is seen too.
+    """
+    return {
+        "a model": _digest(_files(Path(config.model.restore_from_path).expanduser().absolute())),
+        "a precision": f"{config.trainer.precision}, fp8 {config.model.fp8}",
+        **{f"{name} examples": _digest(_tokens(items)) for name, items in sets.items()},
+    }
+
+
+def _files(path: Path) -> list[bytes]:
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(file), os.stat(file)) for file in files if file.is_file()]
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode() for name, stat in stats]
+
+
+def _tokens(items: Examples[Any]) -> list[bytes]:
+    numbers = (
+        [len(example.ids), *example.ids, *(bound for span in example.learned for bound in span)]
+        for example in _examples(items)
+    )
+    return [array("q", each).tobytes() for each in numbers]
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _examples(items: Examples[Any]) -> list[Example]:
+    return [example for index in range(len(items)) for example in items[index].examples]
+
+
+def _differences(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
+    """What of the kept log-probs is of something else; None where there is nothing kept."""
+    if not path.is_file():
+        return None
+    kept = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
+    names = sorted(kept.keys() | fingerprint.keys())
+    return [name for name in names if kept.get(name) != fingerprint.get(name)]
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    with atomic_file(path) as file:
+        torch.save(dict(value), file)

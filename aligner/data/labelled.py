@@ -1,0 +1,146 @@
+"""Responses that are good or bad, each by itself.
+
+A row is a prompt, a response and a label. KTO also asks how far the policy has drifted whatever the
+prompt (Ethayarajh et al., 2024), so every row brings its prompt with a *foreign* response: that of
+the nearest row before it with another prompt (TRL: the row before it; which row, is the same for
+the whole run, so that the reference need be asked once).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from aligner.data.lengths import drop_too_long
+from aligner.data.readers import Row, Source, read_rows
+from aligner.data.supervised import (
+    Example,
+    ExampleFormat,
+    check_format,
+    collate_examples,
+    make_example,
+)
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import DataError
+
+FOREIGN = "foreign_"  # begins the columns of prompts with foreign responses
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A response, whether it is desirable, and its prompt with a foreign response."""
+
+    example: Example
+    desirable: bool
+    foreign: Example
+
+    @property
+    def examples(self) -> tuple[Example, Example]:
+        """The response and the foreign one."""
+        return self.example, self.foreign
+
+    def with_examples(self, examples: Sequence[Example]) -> "Labelled":
+        """The same label of two other examples."""
+        example, foreign = examples
+        return replace(self, example=example, foreign=foreign)
+
+
+class LabelledDataset:
+    """All labelled responses, in the order of their source. ``len`` and indexing; immutable."""
+
+    def __init__(self, rows: list[Labelled], *, dropped_too_long: int = 0) -> None:
+        """Hold ``rows``; ``dropped_too_long`` tells how many others were dropped."""
+        self._rows = rows
+        self.dropped_too_long = dropped_too_long
+
+    @classmethod
+    def load(
+        cls,
+        source: Source,
+        tokenizer: Tokenizer,
+        example_format: ExampleFormat,
+        label_column: str = "label",
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> "LabelledDataset":
+        """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`."""
+        check_format(example_format, tokenizer)
+        examples, labels = [], []
+        for index, row in enumerate(islice(read_rows(source, arguments), limit)):
+            examples.append(make_example(row, index, tokenizer, example_format))
+            labels.append(_label(row, label_column))
+        if not examples:
+            raise DataError(f"data: {source} holds no rows")
+        longest = example_format.max_length
+        kept = drop_too_long(
+            examples,
+            lambda example: len(example.ids),
+            longest,
+            source=source,
+            what="examples",
+            key="max_length",
+        )
+        rows = [
+            Labelled(example, labels[example.id], _foreign(kept, place, longest))
+            for place, example in enumerate(kept)
+        ]
+        return cls(rows, dropped_too_long=len(examples) - len(kept))
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest sequence, in tokens."""
+        return max(len(example.ids) for row in self._rows for example in row.examples)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Labelled:
+        return self._rows[index]
+
+
+def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
+    """Columns of `collate_examples`, and the same of the foreign responses with `FOREIGN` before.
+
+    ``desirable`` float32 [B]: 1 where the response is good.
+    """
+    batch = collate_examples([row.example for row in rows], pad_id)
+    foreign = collate_examples([row.foreign for row in rows], pad_id)
+    batch.update({f"{FOREIGN}{name}": column for name, column in foreign.items()})
+    batch["desirable"] = torch.tensor([float(row.desirable) for row in rows])
+    return batch
+
+
+def _foreign(examples: Sequence[Example], place: int, longest: int | None) -> Example:
+    """The prompt at ``place`` with the nearest earlier response to another prompt that fits."""
+    prompt = _prompt(examples[place])
+    for step in range(1, len(examples)):
+        other = examples[place - step]  # the last rows come before the first
+        start, end = other.learned[-1]
+        length = len(prompt) + end - start
+        if _prompt(other) != prompt and (longest is None or length <= longest):
+            ids = [*prompt, *other.ids[start:end]]
+            return Example(examples[place].id, ids, [(len(prompt), len(ids))])
+    raise DataError(
+        f"data: row {examples[place].id} has a prompt of {len(prompt)} tokens, and no row with "
+        f"another prompt has a response that fits max_length={longest} with it; raise max_length, "
+        "drop the row, or give rows with different prompts"
+    )
+
+
+def _prompt(example: Example) -> list[int]:
+    return example.ids[: example.learned[-1][0]]
+
+
+def _label(row: Row, column: str) -> bool:
+    value = row.columns.get(column)
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        found = "missing" if value is None else f"{value!r} ({type(value).__name__})"
+        raise DataError(
+            f"{row.place}: column {column!r} must be true or false (or 1 or 0), it is {found}; "
+            f"columns found: {sorted(row.columns)}"
+        )
+    return bool(value)
