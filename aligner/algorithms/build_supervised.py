@@ -45,6 +45,7 @@ class Lesson:
     """What one kind of supervised run brings.
 
     ``start``: the role that learns, given where its workers live and the updates it will make.
+    ``ask_first``: the task again, with what the role says while it has its initial weights.
     ``longest``: tokens of the longest sequence.
     """
 
@@ -54,6 +55,7 @@ class Lesson:
     saved_as: str  # how the trained `.nemo` is called
     longest: int
     notes: list[str]
+    ask_first: Callable[[Attempt, Any], Task[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ def run_lesson(
         steps = total_steps(loop, sampler)
         role = lesson.start(attempt, steps)
         attempt.closing.callback(role.shutdown)
+        task = lesson.task if lesson.ask_first is None else lesson.ask_first(attempt, role)
         assembled = Assembled(
-            SupervisedTrainer(role, lesson.task, sampler, limit_val_examples=limit_val_examples),
+            SupervisedTrainer(role, task, sampler, limit_val_examples=limit_val_examples),
             loop,
             steps,
             layout=attempt.clusters.describe(config),
