@@ -1,7 +1,7 @@
 """What workers ask of the role that they serve, whatever it is built of."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -116,6 +116,10 @@ class PolicyRole(Role, Protocol):
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """Log-probs under the initial weights."""
+        ...
+
+    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
+        """Freeze the current weights as the reference policy."""
         ...
 
     def configure_generation(

@@ -28,22 +28,23 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
         run: RunFacts,
         parallel: ParallelState,
         init_optimizer: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
         init_reference_model: bool = True,
         max_optimizer_steps: int | None = None,
     ) -> None:
         settings = policy_settings(config, run, max_optimizer_steps)
         with open_model(config.restore_from_path) as source:
             model = DTensorActorModel(source, settings, parallel, tokenizer)
-        super().__init__(model, parallel)
-        model.configure_generation(
-            config.rollout.length_params,
-            config.rollout.sampling_params,
-            config.rollout.rollout_micro_batch_size,
+        super().__init__(
+            model,
+            parallel,
+            config,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
         )
-        if init_reference_model:
-            model.keep_reference(config.reference_mode)
-        if init_optimizer:
-            model.setup_training()
 
     def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""

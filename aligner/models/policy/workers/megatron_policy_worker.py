@@ -8,7 +8,6 @@ from torch import Tensor
 from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceView
-from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
@@ -40,20 +39,15 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
             restore_path=config.restore_from_path,
             tokenizer=tokenizer,
         )
-        super().__init__(model, parallel)
-        model.configure_generation(
-            config.rollout.length_params,
-            config.rollout.sampling_params,
-            config.rollout.rollout_micro_batch_size,
+        super().__init__(
+            model,
+            parallel,
+            config,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
         )
-        if init_reference_model:
-            model.keep_reference(config.reference_mode)
-        if weights_path is not None:
-            self.load_checkpoint(weights_path)
-        if init_optimizer:
-            model.setup_training()
-        if optimizer_path is not None:
-            load_optimizer_state(self, optimizer_path)
 
     # Weights for sampling engines -------------------------------------------------------------
 

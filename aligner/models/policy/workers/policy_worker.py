@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from aligner.checkpoint.role_files import load_optimizer_state
+from aligner.config import TrainedModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.role import PolicyRole
 from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
 from aligner.models.policy.workers.refit_worker import RefitWorker
@@ -12,7 +15,42 @@ Policy = TypeVar("Policy", bound=PolicyRole)
 
 
 class PolicyWorker(RefitWorker, MegatronWorker[Policy]):
-    """What `Policy` asks of its workers; a backend builds the model and makes weights whole."""
+    """What `Policy` asks of its workers; a backend builds the model and makes weights whole.
+
+    Args:
+        model: the policy, with the weights that ``config`` names; they are the reference's.
+        parallel: this process's place.
+        config: the policy's section.
+        init_optimizer: False for a policy that does not learn.
+        init_reference_model: whether a reference policy is kept.
+        weights_path: continue from these weights.
+        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        model: Policy,
+        parallel: ParallelState,
+        config: TrainedModelConfig,
+        *,
+        init_optimizer: bool,
+        init_reference_model: bool,
+        weights_path: str | None,
+        optimizer_path: str | None,
+    ) -> None:
+        super().__init__(model, parallel)
+        rollout = config.rollout
+        model.configure_generation(
+            rollout.length_params, rollout.sampling_params, rollout.rollout_micro_batch_size
+        )
+        if init_reference_model:
+            model.keep_reference(config.reference_mode)
+        if weights_path is not None:
+            self.load_checkpoint(weights_path)
+        if init_optimizer:
+            model.setup_training()
+        if optimizer_path is not None:
+            load_optimizer_state(self, optimizer_path)
 
     def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""
