@@ -51,14 +51,15 @@ def test_reinforce_by_hand():
     assert of("reinforce", batch_baseline=True) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo"])
-def test_equal_rewards_are_worth_exactly_nothing(estimator):
-    """In float32 0.1 · 3 / 3 is not 0.1; GRPO would divide the rounding error by itself."""
-    rewards = torch.full((7,), 0.1)
-    groups = torch.zeros(7, dtype=torch.int64)
-    advantages = group_advantages(rewards, groups, torch.ones(7), estimator)
-    assert advantages.tolist() == [0.0] * 7
-    assert advantages.dtype == torch.float32
+def test_equal_rewards_are_worth_exactly_nothing(estimator, dtype):
+    """(0.1 + 0.1 + 0.1) / 3 is not 0.1; GRPO would divide the rounding error by itself."""
+    rewards = torch.full((3,), 0.1, dtype=dtype)
+    groups = torch.zeros(3, dtype=torch.int64)
+    advantages = group_advantages(rewards, groups, torch.ones(3), estimator)
+    assert advantages.tolist() == [0.0] * 3
+    assert advantages.dtype == dtype
 
 
 @pytest.mark.parametrize("estimator", ["reinforce", "rloo", "grpo", "dr_grpo"])

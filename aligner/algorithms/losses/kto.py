@@ -63,7 +63,7 @@ class KTOLoss:
         counts, desirable = batch["sample_mask"].bool(), batch["desirable"].bool()
         mask = token_mask.bool() & counts.unsqueeze(1)
         rewards = self.beta * masked_sum(logprobs - ref_logprobs, mask, dim=1)
-        baseline = torch.where(counts, batch["kl_baseline"].detach(), 0)
+        baseline = batch["kl_baseline"].detach()
         gain = rewards - self.beta * baseline
         gain = torch.where(desirable, gain, -gain)
         weights = gain.new_tensor([self.undesirable_weight, self.desirable_weight])

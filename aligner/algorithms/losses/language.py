@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from aligner.algorithms.losses.aggregation import BatchAverage
@@ -41,5 +40,5 @@ class NegativeLogLikelihoodLoss:
         mask = token_mask.bool() & batch["sample_mask"].bool().unsqueeze(1)
         mean = BatchAverage(mask, denominators)
         loss = -mean(logprobs)
-        probability = torch.where(mask, logprobs.detach(), 0).exp()
-        return loss, {"loss": loss.detach(), "token_probability": mean(probability)}
+        probability = mean(logprobs.detach().exp())
+        return loss, {"loss": loss.detach(), "token_probability": probability}

@@ -19,12 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.algorithms.losses.aggregation import row_means
-from aligner.algorithms.losses.pairs import Pairs, pairs_of, reward_metrics, split_pairs
+from aligner.algorithms.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.algorithms.masked import masked_sum
 from aligner.errors import ConfigError
 from aligner.types import Denominators, TokenOutputs
@@ -71,7 +70,7 @@ class PairwiseLoss(ABC):
         pairs = pairs_of(batch, denominators)
         mask = token_mask.bool() & pairs.rows().unsqueeze(1)
         chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
-        loss = pairs.mean(self._losses(chosen - rejected, batch, pairs))
+        loss = pairs.mean(self._losses(chosen - rejected, batch))
         metrics = {"preference_loss": loss, **reward_metrics(chosen, rejected, pairs)}
         if self.sft_weight != 0:
             sft_loss = -pairs.mean(split_pairs(row_means(logprobs, mask))[0])
@@ -85,7 +84,7 @@ class PairwiseLoss(ABC):
         """The reward of each row before β, float [B]."""
 
     @abstractmethod
-    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """The loss of each pair, float [B / 2], from ``m``."""
 
 
@@ -102,7 +101,7 @@ class ReferenceLoss(PairwiseLoss):
     def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         ref_logprobs = batch["ref_logprobs"]
         assert ref_logprobs.shape == logprobs.shape, (ref_logprobs.shape, logprobs.shape)
-        log_ratio = torch.where(mask, logprobs - ref_logprobs, 0)
+        log_ratio = logprobs - ref_logprobs
         if self.average_logprobs:
             return row_means(log_ratio, mask)
         return masked_sum(log_ratio, mask, dim=1)
@@ -127,7 +126,7 @@ class DPOLoss(ReferenceLoss):
                 "rejected responses would be preferred"
             )
 
-    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         losses = -F.logsigmoid(margin)
         if self.label_smoothing == 0:
             return losses
@@ -142,7 +141,7 @@ class IPOLoss(ReferenceLoss):
     gives TRL's DPO trainer, which divides by the response's length.
     """
 
-    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return ((margin - 0.5) / self.beta).square()
 
 
@@ -173,10 +172,9 @@ class RPOLoss(ReferenceLoss):
         if self.reward_scale <= 0:
             raise ConfigError(f"reward_scale={self.reward_scale} must be positive")
 
-    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         chosen, rejected = split_pairs(batch["ground_truth_rewards"])
-        # A pair that does not count may bring anything, and 0 · NaN would reach the gradient.
-        gap = torch.where(pairs.counts, self.reward_scale * (chosen - rejected), 0)
+        gap = self.reward_scale * (chosen - rejected)
         if self.distance == "square":
             return (margin - gap).square()
         if self.distance == "forward_kl":
@@ -198,7 +196,7 @@ class SimPOLoss(PairwiseLoss):
     def _scores(self, logprobs: Tensor, batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         return row_means(logprobs, mask)
 
-    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    def _losses(self, margin: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return -F.logsigmoid(margin - self.target_margin)
 
 

@@ -52,18 +52,17 @@ class BradleyTerryLoss:
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
-        # Masked here, not after: 0 · NaN would reach the gradient.
+        # Masked here too, not after alone: 0 · NaN would reach the gradient.
         chosen, rejected = split_pairs(torch.where(pairs.rows(), scores, 0))
         difference = chosen - rejected
-        if self.variant != "plain":
-            strength = split_pairs(batch["preference_strengths"])[0]
-            strength = torch.where(pairs.counts, strength, 0)
-        if self.variant == "margin":
-            losses = -F.logsigmoid(difference - strength)
-        elif self.variant == "scaled":
-            losses = -strength * F.logsigmoid(difference)
-        else:
+        if self.variant == "plain":
             losses = -F.logsigmoid(difference)
+        else:
+            strength = split_pairs(batch["preference_strengths"])[0]
+            if self.variant == "margin":
+                losses = -F.logsigmoid(difference - strength)
+            else:
+                losses = -strength * F.logsigmoid(difference)
         loss = pairs.mean(losses)
         return loss, {"loss": loss.detach(), **reward_metrics(chosen, rejected, pairs)}
 
