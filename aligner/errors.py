@@ -46,6 +46,13 @@ class RewardTimeoutError(RewardError, TimeoutError):
     """A reward function did not answer within its time limit."""
 
 
+class RewardServerError(RewardError, ConnectionError):
+    """A reward server cannot be reached, refuses, or answers what cannot be used.
+
+    The message names its address and the cause.
+    """
+
+
 class NonFiniteError(AlignerError, FloatingPointError):
     """A loss or a gradient is NaN or infinite and the configuration says to stop."""
 

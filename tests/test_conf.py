@@ -9,7 +9,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run_loop import config_changes
-from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig, load_config
+from aligner.config import (
+    DPORunConfig,
+    RewardRunConfig,
+    RSRunConfig,
+    RunConfig,
+    SFTRunConfig,
+    load_config,
+)
 from aligner.config.parse import field_types
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -22,6 +29,7 @@ ROOTS = {
     "gpt_rs": (RSRunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
     "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
     "gpt_dpo": (DPORunConfig, [MODEL, TRAIN]),
+    "gpt_reward": (RewardRunConfig, [MODEL, TRAIN]),
 }
 GROUPS = {
     "model": "model",
@@ -41,6 +49,13 @@ OWNERS = {
     ("data", "arithmetic_examples"): "gpt_sft",
     ("data", "preferences"): "gpt_dpo",
     ("data", "arithmetic_pairs"): "gpt_dpo",
+    ("data", "rewards"): "gpt_reward",
+    ("data", "arithmetic_rewards"): "gpt_reward",
+}
+# What an option has no default for.
+NEEDS = {
+    ("reward", "model"): ["reward.model.restore_from_path=r.nemo"],
+    ("reward", "server"): ["reward.server.url=http://localhost:5555"],
 }
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
@@ -75,7 +90,8 @@ def test_recipe_validates_and_documents_itself(recipe):
 def test_every_group_option_composes(group, option):
     name = OWNERS.get((group, option), "gpt_ppo")
     root, required = ROOTS[name]
-    tree = composed(name, [f"{GROUPS[group]}={option}", *required])
+    needed = [*required, *NEEDS.get((group, option), [])]
+    tree = composed(name, [f"{GROUPS[group]}={option}", *needed])
     assert isinstance(load_config(tree, root), root)
 
 
@@ -91,9 +107,8 @@ def test_yaml_defaults_equal_dataclass_defaults():
 
 
 # What a supervised run has no better default for than its own.
-DIFFERS = {"model.optim.lr", "trainer.{}.val_check_interval", "trainer.{}.save_interval"}
-DIFFERS |= {"exp_manager.monitor"}
-SUPERVISED = {"gpt_sft": {*DIFFERS, "exp_manager.mode"}, "gpt_dpo": DIFFERS}
+DIFFERS = {"trainer.{}.val_check_interval", "trainer.{}.save_interval", "exp_manager.monitor"}
+SUPERVISED = {"gpt_sft": {*DIFFERS, "model.optim.lr", "exp_manager.mode"}, "gpt_dpo": DIFFERS}
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
@@ -105,7 +120,7 @@ def test_defaults_of_a_supervised_run(name):
         data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
     )
     changes = config_changes(from_yaml.as_dict(), sparse.as_dict())
-    section = name.removeprefix("gpt_")
+    section = {"gpt_reward": "reward_model"}.get(name, name.removeprefix("gpt_"))
     assert {change.split(":")[0] for change in changes} == {
         key.format(section) for key in SUPERVISED[name]
     }

@@ -62,6 +62,7 @@ class Assembled:
     restores: Sequence[str]  # what a run state brings back, in words
     facts: Callable[[Restored | None, list[str]], StartupFacts]  # from what was restored, and notes
     notes: list[str]
+    before_saving: Callable[[], None] | None = None  # once the run has come to its end
 
 
 def launch_run(
@@ -193,6 +194,8 @@ def finish(
     if states:
         places["checkpoint"] = states[-1].path
     if ended and config.exp_manager.save_nemo:
+        if run.before_saving is not None:
+            run.before_saving()
         places["trained .nemo"] = folder / f"{name}.nemo"
         role.save_checkpoint(str(places["trained .nemo"].absolute()))
     on_rank_zero(

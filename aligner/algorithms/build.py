@@ -13,6 +13,7 @@ from aligner.algorithms.assembly import (
     run_to_the_end,
     total_steps,
 )
+from aligner.algorithms.build_reward import RewardSource, load_reward
 from aligner.algorithms.engine import Clusters, Engine
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
 from aligner.algorithms.startup import check_lengths, startup_facts, trained_policy
@@ -24,7 +25,6 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.generation.vllm import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.reward.lm_reward import Reward
 from aligner.models.value.lm_value import Value
 from aligner.observe.startup import TrainedRole
 
@@ -46,7 +46,7 @@ class RunInputs:
     architecture: GPTArchitecture
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
-    reward: Reward
+    reward: RewardSource
 
 
 def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -> RunInputs:
@@ -65,9 +65,7 @@ def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -
     for prompts in (train_prompts, val_prompts):
         if prompts is not None:
             check_lengths(config, architecture, prompts.max_length)
-    reward = Reward.load(config.reward, tokenizer)
-    closing.callback(reward.shutdown)
-    reward.check_columns(train_prompts.column_names)
+    reward = load_reward(config, engine, tokenizer, train_prompts.column_names, closing)
     return RunInputs(tokenizer, architecture, train_prompts, val_prompts, reward)
 
 
@@ -92,7 +90,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         config,
         policy,
         value,
-        inputs.reward,
+        inputs.reward.start(attempt),
         inputs.train_prompts,
         inputs.val_prompts,
         sampler,
@@ -119,6 +117,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             trained=[*_trained_critic(config), trained_policy(config)],
             passes=config.model.ppo.ppo_epochs,
             with_reference=needs_reference(config),
+            frozen=inputs.reward.memory(),
             restored=restored,
             notes=notes,
         ),

@@ -51,7 +51,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
     trainer = RSTrainer(
         config,
         policy,
-        inputs.reward,
+        inputs.reward.start(attempt),
         inputs.train_prompts,
         inputs.val_prompts,
         sampler,
@@ -74,6 +74,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             inputs.train_prompts,
             steps=steps,
             trained=[trained_policy(config)],
+            frozen=inputs.reward.memory(),
             restored=restored,
             notes=notes,
         ),

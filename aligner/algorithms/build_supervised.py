@@ -46,7 +46,8 @@ class Lesson:
 
     ``start``: the role that learns, given where its workers live and the updates it will make.
     ``ask_first``: the task again, with what the role says while it has its initial weights.
-    ``longest``: tokens of the longest sequence.
+    ``longest``: tokens of the longest sequence. ``before_saving``: what is done to the role at the
+    end of the run.
     """
 
     algorithm: str
@@ -56,6 +57,7 @@ class Lesson:
     longest: int
     notes: list[str]
     ask_first: Callable[[Attempt, Any], Task[Any]] | None = None
+    before_saving: Callable[[RoleFront], None] = lambda role: None
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def run_lesson(
                 notes=notes,
             ),
             notes=lesson.notes,
+            before_saving=lambda: lesson.before_saving(role),
         )
         run_to_the_end(config, assembled, attempt)
 

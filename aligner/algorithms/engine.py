@@ -20,8 +20,8 @@ from aligner.distributed.parallel import describe_layout, initialize_parallel
 from aligner.distributed.worker_groups import Cluster, LocalCluster
 from aligner.errors import ConfigError, WorkerDiedError
 
-# Policy, critic, and an engine that generates for the policy.
-_ROLES_PER_BUNDLE = 3
+# Policy, critic, an engine that generates for the policy, and a reward model.
+_ROLES_PER_BUNDLE = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Clusters:
     policy: Cluster
     value: Cluster
     generation: Cluster
+    reward: Cluster
 
     def describe(self, config: BaseRunConfig) -> str:
         """The layout in words, the critic's too where it is another."""
@@ -81,7 +82,7 @@ class LocalEngine:
     def clusters(self, closing: ExitStack) -> Clusters:
         """The same processes for every role; nothing of them is to be closed."""
         del closing
-        return Clusters(self._cluster, self._cluster, self._cluster)
+        return Clusters(self._cluster, self._cluster, self._cluster, self._cluster)
 
 
 class RayEngine:
@@ -127,10 +128,13 @@ class RayEngine:
         if not config.cluster.colocated and config.value_world_size:
             value = cluster("critic", _spread(config), 1)
         if config.generation_world_size:
-            full, rest = divmod(config.generation_world_size, trainer.devices)
-            counts = [trainer.devices] * full + ([rest] if rest else [])
-            generation = cluster("generation", counts, 1)
-        return Clusters(policy, value, generation)
+            generation = cluster(
+                "generation", _filled(config.generation_world_size, trainer.devices), 1
+            )
+        reward = policy
+        if config.reward_world_size:
+            reward = cluster("reward", _filled(config.reward_world_size, trainer.devices), 1)
+        return Clusters(policy, value, generation, reward)
 
     def _connect(self) -> None:
         if self._is_connected:
@@ -141,10 +145,16 @@ class RayEngine:
         workers = config.trainer.world_size
         if not config.cluster.colocated:
             workers += config.value_world_size
-        workers += config.generation_world_size
+        workers += config.generation_world_size + config.reward_world_size
         needs = RayNeeds(workers * config.cluster.cpus_per_worker, config.cluster.object_store_mb)
         self._closing.enter_context(ray_session(config.cluster.address, needs))
         self._is_connected = True
+
+
+def _filled(workers: int, per_node: int) -> list[int]:
+    """Workers on each node, which takes ``per_node`` before the next is begun."""
+    full, rest = divmod(workers, per_node)
+    return [per_node] * full + ([rest] if rest else [])
 
 
 def _spread(config: BaseRunConfig) -> list[int]:

@@ -58,13 +58,14 @@ def startup_facts(
     trained: Sequence[TrainedRole],
     passes: int = 1,
     with_reference: bool = False,
+    frozen: Sequence[RoleMemory] = (),
     restored: Restored | None,
     notes: list[str],
 ) -> StartupFacts:
     """Everything the start-up report shows of a run that samples.
 
     ``processes``: workers of the policy; ``trained``: roles that go ``passes`` times over every
-    rollout; ``with_reference``: the initial policy is kept.
+    rollout; ``with_reference``: the initial policy is kept; ``frozen``: further models.
     """
     data_size = config.model.parallel.data_size(processes)
     rollout = config.model.rollout
@@ -81,6 +82,7 @@ def startup_facts(
     roles = [role_memory(config, architecture, data_size, role.name) for role in reversed(trained)]
     if with_reference:
         roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
+    roles += frozen
     return StartupFacts(
         device=accelerator.description(),
         processes=processes,

@@ -31,10 +31,12 @@ from aligner.config.model import (
 from aligner.config.optim import OptimConfig, SchedConfig
 from aligner.config.policy import BackendConfig
 from aligner.config.preference import LOSS_OPTIONS, PreferenceDataConfig, TrainerDPOConfig
-from aligner.config.reward import RewardConfig
+from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerConfig
+from aligner.config.reward_model import RewardDataConfig
 from aligner.config.run import (
     BaseRunConfig,
     DPORunConfig,
+    RewardRunConfig,
     RSRunConfig,
     RunConfig,
     SamplingRunConfig,
@@ -81,6 +83,10 @@ __all__ = [
     "RSRunConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RewardDataConfig",
+    "RewardModelConfig",
+    "RewardRunConfig",
+    "RewardServerConfig",
     "RewardShapingConfig",
     "RolloutConfig",
     "RunConfig",

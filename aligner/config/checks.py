@@ -16,9 +16,12 @@ from aligner.config.generation import check_generation
 from aligner.config.model import CriticConfig, ModelConfig
 from aligner.config.policy import check_policy_backend
 from aligner.config.preference import check_preference
+from aligner.config.reward import check_reward
+from aligner.config.reward_model import check_reward_model
 from aligner.config.run import (
     BaseRunConfig,
     DPORunConfig,
+    RewardRunConfig,
     RSRunConfig,
     RunConfig,
     SamplingRunConfig,
@@ -32,6 +35,8 @@ def check_config(config: BaseRunConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     if isinstance(config, DPORunConfig):
         check_preference(config)
+    if isinstance(config, RewardRunConfig):
+        check_reward_model(config)
     if isinstance(config, SupervisedRunConfig):
         _check_supervised(config)
     if isinstance(config, SamplingRunConfig):
@@ -75,6 +80,7 @@ def _check_sampling(config: SamplingRunConfig) -> None:
     check_policy_backend(config.policy.backend, config.model)
     check_cluster(config)
     check_generation(config)
+    check_reward(config)
     _check_lengths(config)
     check_token_budgets(config.model)
     check_longest_sequence(config, config.data.max_prompt_length or 1)

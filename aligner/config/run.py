@@ -18,6 +18,7 @@ from aligner.config.model import (
 from aligner.config.policy import BackendConfig
 from aligner.config.preference import DPOTrainerConfig, PairDataConfig, PreferenceDataConfig
 from aligner.config.reward import RewardConfig
+from aligner.config.reward_model import RewardDataConfig, RewardTrainerConfig
 from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.trainer import (
     ProcessConfig,
@@ -48,6 +49,11 @@ class BaseRunConfig:
         """Workers that only generate and have room of their own; 0: there are none."""
         return 0
 
+    @property
+    def reward_world_size(self) -> int:
+        """Workers of a reward model that have room of their own; 0: there are none."""
+        return 0
+
     def as_dict(self) -> dict[str, Any]:
         """The whole tree as JSON has it: mappings, lists and plain values."""
         return json.loads(json.dumps(asdict(self)))
@@ -60,6 +66,11 @@ class SamplingRunConfig(BaseRunConfig):
     reward: RewardConfig
     data: DataConfig
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+    @property
+    def reward_world_size(self) -> int:
+        """Workers of a reward model that have room of their own; 0: there are none."""
+        return 0 if self.reward.model is None else self.reward.model.workers or 0
 
     @property
     def loop(self) -> SamplingLoopConfig:
@@ -139,3 +150,16 @@ class DPORunConfig(SupervisedRunConfig):
     def rows_per_example(self) -> int:
         """Adjacent rows of a batch that belong together."""
         return 2 if self.trainer.dpo.is_paired else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRunConfig(SupervisedRunConfig):
+    """Everything a run that trains a reward model is told."""
+
+    data: RewardDataConfig
+    trainer: RewardTrainerConfig = field(default_factory=RewardTrainerConfig)
+
+    @property
+    def rows_per_example(self) -> int:
+        """Adjacent rows of a batch that belong together."""
+        return 1 if self.trainer.reward_model.loss == "regression" else 2

@@ -1,8 +1,8 @@
 """`Reward`: the controller's front of whatever scores responses.
 
 Here that is a Python function. Rank 0 alone calls it and tells the others, so that a function
-with side effects, or one that is not deterministic, is asked once. A trained reward model takes
-this front's place with the same method.
+with side effects, or one that is not deterministic, is asked once. A trained reward model
+(`model_reward`) or a server (`remote`) takes this front's place with the same method.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from aligner.config import RewardConfig
-from aligner.data.decoding import decode_response
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.agreement import is_rank_zero, on_rank_zero
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.reward.sequences import response_texts
 from aligner.rewards.function import RewardFunction, RewardOutput
 
 
@@ -47,11 +47,13 @@ class Reward:
     def load(cls, config: RewardConfig, tokenizer: Tokenizer) -> "Reward":
         """Import the function that ``reward.function`` names; a bad name fails on every rank."""
         loaded: list[RewardFunction] = []
+        assert config.function is not None, "checked with the configuration"
+        function = config.function
 
         def load() -> None:
             loaded.append(
                 RewardFunction.load(
-                    config.function,
+                    function,
                     kwargs=config.kwargs,
                     time_limit_s=config.time_limit_s,
                     max_concurrency=config.max_concurrency,
@@ -73,7 +75,7 @@ class Reward:
         ``is_end`` bool [B], and the lists ``prompts``, ``ground_truths`` and ``columns`` (one dict
         of the data's further columns per row).
         """
-        responses = self._decode(data) if is_rank_zero() else []
+        responses = response_texts(self.tokenizer, data) if is_rank_zero() else []
 
         def score() -> tuple[list[str], RewardOutput]:
             columns = _columns(data)
@@ -94,17 +96,6 @@ class Reward:
     def _rank_zero_function(self) -> RewardFunction:
         assert self._function is not None, "rank 0 must hold the reward function"
         return self._function
-
-    def _decode(self, data: BatchedDataDict) -> list[str]:
-        texts = []
-        for ids, start, end in zip(
-            data["input_ids"].tolist(),
-            data["prompt_lengths"].tolist(),
-            data["input_lengths"].tolist(),
-            strict=True,
-        ):
-            texts.append(decode_response(self.tokenizer, ids[:start], ids[start:end]))
-        return texts
 
 
 def _columns(data: BatchedDataDict) -> dict[str, list[Any]]:

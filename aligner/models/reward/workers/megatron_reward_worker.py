@@ -58,15 +58,11 @@ class MegatronRewardWorker(MegatronWorker[MegatronGPTRewardModel]):
         self._offloads = offload_weights
 
     def get_rewards(
-        self,
-        data: Mapping[str, Any],
-        micro_batch_size: int | None = None,
-        standardize: bool = True,
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """``rewards`` float32 ``[B]``, or ``[B, K]`` of K attributes."""
         passes = micro_batches_of(data, micro_batch_size)
-        rewards = self.model.infer(tensors_on_device(data), passes, standardize=standardize)
-        return BatchedDataDict({"rewards": rewards})
+        return BatchedDataDict({"rewards": self.model.infer(tensors_on_device(data), passes)})
 
     def standardize(self, mean: float, std: float) -> None:
         """Standardise by these numbers from now on, and save them with the model."""

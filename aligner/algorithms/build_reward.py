@@ -1,0 +1,149 @@
+"""What scores the responses of a run: a function, a reward model on its workers, or a server."""
+
+import dataclasses
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from aligner.algorithms.assembly import Attempt, run_facts
+from aligner.algorithms.engine import Engine
+from aligner.algorithms.startup import role_memory
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import (
+    DynamicBatchingConfig,
+    RewardModelConfig,
+    SamplingRunConfig,
+    SequencePackingConfig,
+    TrainedModelConfig,
+    check_layout,
+)
+from aligner.data.tokenizer import Tokenizer
+from aligner.errors import CheckpointError
+from aligner.models.gpt.reward import saved_attributes
+from aligner.models.reward.attributes import check_weights
+from aligner.models.reward.lm_reward import Reward, RewardInterface
+from aligner.models.reward.model_reward import ModelReward, VerifiedReward
+from aligner.models.reward.remote import RemoteReward
+from aligner.models.reward.reward_model import RewardModel
+from aligner.models.reward.sequences import SequenceEncoder
+from aligner.observe.memory import RoleMemory
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """What is known of the reward before any model is built.
+
+    ``scorer``: a function or a server, ready to score; None where a reward model is to be started.
+    ``verifier``: the function beside a model or a server. ``architecture``: the reward model's.
+    """
+
+    config: SamplingRunConfig
+    tokenizer: Tokenizer  # the policy's
+    scorer: RewardInterface | None
+    verifier: Reward | None
+    architecture: GPTArchitecture | None = None
+
+    def start(self, attempt: Attempt) -> RewardInterface:
+        """The reward of the run; a reward model is started, and ends with ``attempt``."""
+        scorer = self.scorer or start_reward_model(self.config, self.tokenizer, attempt)
+        return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
+
+    def memory(self) -> list[RoleMemory]:
+        """What a reward model takes per process, for the start-up report."""
+        if self.architecture is None:
+            return []
+        return [role_memory(self.config, self.architecture, 1, "reward model", trainable=False)]
+
+
+def load_reward(
+    config: SamplingRunConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    columns: frozenset[str],
+    closing: ExitStack,
+) -> RewardSource:
+    """Import the function, ask the server how it is, look into the reward model's file.
+
+    ``columns``: what the data has for the function; ``closing`` ends the function's processes.
+    """
+    reward, rollout = config.reward, config.model.rollout
+    function = None
+    if reward.function is not None:
+        function = Reward.load(reward, tokenizer)
+        closing.callback(function.shutdown)
+        function.check_columns(columns)
+    if reward.kind == "function":
+        return RewardSource(config, tokenizer, function, None)
+    if reward.server is not None:
+        remote = RemoteReward(
+            reward.server,
+            tokenizer,
+            weights=reward.attribute_weights,
+            end_strings=rollout.sampling_params.end_strings,
+        )
+        return RewardSource(config, tokenizer, remote, function)
+    assert reward.model is not None, "checked with the configuration"
+    architecture = _check_model(config, reward.model, engine)
+    return RewardSource(config, tokenizer, None, function, architecture)
+
+
+def _check_model(
+    config: SamplingRunConfig, model: RewardModelConfig, engine: Engine
+) -> GPTArchitecture:
+    """The reward model's architecture; it must have a head, and fit the layout."""
+    with open_nemo(model.restore_from_path) as checkpoint:
+        attributes = saved_attributes(checkpoint)
+        architecture = checkpoint.architecture
+        SequenceEncoder(checkpoint.tokenizer, 1, add_bos=model.add_bos)
+    if attributes is None:
+        raise CheckpointError(
+            f"reward.model.restore_from_path={model.restore_from_path} has no reward head "
+            "(rm_head); train one with examples/train_gpt_reward.py"
+        )
+    check_weights(config.reward.attribute_weights, attributes, model.restore_from_path)
+    check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
+    return architecture
+
+
+def start_reward_model(
+    config: SamplingRunConfig, tokenizer: Tokenizer, attempt: Attempt
+) -> ModelReward:
+    """Start the reward model's workers in the policy's layout; frozen, without an optimizer."""
+    model = config.reward.model
+    assert model is not None, "checked with the configuration"
+    with open_nemo(model.restore_from_path) as checkpoint:
+        own_tokenizer = checkpoint.tokenizer
+        positions = checkpoint.architecture.max_position_embeddings
+    front = RewardModel(
+        attempt.clusters.reward,
+        _frozen(config.model, model),
+        own_tokenizer,
+        run_facts(config, config.loop),
+        init_optimizer=False,
+        offload_weights=model.offload_weights,
+    )
+    attempt.closing.callback(front.shutdown)
+    weights = config.reward.attribute_weights
+    return ModelReward(
+        front,
+        SequenceEncoder(own_tokenizer, positions, add_bos=model.add_bos),
+        tokenizer,
+        weights=check_weights(weights, front.attributes, model.restore_from_path),
+        micro_batch_size=model.micro_batch_size,
+        end_strings=config.model.rollout.sampling_params.end_strings,
+    )
+
+
+def _frozen(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
+    """The policy's layout around the reward model; micro-batches are of so many sequences."""
+    return TrainedModelConfig(
+        restore_from_path=model.restore_from_path,
+        micro_batch_size=model.micro_batch_size,
+        sequence_packing=SequencePackingConfig(enabled=False),
+        dynamic_batching=DynamicBatchingConfig(enabled=False),
+        **{
+            field.name: getattr(policy, field.name)
+            for field in dataclasses.fields(TrainedModelConfig)
+            if field.name.endswith("_parallel_size") or field.name in ("sequence_parallel", "fp8")
+        },
+    )

@@ -1,0 +1,127 @@
+"""Rated responses: sequences with a number for each of some attributes, which may be missing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from aligner.data.lengths import drop_too_long
+from aligner.data.readers import Row, Source, read_rows
+from aligner.data.supervised import (
+    Example,
+    ExampleFormat,
+    check_format,
+    collate_examples,
+    make_example,
+)
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import DataError
+
+
+@dataclass(frozen=True)
+class Rated:
+    """One sequence and its ratings; None: this attribute was not rated."""
+
+    example: Example
+    ratings: tuple[float | None, ...]
+
+
+class RatedDataset:
+    """All rated responses, in the order of their source. ``len`` and indexing; immutable."""
+
+    def __init__(self, rated: list[Rated], *, dropped_too_long: int = 0) -> None:
+        """Hold ``rated``; ``dropped_too_long`` tells how many others were dropped."""
+        self._rated = rated
+        self.dropped_too_long = dropped_too_long
+
+    @classmethod
+    def load(
+        cls,
+        source: Source,
+        tokenizer: Tokenizer,
+        example_format: ExampleFormat,
+        attribute_columns: Sequence[str],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> "RatedDataset":
+        """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`.
+
+        ``attribute_columns``: each holds a number, or null where it was not rated. A row without
+        any rating is refused.
+        """
+        check_format(example_format, tokenizer)
+        rows = islice(read_rows(source, arguments), limit)
+        rated = [
+            Rated(
+                make_example(row, index, tokenizer, example_format),
+                _ratings(row, attribute_columns),
+            )
+            for index, row in enumerate(rows)
+        ]
+        if not rated:
+            raise DataError(f"data: {source} holds no rows")
+        kept = drop_too_long(
+            rated,
+            lambda row: len(row.example.ids),
+            example_format.max_length,
+            source=source,
+            what="rated responses",
+            key="max_length",
+        )
+        return cls(kept, dropped_too_long=len(rated) - len(kept))
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest sequence, in tokens."""
+        return max(len(rated.example.ids) for rated in self._rated)
+
+    def __len__(self) -> int:
+        return len(self._rated)
+
+    def __getitem__(self, index: int) -> Rated:
+        return self._rated[index]
+
+
+def collate_rated(rated: Sequence[Rated], pad_id: int) -> BatchedDataDict:
+    """Columns of `collate_examples`, ``attributes`` float32 [B, K] (0 where there is no rating) and
+    ``attribute_mask`` float32 [B, K] (1: rated).
+
+    The batch is wider than K, for columns as wide as the sequences are taken for one number a
+    token.
+    """
+    batch = collate_examples([row.example for row in rated], pad_id)
+    known = [[rating is not None for rating in row.ratings] for row in rated]
+    batch["attributes"] = torch.tensor([[rating or 0.0 for rating in row.ratings] for row in rated])
+    batch["attribute_mask"] = torch.tensor(known).float()
+    missing = batch["attributes"].shape[1] + 1 - batch["input_ids"].shape[1]
+    if missing > 0:
+        batch["input_ids"] = functional.pad(batch["input_ids"], (0, missing), value=pad_id)
+        batch["token_mask"] = functional.pad(batch["token_mask"], (0, missing))
+    return batch
+
+
+def _ratings(row: Row, columns: Sequence[str]) -> tuple[float | None, ...]:
+    ratings = tuple(_rating(row, column) for column in columns)
+    if all(rating is None for rating in ratings):
+        raise DataError(
+            f"{row.place}: none of the columns {list(columns)} holds a rating; name the right ones "
+            f"(data.attribute_columns) or remove the row. Columns found: {sorted(row.columns)}"
+        )
+    return ratings
+
+
+def _rating(row: Row, column: str) -> float | None:
+    value = row.columns.get(column)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise DataError(
+            f"{row.place}: column {column!r} must be a finite number or null, it is {value!r}"
+        )
+    return float(value)

@@ -1,0 +1,77 @@
+"""Rewards of a rollout from a trained reward model, and the verifier that looks on."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.reward.attributes import attribute_parts, weighted
+from aligner.models.reward.lm_reward import Reward, RewardInterface, ScoredResponses
+from aligner.models.reward.reward_model import RewardModel
+from aligner.models.reward.sequences import SequenceEncoder, response_texts, scored_texts
+
+
+class ModelReward:
+    """Scores responses with a `RewardModel` on the run's workers.
+
+    Args:
+        model: the front; it only scores.
+        encoder: texts to the model's sequences.
+        tokenizer: the policy's.
+        weights: float32 [K] of the K attributes that the model rates; None: it gives one number.
+        micro_batch_size: sequences per forward pass, per data-parallel rank.
+        end_strings: the policy's stop strings, which no reward model was shown.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        encoder: SequenceEncoder,
+        tokenizer: Tokenizer,
+        *,
+        weights: Tensor | None,
+        micro_batch_size: int,
+        end_strings: Sequence[str] = (),
+    ) -> None:
+        self.model, self.encoder, self.tokenizer = model, encoder, tokenizer
+        self.weights, self.micro_batch_size = weights, micro_batch_size
+        self.end_strings = end_strings
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Score every row; columns as of `Reward.get_rewards`."""
+        responses = response_texts(self.tokenizer, data)
+        texts = scored_texts(responses, data["is_end"].tolist(), self.end_strings)
+        pairs = zip(data["prompts"], texts, strict=True)
+        batch = self.encoder.collate([self.encoder.ids(prompt, text) for prompt, text in pairs])
+        self.model.prepare_for_inference()
+        scores = self.model.get_rewards(batch, self.micro_batch_size)["rewards"].cpu()
+        self.model.finish_inference()
+        return ScoredResponses(
+            responses,
+            weighted(scores, self.weights),
+            attribute_parts(scores, self.model.attributes),
+        )
+
+
+class VerifiedReward:
+    """Rewards of one source, of which a function says how often they are deserved.
+
+    The function's ``accuracy`` (where it gives none, whether its reward is at least 1) becomes the
+    metric of that name, its reward ``reward_parts/verified``. Nobody learns from either.
+    """
+
+    def __init__(self, reward: RewardInterface, verifier: Reward) -> None:
+        self.reward, self.verifier = reward, verifier
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Score every row with both."""
+        scored, checked = self.reward.get_rewards(data), self.verifier.get_rewards(data)
+        verified = checked.rewards.tolist()
+        parts = {
+            "accuracy": [float(reward >= 1) for reward in verified],
+            **checked.parts,
+            **scored.parts,
+            "verified": verified,
+        }
+        return ScoredResponses(scored.responses, scored.rewards, parts)

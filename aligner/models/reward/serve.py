@@ -1,0 +1,156 @@
+"""Serving a reward model: the processes that hold it, and the loop that scores what is asked."""
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Literal
+
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import ParallelConfig, TrainedModelConfig
+from aligner.distributed.agreement import from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.reward.reward_model import RewardModel
+from aligner.models.reward.sequences import SequenceEncoder
+from aligner.models.reward.server import Ids, Job, RewardHTTPServer, RewardService, Waiting
+from aligner.models.reward.wire import WireSample
+
+# The other ranks wait for rank 0 in a collective; so often it says that there is nothing to do.
+_HEARTBEAT_S = 1.0
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What a server is told."""
+
+    model: str  # a .nemo file
+    host: str = "127.0.0.1"
+    port: int = 5555  # 0: any that is free
+    token: str | None = None  # asked for where it is given
+    batch_size: int = 64  # sequences that are scored together
+    micro_batch_size: int = 16  # sequences per forward pass
+    max_waiting: int = 4096  # sequences that may wait; further requests are told to come later
+    timeout_s: float = 120.0  # a request waits so long for the model
+    add_bos: bool = False
+    precision: Literal["32", "bf16"] = "32"
+    tensor_model_parallel_size: int = 1
+
+
+def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = print) -> None:
+    """Serve until SIGTERM or SIGINT; ``ready`` is told the address once requests are taken.
+
+    Under a launcher such as torchrun every process runs this and rank 0 answers.
+    """
+    parallel_config = ParallelConfig(tensor=options.tensor_model_parallel_size)
+    parallel = initialize_parallel(parallel_config)
+    with open_nemo(options.model) as checkpoint:
+        tokenizer, architecture = checkpoint.tokenizer, checkpoint.architecture
+    encoder = SequenceEncoder(
+        tokenizer, architecture.max_position_embeddings, add_bos=options.add_bos
+    )
+    model = RewardModel(
+        LocalCluster(parallel),
+        TrainedModelConfig(
+            restore_from_path=options.model,
+            tensor_model_parallel_size=options.tensor_model_parallel_size,
+        ),
+        tokenizer,
+        RunFacts(precision=options.precision),
+        init_optimizer=False,
+    )
+    model.prepare_for_inference()
+    stopping = _stop_on_signals()
+
+    def score(sequences: list[Ids]) -> list[list[float]]:
+        scores = model.get_rewards(encoder.collate(sequences), options.micro_batch_size)
+        return scores["rewards"].float().reshape(len(sequences), -1).tolist()
+
+    waiting = Waiting(options.max_waiting)
+    server: list[RewardHTTPServer] = []
+
+    def listen() -> None:
+        def encode(sample: WireSample) -> Ids:
+            return encoder.ids(sample.prompt, sample.response)
+
+        service = RewardService(model.attributes, encode, waiting, options.timeout_s, options.token)
+        server.append(RewardHTTPServer((options.host, options.port), service))
+
+    on_rank_zero(listen)  # an address that is taken fails on every rank
+    try:
+        for http in server:
+            threading.Thread(target=http.serve_forever, daemon=True, name="http").start()
+            host, port = http.server_address[:2]
+            rates = ", ".join(model.attributes) or "one reward, from comparisons"
+            ready(f"reward server ready at http://{host!s}:{port} ({options.model}: {rates})")
+        score_until(
+            stopping,
+            waiting,
+            score,
+            options.batch_size,
+            has_peers=parallel.world_size > 1,
+        )
+    finally:
+        for http in server:
+            http.shutdown()
+            http.server_close()
+        shutdown_parallel()
+
+
+def score_until(
+    stopping: threading.Event,
+    waiting: Waiting,
+    score: Callable[[list[Ids]], list[list[float]]],
+    batch_size: int,
+    *,
+    has_peers: bool = False,
+) -> None:
+    """Score what waits on rank 0, with all ranks, until ``stopping`` is set there.
+
+    A batch that fails is told to those who asked; where there are other ranks, their state is then
+    unknown, and the server ends.
+    """
+    while True:
+        jobs: list[Job] = []
+        if is_rank_zero() and not stopping.is_set():
+            jobs = waiting.take(batch_size, _HEARTBEAT_S)
+        batch = None if stopping.is_set() else [ids for job in jobs for ids in job.sequences]
+        batch = from_rank_zero(batch)
+        if batch is None:
+            return
+        if batch:
+            _answer(jobs, batch, score, has_peers)
+
+
+def _answer(
+    jobs: Sequence[Job],
+    batch: list[Ids],
+    score: Callable[[list[Ids]], list[list[float]]],
+    has_peers: bool,
+) -> None:
+    try:
+        rewards = score(batch)
+    except Exception as error:
+        for job in jobs:
+            job.rewards.set_exception(error)
+        if has_peers:
+            raise
+        return
+    start = 0
+    for job in jobs:
+        job.rewards.set_result(rewards[start : start + len(job.sequences)])
+        start += len(job.sequences)
+
+
+def _stop_on_signals() -> threading.Event:
+    stopping = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    return stopping
