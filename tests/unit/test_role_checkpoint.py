@@ -81,18 +81,19 @@ def assert_equal(first, second):
 
 
 @pytest.mark.parametrize("role", ["policy", "value"])
-@pytest.mark.parametrize("precision", ["32", "bf16"])
-def test_a_front_continues_where_another_was_saved(role, precision, start, tmp_path):
-    run = RunFacts(precision=precision)
-    first = start(role, run=run)
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("megatron", "32"), ("megatron", "bf16"), ("dtensor", "32")]
+)
+def test_a_front_continues_where_another_was_saved(role, backend, precision, start, tmp_path):
+    settings = {"run": RunFacts(precision=precision), "backend": backend}
+    first = start(role, **settings)
     update(first, role, 2)
     paths = {name: str(tmp_path / name) for name in ("optimizer", "tokenizer")}
     first.save_checkpoint(
         str(tmp_path / "m.nemo"), paths["optimizer"], tokenizer_path=paths["tokenizer"]
     )
-    second = start(
-        role, run=run, weights_path=str(tmp_path / "m.nemo"), optimizer_path=paths["optimizer"]
-    )
+    settings |= {"weights_path": str(tmp_path / "m.nemo"), "optimizer_path": paths["optimizer"]}
+    second = start(role, **settings)
     assert_equal(weights_of(first), weights_of(second))
     one, other = update(first, role), update(second, role)
     assert one == other  # the same loss, gradient norm and place in the schedule
