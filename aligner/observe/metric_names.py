@@ -147,6 +147,9 @@ _LESSON = {
     "rewards_margin": MetricInfo("Reward of the chosen less that of the rejected.", "pairs"),
     "accuracy": MetricInfo("Share of pairs whose chosen response has the higher reward.", "pairs"),
     "sft_loss": MetricInfo("The likelihood term on the chosen response, unweighted.", "pairs"),
+    "absolute_error": MetricInfo(
+        "Absolute difference of score and rating, a mean over the rated attributes.", "sequences"
+    ),
 }
 
 _LESSON_DATA = {

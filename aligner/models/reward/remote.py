@@ -8,15 +8,16 @@ server and the cause, and reaches every rank.
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 import torch
-from torch import Tensor
 
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ from aligner.models.reward.wire import (
     request_body,
 )
 
+Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 # Timeouts, too many requests, and what servers and the proxies before them say while they restart.
@@ -73,23 +75,31 @@ class RewardClient:
         """
         size = self.config.samples_per_request
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-        if len(parts) <= 1:
-            return self._score_part(samples, width) if samples else []
-        with ThreadPoolExecutor(self.config.concurrent_requests) as pool:
-            futures = [pool.submit(self._score_part, part, width) for part in parts]
+        failed = threading.Event()  # one part did: the others need not be asked for any more
+
+        def ask(part: Sequence[WireSample]) -> list[list[float]]:
+            def parse(body: bytes) -> list[list[float]]:
+                return parse_rewards(body, len(part), width)
+
             try:
-                return [row for future in futures for row in future.result()]
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+                return self._ask("POST", SCORE, request_body(part), parse, failed)
+            except BaseException:
+                failed.set()
+                raise
 
-    def _score_part(self, samples: Sequence[WireSample], width: int) -> list[list[float]]:
-        count = len(samples)
-        return self._ask(
-            "POST", SCORE, request_body(samples), lambda body: parse_rewards(body, count, width)
-        )
+        with ThreadPoolExecutor(self.config.concurrent_requests) as pool:
+            return [row for rows in pool.map(ask, parts) for row in rows]
 
-    def _ask(self, method, path, body, parse):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        """The parsed answer, however many tries it takes."""
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        parse: Callable[[bytes], Answer],
+        given_up: threading.Event | None = None,
+    ) -> Answer:
+        """The parsed answer, however many tries it takes; none once ``given_up`` is set."""
+        given_up = given_up or threading.Event()
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         tries = 0
         while True:
@@ -101,11 +111,11 @@ class RewardClient:
             except (_TryAgainError, OSError, HTTPException) as error:
                 cause = str(error) or type(error).__name__
                 left = started + self.config.retry_for_s - time.monotonic()
-                if left <= 0:
+                if left <= 0 or given_up.is_set():
                     raise self._error(
-                        f"{cause}; gave up after {tries} tries in {self.config.retry_for_s:g} s "
-                        "(reward.server.retry_for_s). The run state is as of the last save; start "
-                        "the server again and repeat the command"
+                        f"{cause}; gave up after {tries} tries "
+                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state is "
+                        "as of the last save; start the server again and repeat the command"
                     ) from error
                 pause = min(pause * 2, _LONGEST_PAUSE_S, max(left, 0.01))
                 log.warning(
@@ -115,7 +125,7 @@ class RewardClient:
                     pause,
                     left,
                 )
-                time.sleep(pause)
+                given_up.wait(pause)
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         """One request; the body of a good answer."""
@@ -127,7 +137,7 @@ class RewardClient:
                 headers["Authorization"] = f"Bearer {self._token}"
             connection.request(method, f"{self._address.path.rstrip('/')}{path}", body, headers)
             response = connection.getresponse()
-            answer = self._read(connection, response, deadline)
+            answer = self._read(response, deadline)
         except TimeoutError as error:
             raise _TryAgainError(
                 f"no answer to {method} {path} within {self.config.timeout_s:g} s "
@@ -144,9 +154,8 @@ class RewardClient:
             said += " (the token comes from reward.server.token_env or reward.server.token_file)"
         raise self._error(said)
 
-    def _read(self, connection: HTTPConnection, response: HTTPResponse, deadline: float) -> bytes:
+    def _read(self, response: HTTPResponse, deadline: float) -> bytes:
         """The whole body, also from a server that sends it drop by drop: up to the deadline."""
-        sock = connection.sock  # None once the response has taken it over
         parts: list[bytes] = []
         size = 0
         while part := response.read1(2**16):
@@ -154,11 +163,8 @@ class RewardClient:
             size += len(part)
             if size > MAX_BYTES:
                 raise self._error(f"an answer of more than {MAX_BYTES} bytes")
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() > deadline:
                 raise TimeoutError
-            if sock is not None:
-                sock.settimeout(left)
         return b"".join(parts)
 
     def _connection(self) -> HTTPConnection:
@@ -203,11 +209,8 @@ class RemoteReward:
         responses, rows = on_rank_zero(ask)
         scores = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
         return ScoredResponses(
-            responses, self._reward(scores), attribute_parts(scores, self.attributes)
+            responses, weighted(scores, self.weights), attribute_parts(scores, self.attributes)
         )
-
-    def _reward(self, scores: Tensor) -> Tensor:
-        return weighted(scores, self.weights)
 
 
 def read_token(config: RewardServerConfig) -> str | None:
@@ -222,7 +225,7 @@ def read_token(config: RewardServerConfig) -> str | None:
     token = (token or "").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError(
-            f"reward.server.{source}: there is no token; it must be one line of printable ASCII"
+            f"{source} holds no token of the reward server; it must be one line of printable ASCII"
         )
     return token
 
