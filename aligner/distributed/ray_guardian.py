@@ -15,22 +15,21 @@ import os
 import select
 import shutil
 import sys
+from collections import defaultdict
 from contextlib import suppress
 
 import psutil
 
-_LOOK_S = 0.5  # between looks at the processes
+_LOOK_S = 2.0  # between looks at the processes; who is younger ends with its parent
 _END_S = 5.0  # for processes to end by themselves
 
 
 def main(driver_pid: int, folder: str) -> None:
     """Watch until standard input ends, then clear up."""
     seen: dict[int, psutil.Process] = {}
-    with suppress(psutil.NoSuchProcess):
-        driver = psutil.Process(driver_pid)
-        while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-            seen |= {process.pid: process for process in processes_of(driver, folder)}
-            seen = {pid: process for pid, process in seen.items() if process.is_running()}
+    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+        found = {process.pid: process for process in processes_of(driver_pid, folder)}
+        seen = {pid: process for pid, process in (seen | found).items() if process.is_running()}
     _, alive = psutil.wait_procs(list(seen.values()), timeout=_END_S)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
@@ -39,14 +38,21 @@ def main(driver_pid: int, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def processes_of(driver: psutil.Process, folder: str) -> list[psutil.Process]:
-    """Ray's processes below ``driver``: children that name its folder, and all below those."""
-    found: list[psutil.Process] = []
-    for child in driver.children():
-        with suppress(psutil.NoSuchProcess):
-            if any(folder in word for word in child.cmdline()):
-                found += [child, *child.children(recursive=True)]
+def processes_of(driver_pid: int, folder: str) -> list[psutil.Process]:
+    """Ray's processes below the driver: children that name its folder, and all below those."""
+    children = defaultdict(list)
+    for process in psutil.process_iter(["ppid"]):
+        children[process.info["ppid"]].append(process)
+    found = [child for child in children[driver_pid] if _names(child, folder)]
+    for process in found:  # grows as it goes
+        found += children[process.pid]
     return found
+
+
+def _names(process: psutil.Process, folder: str) -> bool:
+    with suppress(psutil.Error):
+        return any(folder in word for word in process.cmdline())
+    return False
 
 
 if __name__ == "__main__":

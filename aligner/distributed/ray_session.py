@@ -19,6 +19,8 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A crowded machine takes long to start a Python process.
     "RAY_worker_register_timeout_seconds": "300",
+    # Ray would have its workers yield to everything else, and they are who computes.
+    "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _GUARDIAN_S = 20.0  # for the guardian to clear up

@@ -112,7 +112,7 @@ class RayWorkerGroup:
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> MultiWorkerFuture:
         """Call a method with the same arguments on every worker; every worker's result."""
-        common = self._put(kwargs)
+        common = self._arguments(kwargs)
         calls = [self._call(rank, method_name, common) for rank in range(len(self._actors))]
         return self._future(method_name, calls, range(len(calls)))
 
@@ -120,7 +120,7 @@ class RayWorkerGroup:
         self, method_name: str, worker_idx: int = 0, **kwargs: Any
     ) -> MultiWorkerFuture:
         """Call a method on one worker."""
-        call = self._call(worker_idx, method_name, self._put(kwargs))
+        call = self._call(worker_idx, method_name, self._arguments(kwargs))
         return self._future(method_name, [call], [0])
 
     def run_all_workers_sharded_data(
@@ -152,7 +152,7 @@ class RayWorkerGroup:
             if name not in sizes:
                 raise WorkerError(f"{method_name}: no axis {name!r}; the axes are {list(sizes)}")
         _check_shards(method_name, data, [sizes[name] for name in in_sharded_axes])
-        common, shards = self._put(common_kwargs or {}), {}
+        common, shards = self._arguments(common_kwargs or {}), {}
         free = set(sizes) - set(in_sharded_axes) - set(replicate_on_axes)
         calls: list[Any] = []
         returned: list[int] = []
@@ -208,6 +208,10 @@ class RayWorkerGroup:
         import ray
 
         return ray.put(value)
+
+    def _arguments(self, kwargs: Mapping[str, Any]) -> Any:
+        """A reference to the arguments that all workers are given; none go with the call."""
+        return self._put(dict(kwargs)) if kwargs else {}
 
     def _call(self, rank: int, method_name: str, *arguments: Any) -> Any:
         if self._starting:
