@@ -110,18 +110,37 @@ def arithmetic_examples(**arguments: Any) -> Iterator[dict[str, Any]]:
         yield {"prompt": row["prompt"], "response": row["ground_truth"]}
 
 
-def arithmetic_pairs(**arguments: Any) -> Iterator[dict[str, Any]]:
+def arithmetic_pairs(
+    *, wrong_by: Sequence[int] = (1, 9), **arguments: Any
+) -> Iterator[dict[str, Any]]:
     """Yield rows with the columns prompt, chosen and rejected: the right answer and a wrong one.
 
-    It takes the arguments of `arithmetic_prompts`. The wrong answer is off by 1 to 9, never
-    negative, and depends on (seed, split, row) alone.
+    It takes the arguments of `arithmetic_prompts` too. The wrong answer differs by ``wrong_by[0]``
+    to ``wrong_by[1]``, is never negative, and depends on (seed, split, row) alone.
     """
+    nearest, farthest = wrong_by
+    if not 1 <= nearest <= farthest:
+        raise ConfigError(
+            f"arithmetic: wrong_by={list(wrong_by)} must be two numbers, 1 <= first <= second"
+        )
     key = f"{arguments.get('seed', 0)}/{arguments.get('split', 'train')}"
     for index, row in enumerate(arithmetic_prompts(**arguments)):
         right = int(row["ground_truth"])
-        off = [right + step for step in range(-9, 10) if step and right + step >= 0]
-        wrong = random.Random(f"{key}/wrong/{index}").choice(off)
+        steps = [step for step in range(-farthest, farthest + 1) if abs(step) >= nearest]
+        answers = [right + step for step in steps if right + step >= 0]
+        wrong = random.Random(f"{key}/wrong/{index}").choice(answers)
         yield {"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)}
+
+
+def arithmetic_labels(**arguments: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows with the columns prompt, response and label: in turn a right and a wrong answer.
+
+    Arguments as of `arithmetic_pairs`.
+    """
+    for index, row in enumerate(arithmetic_pairs(**arguments)):
+        is_right = index % 2 == 0
+        response = row["chosen" if is_right else "rejected"]
+        yield {"prompt": row["prompt"], "response": response, "label": is_right}
 
 
 def split_problems(

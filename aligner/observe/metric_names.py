@@ -144,8 +144,22 @@ _LESSON = {
     "preference_loss": MetricInfo("The preference loss, without other terms.", "pairs"),
     "rewards_chosen": MetricInfo("(Implicit) reward of the chosen response.", "pairs"),
     "rewards_rejected": MetricInfo("(Implicit) reward of the rejected response.", "pairs"),
-    "rewards_margin": MetricInfo("Reward of the chosen less that of the rejected.", "pairs"),
-    "accuracy": MetricInfo("Share of pairs whose chosen response has the higher reward.", "pairs"),
+    "rewards_margin": MetricInfo(
+        "Reward of the chosen less that of the rejected; KTO: by how much the reward is on the right "
+        "side of the baseline.",
+        "pairs; KTO: sequences",
+    ),
+    "accuracy": MetricInfo(
+        "Share of pairs whose chosen response has the higher reward; KTO: of sequences on the right "
+        "side of the baseline.",
+        "pairs; KTO: sequences",
+    ),
+    "rewards": MetricInfo("KTO: implicit reward.", "sequences"),
+    "desirable_fraction": MetricInfo("KTO: share of good responses.", "sequences"),
+    "kl_baseline": MetricInfo(
+        "KTO: drift from the reference on foreign responses, in nats, at least 0.",
+        "rows of the global batch",
+    ),
     "sft_loss": MetricInfo("The likelihood term on the chosen response, unweighted.", "pairs"),
     "absolute_error": MetricInfo(
         "Absolute difference of score and rating, a mean over the rated attributes.", "sequences"

@@ -8,6 +8,7 @@ from aligner.data.arithmetic import (
     Problem,
     _shuffled,
     arithmetic_examples,
+    arithmetic_labels,
     arithmetic_pairs,
     arithmetic_prompts,
     split_problems,
@@ -137,3 +138,21 @@ def test_worked_examples_and_pairs_ask_the_same():
         assert int(pair["rejected"]) >= 0
     assert len({int(p["rejected"]) - int(p["chosen"]) for p in pairs}) > 5
     assert pairs == list(arithmetic_pairs(split="validation", size=40, seed=3))
+
+
+def test_how_far_wrong_answers_are():
+    pairs = list(arithmetic_pairs(size=60, high=9, wrong_by=[20, 30]))
+    steps = {abs(int(pair["rejected"]) - int(pair["chosen"])) for pair in pairs}
+    assert min(steps) >= 20
+    assert max(steps) <= 30
+    with pytest.raises(ConfigError, match="wrong_by="):
+        next(arithmetic_pairs(size=1, wrong_by=[0, 3]))
+
+
+def test_labels_are_of_right_and_wrong_answers_in_turn():
+    pairs = list(arithmetic_pairs(size=4, seed=2))
+    rows = list(arithmetic_labels(size=4, seed=2))
+    assert [row["label"] for row in rows] == [True, False, True, False]
+    for pair, row in zip(pairs, rows, strict=True):
+        assert row["prompt"] == pair["prompt"]
+        assert row["response"] == pair["chosen" if row["label"] else "rejected"]
