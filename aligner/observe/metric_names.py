@@ -145,13 +145,13 @@ _LESSON = {
     "rewards_chosen": MetricInfo("(Implicit) reward of the chosen response.", "pairs"),
     "rewards_rejected": MetricInfo("(Implicit) reward of the rejected response.", "pairs"),
     "rewards_margin": MetricInfo(
-        "Reward of the chosen less that of the rejected; KTO: by how much the reward is on the right "
+        "Reward of the chosen less that of the rejected; KTO: how far the reward is on the right "
         "side of the baseline.",
         "pairs; KTO: sequences",
     ),
     "accuracy": MetricInfo(
-        "Share of pairs whose chosen response has the higher reward; KTO: of sequences on the right "
-        "side of the baseline.",
+        "Share of pairs whose chosen response has the higher reward; KTO: of sequences on the "
+        "right side of the baseline.",
         "pairs; KTO: sequences",
     ),
     "rewards": MetricInfo("KTO: implicit reward.", "sequences"),
