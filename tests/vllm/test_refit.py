@@ -83,22 +83,35 @@ def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, layout, engine_count
         assert (expected - output["logprobs"]).abs().max() < 1e-4
 
 
+def long_prompts():
+    """Four prompts longer than a block of vLLM's cache of keys and values (128 tokens on CPU)."""
+    ids = (torch.arange(200) * 7 + torch.arange(4)[:, None]) % 90 + 32
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": torch.full((4,), 200),
+            "sample_ids": torch.arange(4),
+        }
+    )
+
+
 def test_caches_and_memory(ray, wide_nemo):
-    with roles(run_config(wide_nemo)) as (policy, generation):
+    ppo = {"length_params": {"max_length": 8}}
+    with roles(run_config(wide_nemo, ppo=ppo)) as (policy, generation):
         generation.prepare_for_generation()
-        before = generation.generate(prompts(), seed=1)  # fills the cache of prompts
+        before = generation.generate(long_prompts(), seed=1)  # fills the cache of prompts
         train(policy)
         generation.weights_changed()
         generation.prepare_for_generation()
-        after = generation.generate(prompts(), seed=1)
+        after = generation.generate(long_prompts(), seed=1)
         expected = policy.get_logprobs(scored(after))["logprobs"]
         assert (expected - after["logprobs"]).abs().max() < 1e-4
-        assert (before["logprobs"][:, :10] - after["logprobs"][:, :10]).abs().max() > 0.1
+        assert (before["logprobs"][:, 200] - after["logprobs"][:, 200]).abs().max() > 0.1
 
         memory = []
         for _ in range(20):
             generation.weights_changed()
             generation.prepare_for_generation()
-            generation.generate(prompts(), seed=1)
+            generation.generate(long_prompts(), seed=1)
             memory.append(generation.memory_bytes()[0])
         assert memory[-1] < 1.02 * memory[2], [size / 2**20 for size in memory]
