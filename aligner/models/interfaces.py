@@ -6,13 +6,14 @@ the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from aligner.distributed.batched_data_dict import BatchedDataDict
+    from aligner.distributed.worker_groups import WorkerFuture
     from aligner.types import LossFunction
 
 
@@ -222,9 +223,64 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Enter log-prob inference."""
 
+    @abstractmethod
+    def offload_before_refit(self) -> None:
+        """Make room on the devices for an engine that takes weights over."""
+
+    @abstractmethod
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """Shape and dtype of every weight, by its name in a Hugging Face state dict."""
+
+    @abstractmethod
+    def prepare_weights_for_ipc(
+        self, _refit_buffer_size_gb: float | None = None
+    ) -> list[list[str]]:
+        """Names of all weights in groups of at most so many GiB."""
+
+    @abstractmethod
+    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+        """What opens some weights from an engine of the same machine or device."""
+
+    @abstractmethod
+    def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":
+        """Begin to meet engines elsewhere at ``ip:port``."""
+
+    @abstractmethod
+    def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> "WorkerFuture":
+        """Begin to send weights, default all, to the engines met."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> None:
+        """Take back what was offered."""
+
 
 class ValueInterface(ABC):
     """A critic over global batches."""
+
+    @abstractmethod
+    def prepare_for_inference(self) -> None:
+        """Enter the prediction of values."""
+
+    @abstractmethod
+    def finish_inference(self) -> None:
+        """Leave it."""
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Enter training."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Leave training."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write weights and, when asked, optimizer state and tokenizer."""
 
     @abstractmethod
     def get_values(
