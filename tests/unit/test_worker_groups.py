@@ -60,6 +60,25 @@ def test_shutdown_calls_the_cleanup_method():
     assert run_on_all(group, "close") == [None]
 
 
+def test_one_worker_is_called_alone():
+    group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
+    data = {"x": torch.tensor([1])}
+    (result,) = group.run_single_worker_single_data("apply", data=data, offset=1).get_results()
+    assert result["y"].tolist() == [3]
+    with pytest.raises(TypeError):
+        group.run_single_worker_single_data("apply", offset=1)
+
+
+def test_what_needs_ray_is_published_here_and_imports_it_later():
+    from aligner.distributed import ray_calls, ray_worker_group, worker_groups
+
+    assert worker_groups.RayWorkerGroup is ray_worker_group.RayWorkerGroup
+    assert worker_groups.RayWorkerBuilder is ray_worker_group.RayWorkerBuilder
+    assert worker_groups.MultiWorkerFuture is ray_calls.MultiWorkerFuture
+    with pytest.raises(AttributeError, match="RayWorkers"):
+        _ = worker_groups.RayWorkers
+
+
 def test_wrong_axes_and_shard_counts_are_refused():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     with pytest.raises(WorkerError, match="2 shards for 1"):
