@@ -8,7 +8,7 @@
 import os
 
 import pytest
-from ray_workers import GRID, TELLER, teller_on
+from ray_workers import TELLER, teller_on
 
 from aligner.config import ParallelConfig
 from aligner.distributed.named_sharding import NamedSharding
@@ -60,10 +60,11 @@ def test_who_is_late_and_who_dies_is_named(cluster):
 
 def test_cleanup_runs_on_each_worker_before_it_ends(cluster, tmp_path):
     builder = RayWorkerBuilder("ray_workers.Closing", folder=tmp_path)
-    group = RayWorkerGroup(cluster, builder, "closing", sharding_annotations=GRID)
+    pair = NamedSharding([0, 1], ["data_parallel"])
+    group = RayWorkerGroup(cluster, builder, "closing", sharding_annotations=pair)
     group.wait_until_started()
     assert group.shutdown(cleanup_method="shutdown")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def test_an_interpreter_of_its_own(cluster, python_with_mark):
@@ -77,7 +78,8 @@ def test_an_interpreter_of_its_own(cluster, python_with_mark):
 
 def test_construction_errors_are_the_workers_own(cluster):
     builder = RayWorkerBuilder(TELLER, fail=True)
-    group = RayWorkerGroup(cluster, builder, "failing", sharding_annotations=GRID)
+    one = NamedSharding([0], ["data_parallel"])
+    group = RayWorkerGroup(cluster, builder, "failing", sharding_annotations=one)
     with pytest.raises(DataError, match="column x is missing"):
         group.run_all_workers_single_data("place")
     group.shutdown()
