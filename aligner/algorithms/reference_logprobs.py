@@ -7,6 +7,7 @@ is restored). Kept are float32 log-probs of the learned tokens alone, one after 
 
 import hashlib
 import os
+import pickle
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,12 +83,12 @@ class ReferenceLogprobs:
     ) -> dict[str, WithReference[Item]]:
         """Every one of ``sets``, with the log-probs. Kept ones of something else are replaced."""
         fingerprint = fingerprint_of(config, sets)
-        changes = on_rank_zero(lambda: _differences(self.path, fingerprint))
-        if changes == []:
+        reasons = on_rank_zero(lambda: _against(self.path, fingerprint))
+        if reasons == []:
             kept = torch.load(self.path, weights_only=True, mmap=True)["logprobs"]
             return {name: WithReference(items, kept[name]) for name, items in sets.items()}
-        if changes:
-            self._say(f"{self.path} is of {', '.join(changes)} that have changed")
+        if reasons:
+            self._say(f"{self.path} cannot be used: {', '.join(reasons)}")
         count = sum(len(items[0].examples) * len(items) for items in sets.values())
         self._say(f"asking the reference for log-probs of {count:,} sequences, once")
         found = {
@@ -118,8 +119,8 @@ def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> d
     a tokenizer, a template or a length limit that changes them is seen too.
     """
     return {
-        "a model": _digest(_files(Path(config.model.restore_from_path).expanduser().absolute())),
-        "a precision": f"{config.trainer.precision}, fp8 {config.model.fp8}",
+        "model": _digest(_files(Path(config.model.restore_from_path).expanduser().absolute())),
+        "precision": f"{config.trainer.precision}, fp8 {config.model.fp8}",
         **{f"{name} examples": _digest(_tokens(items)) for name, items in sets.items()},
     }
 
@@ -149,13 +150,16 @@ def _examples(items: Examples[Any]) -> list[Example]:
     return [example for index in range(len(items)) for example in items[index].examples]
 
 
-def _differences(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
-    """What of the kept log-probs is of something else; None where there is nothing kept."""
+def _against(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
+    """What speaks against the kept log-probs; None where there are none."""
     if not path.is_file():
         return None
-    kept = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
+    try:
+        kept = torch.load(path, weights_only=True, mmap=True)["fingerprint"]
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
+        return ["it is damaged"]
     names = sorted(kept.keys() | fingerprint.keys())
-    return [name for name in names if kept.get(name) != fingerprint.get(name)]
+    return [f"{name} changed" for name in names if kept.get(name) != fingerprint.get(name)]
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -99,9 +99,11 @@ class SupervisedTrainer:
         count = min(len(examples), self.limit_val_examples or len(examples))
         with timers("validate"):
             batch = self.task.collate([examples[index] for index in range(count)])
+            self.role.prepare_for_inference()
             self._complete(batch)
             batch = _filled_up(batch, self._rows_that_divide())
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
+            self.role.finish_inference()
         metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
         return Outcome(prefixed("val_optim", metrics))
 

@@ -87,6 +87,14 @@ class RoleFront:
         """Leave training; optimizer state may leave the device."""
         run_on_all(self.worker_group, "finish_training")
 
+    def prepare_for_inference(self) -> None:
+        """Ready the workers to answer: evaluation mode, so without dropout."""
+        run_on_all(self.worker_group, "prepare_for_inference")
+
+    def finish_inference(self) -> None:
+        """Leave inference."""
+        run_on_all(self.worker_group, "finish_inference")
+
     def save_state(self, folder: Path) -> None:
         """Have every worker write its share of weights, optimizer and schedule to ``folder``."""
         run_on_all(self.worker_group, "save_state", folder=str(folder.absolute()))

@@ -70,11 +70,3 @@ class RewardModel(RoleFront):
     def standardize(self, mean: float, std: float) -> None:
         """Rewards are ``(reward - mean) / std`` from now on, in the saved model too."""
         run_on_all(self.worker_group, "standardize", mean=mean, std=std)
-
-    def prepare_for_inference(self) -> None:
-        """Ready the workers to score."""
-        run_on_all(self.worker_group, "prepare_for_inference")
-
-    def finish_inference(self) -> None:
-        """Leave inference."""
-        run_on_all(self.worker_group, "finish_inference")

@@ -8,7 +8,7 @@ from aligner.distributed.worker_groups import Cluster
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ValueInterface
 from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
-from aligner.models.sharded import columns_of, run_on_all, score_sharded
+from aligner.models.sharded import columns_of, score_sharded
 
 WORKERS = {
     "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
@@ -70,11 +70,3 @@ class Value(RoleFront, ValueInterface):
             self.model,
             micro_batch_size,
         )
-
-    def prepare_for_inference(self) -> None:
-        """Ready the workers to predict values."""
-        run_on_all(self.worker_group, "prepare_for_inference")
-
-    def finish_inference(self) -> None:
-        """Leave inference."""
-        run_on_all(self.worker_group, "finish_inference")
