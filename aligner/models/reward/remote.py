@@ -108,14 +108,16 @@ class RewardClient:
                 return parse(self._exchange(method, path, body))
             except DataError as error:
                 raise self._error(f"{method} {path} was answered with {error}") from error
+            except RewardServerError:  # an OSError too, but nothing that passes
+                raise
             except (_TryAgainError, OSError, HTTPException) as error:
                 cause = str(error) or type(error).__name__
                 left = started + self.config.retry_for_s - time.monotonic()
                 if left <= 0 or given_up.is_set():
                     raise self._error(
                         f"{cause}; gave up after {tries} tries "
-                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state is "
-                        "as of the last save; start the server again and repeat the command"
+                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state "
+                        "is as of the last save; start the server again and repeat the command"
                     ) from error
                 pause = min(pause * 2, _LONGEST_PAUSE_S, max(left, 0.01))
                 log.warning(

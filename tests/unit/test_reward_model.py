@@ -1,0 +1,266 @@
+"""Reward models in one process: heads, files, standardisation, and what they are shown."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import TrainedModelConfig, parse_config
+from aligner.config.run import RewardRunConfig, RunConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.ratings import RatedDataset, collate_rated
+from aligner.data.supervised import ExampleFormat
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
+from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
+from aligner.models.gpt.reward import Standardization
+from aligner.models.gpt.settings import RoleSettings, RunFacts
+from aligner.models.reward.attributes import attribute_parts, check_weights, weighted
+from aligner.models.reward.sequences import SequenceEncoder, scored_texts
+from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
+
+ATTRIBUTES = ("helpfulness", "correctness", "length")
+BATCH = {
+    "input_ids": torch.arange(24).reshape(3, 8),
+    "input_lengths": torch.tensor([8, 3, 5]),
+}
+
+
+def worker(path, **options):
+    config = TrainedModelConfig(restore_from_path=str(path), micro_batch_size=2)
+    return MegatronRewardWorker(config, None, RunFacts(), initialize_parallel(), **options)
+
+
+def awaken(model):
+    """Give the head something to say."""
+    for parameter in model.gpt.rm_head.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(7))
+
+
+# Heads and files -----------------------------------------------------------------------------
+
+
+def test_a_head_of_several_attributes_goes_into_a_nemo_and_back(tiny_nemo, tmp_path):
+    first = worker(tiny_nemo, attributes=ATTRIBUTES)
+    awaken(first.model)
+    rewards = first.get_rewards(BATCH)["rewards"]
+    assert rewards.shape == (3, 3)
+    assert rewards.std() > 0.1
+    first.save_checkpoint(str(tmp_path / "rated.nemo"))
+    again = load_from_nemo(MegatronGPTRewardModel, restore_path=tmp_path / "rated.nemo")
+    assert again.attributes == ATTRIBUTES
+    assert again.gpt.rm_head.weight.shape == (3, 64)
+    torch.testing.assert_close(again.infer(BATCH), rewards)
+    torch.testing.assert_close(again.infer(BATCH, 1), rewards)
+    with open_nemo(tmp_path / "rated.nemo") as checkpoint:
+        assert checkpoint.config["reward_model_type"] == "regression"
+        assert checkpoint.config["regression"]["num_attributes"] == 3
+        assert checkpoint.config["reward_standardization"]["enable"] is False
+    with pytest.raises(CheckpointError, match=r"rm_head.weight has shape \(3, 64\)"):
+        load_from_nemo(MegatronGPTCriticModel, restore_path=tmp_path / "rated.nemo")
+
+
+def test_the_rewards_are_the_head_at_the_last_token(tiny_nemo):
+    model = load_from_nemo(
+        MegatronGPTRewardModel, RoleSettings(attributes=ATTRIBUTES), restore_path=tiny_nemo
+    )
+    awaken(model)
+    tokens = model.infer_tokens(BATCH)
+    assert tokens.shape == (3, 8, 3)
+    assert not tokens[1, 3:].any()
+    assert torch.equal(model.infer(BATCH), tokens[[0, 1, 2], [7, 2, 4]])
+
+
+# Standardisation -----------------------------------------------------------------------------
+
+
+def test_standardisation_by_hand():
+    """1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3."""
+    found = Standardization.measure(torch.tensor([1.0, 2.0, 3.0, 6.0]))
+    assert found.mean == 3.0
+    assert found.std == pytest.approx(math.sqrt(14 / 3))
+    assert found(torch.tensor([3.0, 6.0])).tolist() == pytest.approx([0, 3 / math.sqrt(14 / 3)])
+    for flat in ([2.0], [2.0, 2.0]):
+        with pytest.raises(CheckpointError, match="without any spread"):
+            Standardization.measure(torch.tensor(flat))
+
+
+def test_it_is_saved_and_applied(tiny_nemo, tmp_path):
+    learner = worker(tiny_nemo, attributes=())
+    awaken(learner.model)
+    raw = learner.get_rewards(BATCH)["rewards"]
+    learner.standardize(mean=0.25, std=2.0)
+    path = tmp_path / "standard.nemo"
+    learner.save_checkpoint(str(path))
+    with open_nemo(path) as checkpoint:
+        known = checkpoint.config["reward_standardization"]
+    assert known == {"enable": True, "mean": 0.25, "std": 2.0}
+    for model in (
+        load_from_nemo(MegatronGPTRewardModel, restore_path=path),
+        MegatronGPTRewardModel.restore_from(str(path)),
+        worker(path, init_optimizer=False).model,
+    ):
+        torch.testing.assert_close(model.infer(BATCH), (raw - 0.25) / 2)
+        torch.testing.assert_close(model.infer(BATCH, standardize=False), raw)
+        torch.testing.assert_close(model.infer_rm_critic(BATCH)["rewards"], (raw - 0.25) / 2)
+    # One that learns on has weights that nobody has measured.
+    torch.testing.assert_close(worker(path).get_rewards(BATCH)["rewards"], raw)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"mean": 0.0, "std": 0.0}, {"mean": float("nan"), "std": 1.0}, {"mean": 1.0}]
+)
+def test_numbers_that_cannot_be_used_are_refused(bad):
+    assert Standardization.of_config({"reward_standardization": {"enable": False, **bad}}) is None
+    with pytest.raises(CheckpointError, match=r"reward_standardization of model_config.yaml"):
+        Standardization.of_config({"reward_standardization": {"enable": True, **bad}})
+
+
+# What a model is shown -----------------------------------------------------------------------
+
+
+def test_a_sequence_ends_in_one_eos_whatever_the_policy_drew():
+    tokenizer = byte_level_tokenizer()
+    encoder = SequenceEncoder(tokenizer, 12)
+    ids = encoder.ids("1+1=", "2")
+    assert ids == [*tokenizer.encode("1+1=2"), tokenizer.eos_id]
+    assert ids.count(tokenizer.eos_id) == 1
+    with pytest.raises(RewardError, match="has 13 tokens for the reward model, which has 12"):
+        encoder.ids("1+1=", "2" * 8)
+    with_bos = SequenceEncoder(tokenizer, 12, add_bos=True)
+    assert with_bos.ids("1+1=", "2") == [tokenizer.bos_id, *ids]
+
+
+def test_the_stop_string_that_ended_a_response_is_not_shown():
+    shown = scored_texts(["2\n", "a\nb\n\n", "x", "y\n"], [True, True, True, False], ["\n"])
+    assert shown == ["2", "a\nb", "x", "y\n"]  # the last ran into the length limit
+    assert scored_texts(["2\n"], [True], []) == ["2\n"]
+
+
+def test_attributes_are_weighted():
+    scores = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]])
+    weights = check_weights([1, 0.5, -1], ATTRIBUTES, "it")
+    assert weighted(scores, weights).tolist() == [-1.0, 1.5]
+    assert attribute_parts(scores, ATTRIBUTES)["correctness"] == [2.0, 1.0]
+    assert attribute_parts(torch.ones(2, 1), ("one",)) == {}
+    assert check_weights(None, (), "it") is None
+    assert weighted(torch.tensor([1.0, 2.0]), None).tolist() == [1.0, 2.0]
+    with pytest.raises(ConfigError, match=r"rates 3 attributes .helpfulness, correctness, length."):
+        check_weights(None, ATTRIBUTES, "it")
+    with pytest.raises(ConfigError, match="has 2 numbers, and it rates 3"):
+        check_weights([1, 2], ATTRIBUTES, "it")
+
+
+# Ratings -------------------------------------------------------------------------------------
+
+
+def rated(tmp_path, *lines):
+    (tmp_path / "rated.jsonl").write_text("\n".join(lines))
+    return RatedDataset.load(
+        str(tmp_path / "rated.jsonl"), byte_level_tokenizer(), ExampleFormat(), ATTRIBUTES
+    )
+
+
+def test_ratings_by_hand(tmp_path):
+    data = rated(
+        tmp_path,
+        '{"prompt": "p", "response": "a", "helpfulness": 4, "correctness": null, "length": 0}',
+        '{"prompt": "p", "response": "", "correctness": 2.5}',
+    )
+    batch = collate_rated([data[0], data[1]], pad_id=0)
+    assert batch["attributes"].tolist() == [[4, 0, 0], [0, 2.5, 0]]
+    assert batch["attribute_mask"].tolist() == [[1, 0, 1], [0, 1, 0]]
+    assert batch["input_lengths"].tolist() == [3, 2]
+    # As wide as there are attributes, ratings would pass for one number a token.
+    assert batch["input_ids"].shape == batch["token_mask"].shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("ratings", "said"),
+    [
+        ('"helpful": 1', "line 1: none of the columns .'helpfulness'.* Columns found: .'helpful'"),
+        ('"length": "long"', "column 'length' must be a finite number or null, it is 'long'"),
+        ('"length": true', "it is True"),
+        ('"length": NaN', "it is nan"),
+    ],
+)
+def test_bad_ratings_are_refused(tmp_path, ratings, said):
+    with pytest.raises(DataError, match=said):
+        rated(tmp_path, f'{{"prompt": "p", "response": "a", {ratings}}}')
+
+
+# Configuration -------------------------------------------------------------------------------
+
+DATA = {"train": {"source": "x.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "data", "said"),
+    [
+        ({"loss": "regression"}, {}, "data.attribute_columns is empty"),
+        ({}, {"attribute_columns": ["a"]}, "are for trainer.reward_model.loss=regression"),
+        ({"variant": "margin"}, {}, "variant=margin reads how strong a preference is"),
+        ({}, {"chosen_reward_column": "a"}, "belong together"),
+        ({"standardize_on": "validation"}, {}, "data.validation is null"),
+        (
+            {"loss": "regression", "standardize_on": "train"},
+            {"attribute_columns": ["a"]},
+            "standardize_on=train: ratings have a scale",
+        ),
+    ],
+)
+def test_a_loss_without_its_data_is_refused(trainer, data, said):
+    values = {
+        "model": {"restore_from_path": "m.nemo"},
+        "trainer": {"reward_model": trainer},
+        "data": {**DATA, **data},
+    }
+    with pytest.raises(ConfigError, match=said):
+        parse_config(values, RewardRunConfig)
+
+
+def test_half_a_pair_is_refused():
+    values = {"model": {"restore_from_path": "m.nemo", "micro_batch_size": 3}, "data": DATA}
+    with pytest.raises(ConfigError, match=r"micro_batch_size=3 .* make it even: 2 or 4"):
+        parse_config(values, RewardRunConfig)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ({}, "reward.kind=function needs reward.function"),
+        ({"kind": "model"}, "reward=model reward.model.restore_from_path="),
+        (
+            {"function": "a:b", "server": {"url": "http://h"}},
+            "reward.server is given, and reward.kind=function",
+        ),
+        ({"function": "a:b", "attribute_weights": [1.0]}, "set it to null"),
+        ({"kind": "model", "model": {"restore_from_path": "r", "workers": 1}}, "needs cluster.eng"),
+        (
+            {"kind": "server", "server": {"url": "http://h", "retry_for_s": 1800}},
+            "must stay below cluster.timeout_s=1800",
+        ),
+        (
+            {"kind": "server", "server": {"url": "http://h", "token_env": "A", "token_file": "b"}},
+            "both given",
+        ),
+    ],
+)
+def test_a_reward_without_what_it_needs_is_refused(reward, said):
+    values = {"model": {"restore_from_path": "m.nemo"}, "data": DATA, "reward": reward}
+    with pytest.raises(ConfigError, match=said):
+        parse_config(values, RunConfig)
+
+
+def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
+    """The list in `build_reward` of what the policy shares names fields that exist."""
+    from aligner.algorithms.build_reward import _frozen
+    from aligner.config import RewardModelConfig
+
+    policy = TrainedModelConfig("p.nemo", tensor_model_parallel_size=2, sequence_parallel=True)
+    frozen = _frozen(policy, RewardModelConfig("r.nemo", micro_batch_size=3))
+    assert frozen.parallel == policy.parallel
+    assert dataclasses.replace(frozen.optim) == frozen.optim
+    assert (frozen.restore_from_path, frozen.micro_batch_size) == ("r.nemo", 3)
