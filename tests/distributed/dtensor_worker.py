@@ -8,6 +8,7 @@ With ``state`` the roles resume from the run state of that name. Rank 0 writes w
 FOLDER/N.pt; run states go beside it, a folder ``N,spec`` each.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from layout_worker import OPTIM, ROWS, RUN, make_batch, model_config, reported
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.model_source import open_model
-from aligner.config import CriticConfig, ModelConfig
+from aligner.config import CriticConfig, LengthParams, ModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.distributed.worker_groups import LocalCluster
@@ -35,6 +36,8 @@ def start(folder: Path, spec: str) -> tuple[Policy, Value]:
     family, backend, tensor, mode = spec.split(",")[:4]
     model, critic = str(folder / f"{family}.nemo"), str(folder / f"{family}_critic.nemo")
     config: ModelConfig = model_config(model, f"{tensor},1,1,0,{mode}")
+    short = dataclasses.replace(config.ppo, length_params=LengthParams(max_length=12))
+    config = dataclasses.replace(config, ppo=short)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     section = CriticConfig(
         restore_from_path=critic, micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM
