@@ -1,0 +1,56 @@
+"""The scripts as a launcher starts them: two processes write the metrics of one.
+
+PPO's layouts are compared number by number in `test_layouts`. Here the other algorithms pass
+through the same machinery, and the launcher says how many processes there are.
+"""
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from aligner.observe.metrics import read_metrics
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TENSOR_PACKED = [
+    "model.tensor_model_parallel_size=2",
+    "model.sequence_packing.enabled=true",
+    "model.sequence_packing.train_mb_tokens=256",
+]
+DATA = ["model.micro_batch_size=8"]
+
+
+def metrics(folder, nemo, script, recipe, processes, layout=()):
+    arguments = [
+        "--config-name",
+        f"recipes/{recipe}",
+        f"model.restore_from_path={nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "exp_manager.save_nemo=false",
+        *layout,
+    ]
+    run_ranks(EXAMPLES / script, processes, arguments, timeout_s=200)
+    return [
+        {name: value for name, value in line.items() if not name.startswith("timers/")}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "recipe", "steps", "layout"),
+    [
+        ("train_gpt_ppo.py", "ppo_tiny_cpu", "trainer.ppo.max_steps=1", TENSOR_PACKED),
+        ("train_gpt_reinforce.py", "grpo_tiny_cpu", "trainer.ppo.max_steps=2", DATA),
+        ("train_gpt_rs.py", "rs_tiny_cpu", "trainer.rs.max_steps=2", TENSOR_PACKED),
+        ("train_gpt_sft.py", "sft_tiny_cpu", "trainer.sft.max_steps=3", TENSOR_PACKED),
+        ("train_gpt_sft.py", "sft_tiny_cpu", "trainer.sft.max_steps=3", DATA),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith("cpu") else None,
+)
+def test_two_processes_write_the_metrics_of_one(tmp_path, tiny_nemo, script, recipe, steps, layout):
+    one = metrics(tmp_path / "one", tiny_nemo, script, recipe, 1, [steps])
+    two = metrics(tmp_path / "two", tiny_nemo, script, recipe, 2, [steps, *layout])
+    assert len(one) > 1
+    for line, other in zip(one, two, strict=True):
+        assert other == pytest.approx(line, rel=1e-4, abs=1e-5, nan_ok=True)
