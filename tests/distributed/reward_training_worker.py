@@ -1,0 +1,96 @@
+"""One rank of `test_reward_training_layouts`: trains a reward model in each layout.
+
+    MODEL OUTPUT LAYOUT [LAYOUT ...]
+
+A layout is ``tensor,packed,loss``; what is left of the world is data parallel. Rank 0 writes what
+it saw to OUTPUT.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+
+from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
+from aligner.config import OptimConfig, ParallelConfig, SequencePackingConfig, TrainedModelConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.form_pairs import form_pairs
+from aligner.data.preferences import PairFormat, collate_pairs, make_pair
+from aligner.data.ratings import Rated, collate_rated
+from aligner.data.readers import Row
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.reward.reward_model import RewardModel
+
+ATTRIBUTES = ("form", "length", "nothing")
+PAIRS = 6  # in two updates of 3: packed, a rank may get 2 and another 1
+
+
+def batch_of(loss: str) -> BatchedDataDict:
+    """12 rows of different lengths; of some ratings one or two are missing, and one row is out."""
+    tokenizer, wide = byte_level_tokenizer(), PairFormat()
+    rows = form_pairs(size=PAIRS, shots=1, longest=12)
+    pairs = [make_pair(Row("", row), n, tokenizer, wide) for n, row in enumerate(rows)]
+    if loss == "pairs":
+        return collate_pairs(pairs, tokenizer.pad_id)
+    examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
+    rated = [
+        Rated(example, (float(n % 2), len(example.ids) / 10, None if n % 3 else -1.0))
+        for n, example in enumerate(examples)
+    ]
+    batch = collate_rated(rated, tokenizer.pad_id)
+    batch["sample_mask"][5] = 0
+    return batch
+
+
+def trained(model: str, layout: str, state: Path) -> dict[str, torch.Tensor]:
+    """Losses and rewards after two updates on the same 12 rows; and from the saved state."""
+    tensor, packed, loss = layout.split(",")
+    parallel = ParallelConfig(int(tensor), sequence_parallel=int(tensor) > 1)
+    config = TrainedModelConfig(
+        restore_from_path=model,
+        micro_batch_size=2,
+        global_batch_size=12,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        sequence_packing=SequencePackingConfig(enabled=packed == "1", train_mb_tokens=96),
+        optim=OptimConfig(lr=1e-3, eps=1e-3),
+    )
+    cluster = LocalCluster(initialize_parallel(parallel))
+    attributes = () if loss == "pairs" else ATTRIBUTES
+    front = RewardModel(
+        cluster,
+        config,
+        byte_level_tokenizer(),
+        RunFacts(gradient_clip_val=0),
+        attributes=attributes,
+    )
+    head = getattr(front.worker_group.worker.model.gpt, "rm_head", None)
+    head.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+    front.worker_group.worker.model.optimizer.take_over_weights()
+    batch = batch_of(loss)
+    loss_fn = BradleyTerryLoss() if loss == "pairs" else AttributeRegressionLoss()
+    front.prepare_for_training()
+    losses = [front.train(batch, loss_fn)["loss"] for _ in range(3)]
+    front.finish_training()
+    seen = {"loss": torch.tensor(losses), "rewards": front.get_rewards(batch)["rewards"]}
+    if not state.with_name(state.name + loss).exists():  # the first layout leaves it for all
+        front.save_state(state.with_name(state.name + loss))
+    front.load_state(state.with_name(state.name + loss))
+    return {**seen, "restored": front.get_rewards(batch)["rewards"]}
+
+
+def main() -> None:
+    model, output, *layouts = sys.argv[1:]
+    seen = {layout: trained(model, layout, Path(output).with_suffix("")) for layout in layouts}
+    if torch.distributed.get_rank() == 0:
+        torch.save(seen, output)
+    shutdown_parallel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Reward models learn, and what learns from them gets better by a verifier's count.
+
+The tiny model is random. The better answer begins with a digit (`aligner.data.form_pairs`).
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from aligner.algorithms.build import train_ppo
+from aligner.algorithms.build_reward_model import train_reward_model
+from aligner.config import RewardRunConfig, load_config
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.form_pairs import form_pairs
+from aligner.errors import RewardServerError
+from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
+from aligner.models.reward.sequences import SequenceEncoder
+from aligner.observe.metrics import read_metrics
+
+CONF = Path(__file__).parents[2] / "conf"
+UNIT = Path(__file__).parents[1] / "unit"
+sys.path.insert(0, str(UNIT))
+
+from test_reward_server import STUB, free_port, stub, wait_for
+
+
+def composed(recipe, folder, nemo, *overrides):
+    settings = [
+        f"model.restore_from_path={nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        *overrides,
+    ]
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return compose(f"recipes/{recipe}", overrides=settings)
+
+
+def train(folder, nemo, *overrides):
+    """Validation metrics before and after, and the trained model's file."""
+    tree = composed("reward_tiny_cpu", folder, nemo, *overrides)
+    train_reward_model(load_config(tree, RewardRunConfig))
+    lines = read_metrics(folder / "metrics.jsonl")
+    return lines[0], lines[-1], folder / "reward_model.nemo"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_nemo):
+    """The recipe itself; PPO learns from it below."""
+    return train(tmp_path_factory.mktemp("reward"), tiny_nemo)
+
+
+def check_learned(before, after):
+    assert before["val_optim/accuracy"] == 0.0  # a fresh head calls all pairs a tie
+    assert after["val_optim/accuracy"] > 0.9
+    assert after["val_optim/loss"] < 0.35
+
+
+def test_a_preference_is_learned(trained):
+    check_learned(*trained[:2])
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_preference_is_learned_from_other_seeds(tmp_path, tiny_nemo, seed):
+    steps = "trainer.reward_model.max_steps=45"
+    before, after, _ = train(tmp_path, tiny_nemo, f"seed={seed}", steps)
+    check_learned(before, after)
+
+
+def test_the_trained_file_ranks_and_is_standardised(trained):
+    """Of the very responses that it was measured on, mean 0 and deviation 1."""
+    model = load_from_nemo(MegatronGPTRewardModel, restore_path=trained[2])
+    rows = form_pairs(split="validation", size=128, seed=0, high=4, shots=1)
+    encoder = SequenceEncoder(byte_level_tokenizer(), 256)
+    chosen_and_rejected = [
+        encoder.ids(row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected")
+    ]
+    rewards = model.infer(encoder.collate(chosen_and_rejected))
+    assert (rewards[0::2] > rewards[1::2]).float().mean() > 0.9
+    torch.testing.assert_close(rewards.mean(), torch.tensor(0.0), atol=1e-4, rtol=0)
+    torch.testing.assert_close(rewards.std(), torch.tensor(1.0), atol=1e-4, rtol=0)
+
+
+def rated_rows(**arguments):
+    """Form 4 or 0, and how long the answer is; one of the two is missing in every third row."""
+    for index, row in enumerate(form_pairs(**arguments)):
+        name = "chosen" if index % 2 else "rejected"
+        ratings = {"form": 4.0 * (index % 2), "length": float(len(row[name]))}
+        if index % 3 == 0:
+            ratings["form" if index % 2 else "length"] = None
+        yield {"prompt": row["prompt"], "response": row[name], **ratings}
+
+
+def test_ratings_of_two_attributes_are_learned(tmp_path, tiny_nemo):
+    before, after, path = train(
+        tmp_path,
+        tiny_nemo,
+        f"data.train.source={__file__}:rated_rows",
+        f"data.validation.source={__file__}:rated_rows",
+        "data.attribute_columns=[form,length]",
+        "trainer.reward_model.loss=regression",
+        "trainer.reward_model.standardize_on=null",
+        "model.optim.lr=3e-3",
+    )
+    assert after["val_optim/loss"] < before["val_optim/loss"] / 4
+    model = load_from_nemo(MegatronGPTRewardModel, restore_path=path)
+    assert model.attributes == ("form", "length")
+    encoder = SequenceEncoder(byte_level_tokenizer(), 256)
+    answers = ["3", "x", "3x1a", "xa1b"]
+    ratings = model.infer(encoder.collate([encoder.ids("1+2=3\n2+2=", text) for text in answers]))
+    assert ratings.shape == (4, 2)
+    assert ratings[0, 0] > ratings[1, 0] + 1.5  # form
+    assert ratings[3, 1] > ratings[1, 1] + 1.0  # length
+
+
+# What learns from it --------------------------------------------------------------------------
+
+VERIFIER = [
+    "reward.function=aligner.rewards.regex_format:reward",
+    'reward.kwargs.pattern="[0-9].*"',
+]
+
+
+def ppo(folder, nemo, *overrides):
+    tree = composed("ppo_tiny_cpu", folder, nemo, *VERIFIER, *overrides)
+    train_ppo(load_config(tree))
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def test_ppo_against_the_reward_model_raises_what_a_verifier_counts(
+    tmp_path, tiny_nemo, trained, capsys
+):
+    lines = ppo(
+        tmp_path,
+        tiny_nemo,
+        "reward=model",
+        f"reward.model.restore_from_path={trained[2]}",
+        "trainer.ppo.max_steps=20",
+    )
+    assert lines[0]["val_rollouts/accuracy"] < 0.2
+    assert lines[-1]["val_rollouts/accuracy"] > 0.7
+    assert lines[-1]["val_rollouts/rewards"] > lines[0]["val_rollouts/rewards"] + 1
+    assert "reward model (frozen)" in capsys.readouterr().out
+
+
+SERVER = ["reward=server", "trainer.ppo.max_steps=2", "trainer.ppo.val_check_interval=0"]
+
+
+def test_a_run_waits_for_a_killed_server_and_goes_on(tmp_path, tiny_nemo):
+    """The server dies at the second request (validation was the first) and comes back."""
+    port, restarted = free_port(), []
+
+    def restart():
+        while first.poll() is None:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        restarted.append(subprocess.Popen([sys.executable, str(STUB), str(port), "digit"]))
+
+    first = subprocess.Popen([sys.executable, str(STUB), str(port), "digit", "1"])
+    watcher = threading.Thread(target=restart, daemon=True)
+    try:
+        wait_for(port)
+        watcher.start()
+        lines = ppo(tmp_path, tiny_nemo, *SERVER, f"reward.server.url=http://127.0.0.1:{port}")
+        assert len(restarted) == 1
+    finally:
+        for process in (first, *restarted):
+            process.kill()
+            process.wait(10)
+    rewards = [line["train_rollouts/rewards"] for line in lines if "train_rollouts/rewards" in line]
+    verified = [
+        line["train_rollouts/reward_parts/verified"]
+        for line in lines
+        if "train_rollouts/rewards" in line
+    ]
+    assert len(rewards) == 2
+    assert rewards == pytest.approx(verified)
+
+
+def test_a_run_stops_with_the_servers_name_and_the_cause(tmp_path, tiny_nemo):
+    with stub("digit", answers=1) as url:
+        options = [f"reward.server.url={url}", "reward.server.retry_for_s=1"]
+        cause = rf"reward server {url}: .*refused; gave up after \d+ tries"
+        with pytest.raises(RewardServerError, match=cause):
+            ppo(tmp_path, tiny_nemo, *SERVER, *options)
