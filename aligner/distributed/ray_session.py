@@ -10,6 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.errors import ConfigError, WorkerError
 
@@ -23,6 +24,7 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+_ATTEMPTS = 3  # Ray gives its own processes 30 s, which a crowded machine may exceed
 _GUARDIAN_S = 20.0  # for the guardian to clear up
 
 
@@ -85,26 +87,29 @@ def _started(needs: RayNeeds) -> Iterator[None]:
     import ray
 
     folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir="/tmp")
+    options: dict[str, Any] = {
+        # CPUs are what Ray counts, not what it enforces: roles take turns.
+        "num_cpus": max(os.cpu_count() or 1, -int(-needs.cpus // 1)),
+        "num_gpus": 0 if os.environ.get("ALIGNER_FORCE_CPU") == "1" else None,
+        "object_store_memory": needs.object_store_mb * 2**20,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "namespace": _namespace(),
+        "_temp_dir": folder,
+    }
     with _guardian(folder):
-        try:
-            ray.init(
-                "local",
-                # CPUs are what Ray counts, not what it enforces: roles take turns.
-                num_cpus=max(os.cpu_count() or 1, -int(-needs.cpus // 1)),
-                num_gpus=0 if os.environ.get("ALIGNER_FORCE_CPU") == "1" else None,
-                object_store_memory=needs.object_store_mb * 2**20,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                namespace=_namespace(),
-                _temp_dir=folder,
-            )
-        except Exception as error:
-            ray.shutdown()
-            raise WorkerError(
-                f"Ray did not start: {error}; its logs were below {folder}. Start one by hand with "
-                "`ray start --head` and set cluster.address"
-            ) from error
+        for attempt in range(_ATTEMPTS):
+            try:
+                ray.init("local", **options)
+                break
+            except Exception as error:
+                ray.shutdown()
+                if attempt == _ATTEMPTS - 1:
+                    raise WorkerError(
+                        f"Ray did not start: {error}; start one by hand with `ray start --head` "
+                        "to see why, and set cluster.address"
+                    ) from error
         yield
 
 
