@@ -2,9 +2,10 @@
 
     python -m benchmarks.value_parity [--model models/tiny.nemo] [--seeds 1 2 3] [--steps 30]
 
-Runs the tiny recipe to its end with megatron-core, with the DTensor backend, and with the DTensor backend whose values are not shifted (a switch that only tests and
-this script reach), for every seed, and replaces the table in docs/value_parity.md. Exits with 1
-where the backends end more than 2 points apart, or where leaving the shift out makes nothing worse.
+Runs the tiny recipe to its end with megatron-core, with the DTensor backend, and with the DTensor
+backend whose values are not shifted (a switch that only tests and this script reach), for every
+seed, and replaces the table in docs/value_parity.md. Exits with 1 where the backends end more than
+2 points apart, or where leaving the shift out makes nothing worse.
 """
 
 import argparse
