@@ -1,12 +1,16 @@
 """What a preference run refuses, before any model is built."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from aligner.algorithms.build_preference import preference_loss
 from aligner.algorithms.losses.kto import KTOLoss
 from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 from aligner.config import DPORunConfig, parse_config
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
+from aligner.models.sharded import check_whole_groups
 
 
 def parsed(dpo=None, model=None, data=None):
@@ -84,3 +88,12 @@ def test_a_token_budget_holds_both_rows_of_a_pair(section, multiple, needed):
 def test_both_rewards_or_none():
     with pytest.raises(ConfigError, match=r"data\.rejected_reward_column=None: give both or none"):
         parsed(data={"chosen_reward_column": "good"})
+
+
+@pytest.mark.parametrize(("rows", "micro_batch"), [(6, 2), (8, 3)])
+def test_micro_batches_do_not_cut_pairs(rows, micro_batch):
+    """Two data-parallel ranks would get 3 rows each, or begin a micro-batch within a pair."""
+    group = SimpleNamespace(sharding_annotations=NamedSharding(range(2), ["data_parallel"]))
+    check_whole_groups(group, rows, micro_batch, 1)
+    with pytest.raises(ConfigError, match="2 adjacent rows belong together; make global_batch_si"):
+        check_whole_groups(group, rows, micro_batch, 2)

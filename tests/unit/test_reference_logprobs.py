@@ -1,0 +1,94 @@
+"""What the reference says of given responses is asked once, kept, and replaced when it is stale."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from aligner.algorithms.build_preference import load_pairs
+from aligner.algorithms.reference_logprobs import ReferenceLogprobs
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import DPORunConfig, parse_config
+from aligner.data.preferences import collate_pairs
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.policy.lm_policy import Policy
+
+
+def configuration(nemo, size=5, precision="32"):
+    source = "aligner.data.arithmetic:arithmetic_pairs"
+    data = {"source": source, "arguments": {"size": size, "shots": 1, "wrong_by": [1, 999]}}
+    model = {"restore_from_path": str(nemo), "micro_batch_size": 2, "global_batch_size": 4}
+    trainer = {"precision": precision}
+    return parse_config({"model": model, "data": {"train": data}, "trainer": trainer}, DPORunConfig)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_nemo):
+    model = configuration(tiny_nemo).model
+    with open_nemo(tiny_nemo) as checkpoint:
+        cluster = LocalCluster(initialize_parallel(model.parallel))
+        return Policy(cluster, model, checkpoint.tokenizer, RunFacts(), init_reference_model=False)
+
+
+@pytest.fixture
+def ask(policy, tmp_path):
+    """``ask(config)``: the pairs with their reference, and what was said on the console."""
+
+    def asked(config, path=tmp_path / "kept.pt"):
+        console = Console(file=io.StringIO(), width=200)
+        pairs = load_pairs(config.data, config.data.train, policy.tokenizer)
+        found = ReferenceLogprobs(policy, path, policy.tokenizer.pad_id, console)
+        return found.of({"training": pairs}, config)["training"], console.file.getvalue()
+
+    return asked
+
+
+def columns(pairs, policy):
+    batch = collate_pairs([pairs[index] for index in range(len(pairs))], policy.tokenizer.pad_id)
+    return batch, batch["ref_logprobs"]
+
+
+def test_every_response_gets_its_own(policy, ask, tiny_nemo):
+    pairs, said = ask(configuration(tiny_nemo))
+    batch, reference = columns(pairs, policy)
+    expected = policy.get_logprobs(batch)["logprobs"] * batch["token_mask"]
+    assert torch.allclose(reference, expected, atol=1e-5)
+    assert (reference[batch["token_mask"].bool()] < -1).all()
+    assert "10 sequences, once" in said
+
+
+def test_it_is_asked_once(policy, ask, tiny_nemo):
+    first, _ = ask(configuration(tiny_nemo))
+    again, said = ask(configuration(tiny_nemo))
+    assert said == ""
+    assert torch.equal(columns(first, policy)[1], columns(again, policy)[1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"size": 6}, "training examples"), ({"precision": "bf16"}, "precision")],
+)
+def test_what_is_stale_is_asked_again(policy, ask, tiny_nemo, changed, named):
+    ask(configuration(tiny_nemo))
+    pairs, said = ask(configuration(tiny_nemo, **changed))
+    assert f"cannot be used: {named} changed" in said
+    assert len(pairs) == changed.get("size", 5)
+    assert ask(configuration(tiny_nemo, **changed))[1] == ""
+
+
+def test_another_model_is_seen(ask, tiny_nemo, tmp_path):
+    copy = tmp_path / "copy.nemo"
+    copy.write_bytes(tiny_nemo.read_bytes())
+    ask(configuration(tiny_nemo))
+    assert "cannot be used: model changed" in ask(configuration(copy))[1]
+
+
+def test_a_damaged_file_is_replaced(policy, ask, tiny_nemo, tmp_path):
+    expected = columns(ask(configuration(tiny_nemo))[0], policy)[1]
+    (tmp_path / "kept.pt").write_bytes((tmp_path / "kept.pt").read_bytes()[:-200])
+    pairs, said = ask(configuration(tiny_nemo))
+    assert "cannot be used: it is damaged" in said
+    assert torch.equal(columns(pairs, policy)[1], expected)
