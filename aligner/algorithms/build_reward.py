@@ -18,8 +18,7 @@ from aligner.config import (
     check_layout,
 )
 from aligner.data.tokenizer import Tokenizer
-from aligner.errors import CheckpointError
-from aligner.models.gpt.reward import saved_attributes
+from aligner.models.gpt.reward import rated_attributes
 from aligner.models.reward.attributes import check_weights
 from aligner.models.reward.lm_reward import Reward, RewardInterface
 from aligner.models.reward.model_reward import ModelReward, VerifiedReward
@@ -92,14 +91,9 @@ def _check_model(
 ) -> GPTArchitecture:
     """The reward model's architecture; it must have a head, and fit the layout."""
     with open_nemo(model.restore_from_path) as checkpoint:
-        attributes = saved_attributes(checkpoint)
+        attributes = rated_attributes(checkpoint, model.restore_from_path)
         architecture = checkpoint.architecture
         SequenceEncoder(checkpoint.tokenizer, 1, add_bos=model.add_bos)
-    if attributes is None:
-        raise CheckpointError(
-            f"reward.model.restore_from_path={model.restore_from_path} has no reward head "
-            "(rm_head); train one with examples/train_gpt_reward.py"
-        )
     check_weights(config.reward.attribute_weights, attributes, model.restore_from_path)
     check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
     return architecture

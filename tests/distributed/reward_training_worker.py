@@ -27,7 +27,7 @@ from aligner.models.gpt.settings import RunFacts
 from aligner.models.reward.reward_model import RewardModel
 
 ATTRIBUTES = ("form", "length", "nothing")
-PAIRS = 6  # in two updates of 3: packed, a rank may get 2 and another 1
+PAIRS = 6
 
 
 def batch_of(loss: str) -> BatchedDataDict:
@@ -47,8 +47,11 @@ def batch_of(loss: str) -> BatchedDataDict:
     return batch
 
 
-def trained(model: str, layout: str, state: Path) -> dict[str, torch.Tensor]:
-    """Losses and rewards after two updates on the same 12 rows; and from the saved state."""
+def trained(model: str, layout: str, state: Path, saves: bool) -> dict[str, torch.Tensor]:
+    """Losses and rewards after three updates on the same 12 rows; rewards from the saved state.
+
+    ``saves``: this layout writes ``state``; else another one has.
+    """
     tensor, packed, loss = layout.split(",")
     parallel = ParallelConfig(int(tensor), sequence_parallel=int(tensor) > 1)
     config = TrainedModelConfig(
@@ -58,7 +61,8 @@ def trained(model: str, layout: str, state: Path) -> dict[str, torch.Tensor]:
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         sequence_packing=SequencePackingConfig(enabled=packed == "1", train_mb_tokens=96),
-        optim=OptimConfig(lr=1e-3, eps=1e-3),
+        # Nearly plain gradient descent: Adam would blow up the rounding of gradients near 0.
+        optim=OptimConfig(lr=0.1, eps=1.0),
     )
     cluster = LocalCluster(initialize_parallel(parallel))
     attributes = () if loss == "pairs" else ATTRIBUTES
@@ -78,15 +82,21 @@ def trained(model: str, layout: str, state: Path) -> dict[str, torch.Tensor]:
     losses = [front.train(batch, loss_fn)["loss"] for _ in range(3)]
     front.finish_training()
     seen = {"loss": torch.tensor(losses), "rewards": front.get_rewards(batch)["rewards"]}
-    if not state.with_name(state.name + loss).exists():  # the first layout leaves it for all
-        front.save_state(state.with_name(state.name + loss))
-    front.load_state(state.with_name(state.name + loss))
+    if saves:
+        front.save_state(state)
+        torch.distributed.barrier()
+    front.load_state(state)
     return {**seen, "restored": front.get_rewards(batch)["rewards"]}
 
 
 def main() -> None:
     model, output, *layouts = sys.argv[1:]
-    seen = {layout: trained(model, layout, Path(output).with_suffix("")) for layout in layouts}
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    known: set[str] = set()
+    for layout in layouts:
+        loss = layout.split(",")[2]
+        seen[layout] = trained(model, layout, Path(output).with_name(loss), loss not in known)
+        known.add(loss)
     if torch.distributed.get_rank() == 0:
         torch.save(seen, output)
     shutdown_parallel()

@@ -21,7 +21,7 @@ def seen(tiny_nemo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewards")
     run_ranks(WORKER, 2, [tiny_nemo, folder / "two.pt", *LAYOUTS], timeout_s=250)
     one = {
-        loss: trained(str(tiny_nemo), f"1,0,{loss}", folder / "one")
+        loss: trained(str(tiny_nemo), f"1,0,{loss}", folder / f"one_{loss}", saves=True)
         for loss in ("pairs", "ratings")
     }
     return one, torch.load(folder / "two.pt", weights_only=True)

@@ -49,6 +49,14 @@ def train(folder, nemo, *overrides):
     return lines[0], lines[-1], folder / "reward_model.nemo"
 
 
+BRIEF = [
+    "trainer.reward_model.max_steps=40",
+    "trainer.reward_model.val_check_interval=0",
+    "trainer.reward_model.save_interval=0",
+    "model.micro_batch_size=64",
+]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny_nemo):
     """The recipe itself; PPO learns from it below."""
@@ -67,8 +75,7 @@ def test_a_preference_is_learned(trained):
 
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_preference_is_learned_from_other_seeds(tmp_path, tiny_nemo, seed):
-    steps = "trainer.reward_model.max_steps=45"
-    before, after, _ = train(tmp_path, tiny_nemo, f"seed={seed}", steps)
+    before, after, _ = train(tmp_path, tiny_nemo, f"seed={seed}", *BRIEF)
     check_learned(before, after)
 
 
@@ -87,10 +94,10 @@ def test_the_trained_file_ranks_and_is_standardised(trained):
 
 
 def rated_rows(**arguments):
-    """Form 4 or 0, and how long the answer is; one of the two is missing in every third row."""
+    """Form 1 or -1, and how long the answer is; one of the two is missing in every third row."""
     for index, row in enumerate(form_pairs(**arguments)):
         name = "chosen" if index % 2 else "rejected"
-        ratings = {"form": 4.0 * (index % 2), "length": float(len(row[name]))}
+        ratings = {"form": 2.0 * (index % 2) - 1, "length": len(row[name]) - 2.5}
         if index % 3 == 0:
             ratings["form" if index % 2 else "length"] = None
         yield {"prompt": row["prompt"], "response": row[name], **ratings}
@@ -105,17 +112,20 @@ def test_ratings_of_two_attributes_are_learned(tmp_path, tiny_nemo):
         "data.attribute_columns=[form,length]",
         "trainer.reward_model.loss=regression",
         "trainer.reward_model.standardize_on=null",
-        "model.optim.lr=3e-3",
+        *BRIEF,
+        "trainer.reward_model.max_epochs=3",
+        "trainer.reward_model.max_steps=80",
+        "model.optim.lr=2e-3",
     )
-    assert after["val_optim/loss"] < before["val_optim/loss"] / 4
+    assert after["val_optim/loss"] < before["val_optim/loss"] / 2
     model = load_from_nemo(MegatronGPTRewardModel, restore_path=path)
     assert model.attributes == ("form", "length")
     encoder = SequenceEncoder(byte_level_tokenizer(), 256)
     answers = ["3", "x", "3x1a", "xa1b"]
     ratings = model.infer(encoder.collate([encoder.ids("1+2=3\n2+2=", text) for text in answers]))
     assert ratings.shape == (4, 2)
-    assert ratings[0, 0] > ratings[1, 0] + 1.5  # form
-    assert ratings[3, 1] > ratings[1, 1] + 1.0  # length
+    assert (ratings[[0, 2], 0] > ratings[[1, 3], 0] + 0.5).all()  # form
+    assert (ratings[[2, 3], 1] > ratings[[0, 1], 1] + 1.0).all()  # length
 
 
 # What learns from it --------------------------------------------------------------------------
@@ -145,7 +155,7 @@ def test_ppo_against_the_reward_model_raises_what_a_verifier_counts(
     assert lines[0]["val_rollouts/accuracy"] < 0.2
     assert lines[-1]["val_rollouts/accuracy"] > 0.7
     assert lines[-1]["val_rollouts/rewards"] > lines[0]["val_rollouts/rewards"] + 1
-    assert "reward model (frozen)" in capsys.readouterr().out
+    assert "reward model" in capsys.readouterr().out
 
 
 SERVER = ["reward=server", "trainer.ppo.max_steps=2", "trainer.ppo.val_check_interval=0"]

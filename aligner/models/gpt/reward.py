@@ -172,3 +172,14 @@ def saved_attributes(checkpoint: NemoCheckpoint) -> tuple[str, ...] | None:
     if len(named) == outputs:
         return tuple(map(str, named))
     return tuple(f"attribute_{number}" for number in range(outputs))
+
+
+def rated_attributes(checkpoint: NemoCheckpoint, path: str) -> tuple[str, ...]:
+    """`saved_attributes` of a reward model; `CheckpointError` where ``path`` is none."""
+    attributes = saved_attributes(checkpoint)
+    if attributes is None:
+        raise CheckpointError(
+            f"{path} has no reward head (rm_head), so it is no reward model; train one with "
+            "examples/train_gpt_reward.py"
+        )
+    return attributes

@@ -12,6 +12,8 @@ from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.agreement import from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.distributed.worker_groups import LocalCluster
+from aligner.errors import ConfigError
+from aligner.models.gpt.reward import rated_attributes
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.reward.sequences import SequenceEncoder
@@ -47,6 +49,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
     parallel_config = ParallelConfig(tensor=options.tensor_model_parallel_size)
     parallel = initialize_parallel(parallel_config)
     with open_nemo(options.model) as checkpoint:
+        rated_attributes(checkpoint, options.model)  # a language model is refused
         tokenizer, architecture = checkpoint.tokenizer, checkpoint.architecture
     encoder = SequenceEncoder(
         tokenizer, architecture.max_position_embeddings, add_bos=options.add_bos
@@ -76,7 +79,13 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
             return encoder.ids(sample.prompt, sample.response)
 
         service = RewardService(model.attributes, encode, waiting, options.timeout_s, options.token)
-        server.append(RewardHTTPServer((options.host, options.port), service))
+        try:
+            server.append(RewardHTTPServer((options.host, options.port), service))
+        except OSError as error:
+            raise ConfigError(
+                f"--host {options.host} --port {options.port}: cannot listen there: {error}; "
+                "give another port, or 0 for any"
+            ) from error
 
     on_rank_zero(listen)  # an address that is taken fails on every rank
     try:
