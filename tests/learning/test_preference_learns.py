@@ -22,16 +22,17 @@ def validations(folder, nemo, loss, *overrides):
     """What validation says before the first update and after the last."""
     from aligner.algorithms.build_preference import train_dpo
 
+    updates = 15 if loss == "kto" else 10
     settings = [
         f"model.restore_from_path={nemo}",
         f"exp_manager.explicit_log_dir={folder}",
         "exp_manager.create_tensorboard_logger=false",
         "exp_manager.save_nemo=false",
         f"trainer.dpo.loss={loss}",
-        "trainer.dpo.max_steps=15",
+        f"trainer.dpo.max_steps={updates}",
         "trainer.dpo.save_interval=0",
         "trainer.dpo.val_check_interval=0",
-        f"data.train.arguments.size={480 if loss == 'kto' else 240}",
+        f"data.train.arguments.size={updates * (32 if loss == 'kto' else 16)}",
         *overrides,
     ]
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
