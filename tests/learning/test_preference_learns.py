@@ -42,7 +42,9 @@ def validations(folder, nemo, loss, *overrides):
     return lines[0], lines[-1]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_right_answers_come_to_be_preferred(tmp_path, tiny_nemo, loss, seed):
     before, after = validations(tmp_path, tiny_nemo, loss, f"seed={seed}")

@@ -73,6 +73,7 @@ def test_a_preference_is_learned(trained):
     check_learned(*trained[:2])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_preference_is_learned_from_other_seeds(tmp_path, tiny_nemo, seed):
     before, after, _ = train(tmp_path, tiny_nemo, f"seed={seed}", *BRIEF)
