@@ -6,7 +6,7 @@ A layer is loaded when all its weights have come, so the groups of a refit may c
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class RefitExtension:
@@ -35,5 +35,26 @@ class RefitExtension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if self.vllm_config.model_config.hf_config.tie_word_embeddings:
+                _tie_again(model)
+
+
+def _tie_again(model: nn.Module) -> None:
+    """Have the output layer take the embedding's weights.
+
+    No weights of its own come for it, so vLLM leaves it as it was: on CPU, with a packed copy of
+    the embedding of before.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    tables = [each for each in model.modules() if isinstance(each, VocabParallelEmbedding)]
+    embedding = next(each for each in tables if not isinstance(each, ParallelLMHead))
+    for head in (each for each in tables if isinstance(each, ParallelLMHead)):
+        head.tie_weights(embedding)
+        head.quant_method.process_weights_after_loading(head)
