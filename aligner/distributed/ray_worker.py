@@ -86,6 +86,7 @@ class WorkerProcess:
             os.chdir(folder)
         if folder not in sys.path:
             sys.path.append(folder)
+        self._kept: socket.socket | None = None
         self._worker: Any = None
         self._has_world = False
 
@@ -97,12 +98,12 @@ class WorkerProcess:
         return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
 
     def free_port(self) -> tuple[str, int]:
-        """Address of this node and a port on it that nobody listens on."""
+        """Address of this node and a port on it, kept from others until `start` listens there."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+        self._kept = socket.socket()
+        self._kept.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(self._kept.getsockname()[1])
 
     def start(
         self,
@@ -119,7 +120,7 @@ class WorkerProcess:
         try:
             arguments = dict(kwargs)
             if world is not None:
-                arguments["parallel"] = _join(world)
+                arguments["parallel"] = _join(world, self._kept)
                 self._has_world = True
             module_name, _, class_name = worker_class.rpartition(".")
             constructor = getattr(importlib.import_module(module_name), class_name)
@@ -142,15 +143,22 @@ class WorkerProcess:
             return _failure(error)
 
 
-def _join(world: TorchWorld) -> Any:
-    """Join the world; RANK is in the environment already."""
+def _join(world: TorchWorld, kept: socket.socket | None) -> Any:
+    """Join the world; RANK is in the environment already.
+
+    ``kept``: what keeps the port on rank 0, given up once all that takes time is imported.
+    """
     os.environ |= {
         "WORLD_SIZE": str(world.world_size),
         "MASTER_ADDR": world.host,
         "MASTER_PORT": str(world.port),
     }
+    from aligner.distributed import accelerator
     from aligner.distributed.parallel import initialize_parallel
 
+    accelerator.prepare_megatron()
+    if kept is not None:
+        kept.close()
     return initialize_parallel(world.parallel, seed=world.seed, timeout_s=world.timeout_s)
 
 
