@@ -1,16 +1,17 @@
 """The small PPO run on Ray writes the local engine's numbers and weights, to the bit."""
 
 import pytest
-from runs import ON_RAY, go_back_to, train
+from runs import ON_RAY, finished, go_back_to, result, start, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory, tiny_nemo):
-    """The run on one process of its own engine: where it is, and what it ended with."""
+    """The run on the local engine, as fresh a process as a worker: where it is, how it ended."""
     folder = tmp_path_factory.mktemp("local") / "run"
-    return folder, train(folder, tiny_nemo, "trainer.ppo.max_steps=2")
+    finished(start(folder, tiny_nemo, "trainer.ppo.max_steps=2"))
+    return folder, result(folder)
 
 
 @pytest.fixture(scope="module")
