@@ -19,7 +19,7 @@ from aligner.algorithms.ppo import PPOTrainer, needs_reference
 from aligner.algorithms.startup import check_lengths, startup_facts, trained_policy
 from aligner.architecture import GPTArchitecture
 from aligner.config import PromptSourceConfig, RunConfig, SamplingRunConfig, check_layout
-from aligner.config.checks import check_batch_layout
+from aligner.config.checks import check_batch_layout, check_model_shares
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer
@@ -56,6 +56,8 @@ def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -
         check_layout(architecture, config.model.parallel, world)
     if isinstance(config, RunConfig):
         check_batch_layout(config, *(config.model.parallel.data_size(n) for n in engine.worlds))
+    else:
+        check_model_shares(config, engine.worlds[0])
     train_prompts = load_prompts(config, config.data.train, tokenizer)
     val_prompts = (
         None

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aligner.algorithms.assembly import Attempt, dropped_note, log_dir, run_facts
-from aligner.algorithms.build_supervised import Lesson, run_lesson
+from aligner.algorithms.assembly import Attempt, dropped_note, log_dir
+from aligner.algorithms.build_supervised import Lesson, run_lesson, start_policy
 from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
 from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 from aligner.algorithms.reference_logprobs import ReferenceLogprobs
@@ -12,8 +12,10 @@ from aligner.algorithms.supervised import Task
 from aligner.config import (
     LOSS_OPTIONS,
     DPORunConfig,
+    PairDataConfig,
     PreferenceDataConfig,
     PromptSourceConfig,
+    RewardDataConfig,
     TrainerDPOConfig,
 )
 from aligner.config.checks import check_longest_example
@@ -56,15 +58,8 @@ def train_dpo(config: DPORunConfig) -> None:
         return Lesson(
             f"Preference optimisation ({loop.loss.upper()})",
             task,
-            lambda attempt, updates: Policy(
-                attempt.clusters.policy,
-                config.model,
-                tokenizer,
-                run_facts(config, loop),
-                backend=config.policy.backend,
-                init_reference_model=False,  # asked before the first update instead
-                max_optimizer_steps=updates,
-            ),
+            # The reference is asked before the first update.
+            lambda attempt, updates: start_policy(config, loop, tokenizer, attempt, updates),
             "policy",
             longest,
             dropped_note(train.dropped_too_long, "training examples", "data.max_length"),
@@ -99,7 +94,7 @@ def preference_task(config: DPORunConfig, sets: dict[str, Any], pad_id: int) -> 
 
 
 def load_pairs(
-    data: PreferenceDataConfig, source: PromptSourceConfig, tokenizer: Tokenizer
+    data: PairDataConfig, source: PromptSourceConfig, tokenizer: Tokenizer
 ) -> PairDataset:
     """Read and tokenize one set of pairs."""
     return PairDataset.load(
@@ -128,17 +123,22 @@ def load_labelled(
     return LabelledDataset.load(
         source.source,
         tokenizer,
-        ExampleFormat(
-            prompt_column=data.prompt_column,
-            response_column=data.response_column,
-            chat=data.chat,
-            system_prompt=data.system_prompt,
-            add_bos=data.add_bos,
-            max_length=data.max_length,
-        ),
+        single_format(data),
         data.label_column,
         arguments=source.arguments,
         limit=source.limit,
+    )
+
+
+def single_format(data: PreferenceDataConfig | RewardDataConfig) -> ExampleFormat:
+    """How a row that holds one response becomes an example."""
+    return ExampleFormat(
+        prompt_column=data.prompt_column,
+        response_column=data.response_column,
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+        add_bos=data.add_bos,
+        max_length=data.max_length,
     )
 
 

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 
 from aligner.algorithms.assembly import dropped_note, run_facts
+from aligner.algorithms.build_preference import load_pairs, single_format
 from aligner.algorithms.build_supervised import Lesson, run_lesson
 from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.algorithms.supervised import Examples, Task
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import PromptSourceConfig, RewardRunConfig
 from aligner.config.checks import check_longest_example
-from aligner.data.preferences import PairDataset, PairFormat, collate_pairs
+from aligner.data.preferences import PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
-from aligner.data.supervised import ExampleFormat
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.gpt.reward import Standardization, saved_attributes
@@ -78,35 +78,12 @@ def load_judged(
         return RatedDataset.load(
             source.source,
             tokenizer,
-            ExampleFormat(
-                prompt_column=data.prompt_column,
-                response_column=data.response_column,
-                chat=data.chat,
-                system_prompt=data.system_prompt,
-                add_bos=data.add_bos,
-                max_length=data.max_length,
-            ),
+            single_format(data),
             data.attribute_columns,
             arguments=source.arguments,
             limit=source.limit,
         )
-    return PairDataset.load(
-        source.source,
-        tokenizer,
-        PairFormat(
-            prompt_column=data.prompt_column,
-            chosen_column=data.chosen_column,
-            rejected_column=data.rejected_column,
-            chosen_reward_column=data.chosen_reward_column,
-            rejected_reward_column=data.rejected_reward_column,
-            chat=data.chat,
-            system_prompt=data.system_prompt,
-            add_bos=data.add_bos,
-            max_length=data.max_length,
-        ),
-        arguments=source.arguments,
-        limit=source.limit,
-    )
+    return load_pairs(data, source, tokenizer)
 
 
 def _task(

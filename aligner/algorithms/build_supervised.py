@@ -28,7 +28,7 @@ from aligner.config import (
     SFTRunConfig,
     check_layout,
 )
-from aligner.config.checks import check_longest_example
+from aligner.config.checks import check_longest_example, check_model_shares
 from aligner.data.sampler import PromptSampler
 from aligner.data.supervised import ExampleDataset, ExampleFormat, collate_examples
 from aligner.data.tokenizer import Tokenizer
@@ -86,21 +86,28 @@ def train_sft(config: SFTRunConfig) -> None:
                 lambda examples: collate_examples(examples, tokenizer.pad_id),
                 NegativeLogLikelihoodLoss(),
             ),
-            lambda attempt, updates: Policy(
-                attempt.clusters.policy,
-                config.model,
-                tokenizer,
-                run_facts(config, loop),
-                backend=config.policy.backend,
-                init_reference_model=False,
-                max_optimizer_steps=updates,
-            ),
+            lambda attempt, updates: start_policy(config, loop, tokenizer, attempt, updates),
             "policy",
             longest,
             dropped_note(train.dropped_too_long, "training examples", "data.max_length"),
         )
 
     run_lesson(config, loop, loop.limit_val_examples, config.data.shuffle, lesson)
+
+
+def start_policy(
+    config: BaseRunConfig, loop: LoopConfig, tokenizer: Tokenizer, attempt: Attempt, updates: int
+) -> Policy:
+    """The policy that learns; no copy of its initial weights is kept."""
+    return Policy(
+        attempt.clusters.policy,
+        config.model,
+        tokenizer,
+        run_facts(config, loop),
+        backend=config.policy.backend,
+        init_reference_model=False,
+        max_optimizer_steps=updates,
+    )
 
 
 def load_examples(
@@ -139,6 +146,7 @@ def run_lesson(
         tokenizer, architecture = describe_model(config.model)
         world_size, _ = engine.worlds
         check_layout(architecture, config.model.parallel, world_size)
+        check_model_shares(config, world_size)
         lesson = lesson_of(tokenizer)
         _check_positions(architecture, lesson.longest)
         return _Inputs(architecture, lesson)

@@ -30,7 +30,12 @@ from aligner.config.model import (
 )
 from aligner.config.optim import OptimConfig, SchedConfig
 from aligner.config.policy import BackendConfig
-from aligner.config.preference import LOSS_OPTIONS, PreferenceDataConfig, TrainerDPOConfig
+from aligner.config.preference import (
+    LOSS_OPTIONS,
+    PairDataConfig,
+    PreferenceDataConfig,
+    TrainerDPOConfig,
+)
 from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerConfig
 from aligner.config.reward_model import RewardDataConfig
 from aligner.config.run import (
@@ -74,6 +79,7 @@ __all__ = [
     "LoopConfig",
     "ModelConfig",
     "OptimConfig",
+    "PairDataConfig",
     "ParallelConfig",
     "PolicyPPOConfig",
     "PreferenceDataConfig",

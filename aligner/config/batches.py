@@ -23,6 +23,18 @@ def check_shares(
         )
 
 
+def check_rows_together(model: TrainedModelConfig, rows: int) -> None:
+    """Refuse batches that cut through examples of ``rows`` adjacent rows."""
+    for key in ("micro_batch_size", "global_batch_size"):
+        size = getattr(model, key)
+        if size % rows:
+            raise ConfigError(
+                f"model.{key}={size} counts rows, and an example of this run has {rows}, the "
+                f"chosen and the rejected response; nearest that work: "
+                f"{multiples_near(size, rows)}"
+            )
+
+
 def check_token_budgets(model: TrainedModelConfig) -> None:
     """Refuse two ways at once, and budgets that the layout cannot cut."""
     if model.sequence_packing.enabled and model.dynamic_batching.enabled:

@@ -3,6 +3,7 @@
 import os
 
 from aligner.config.batches import (
+    check_rows_together,
     check_shares,
     check_token_budgets,
     length_multiple,
@@ -51,13 +52,24 @@ def check_config(config: BaseRunConfig) -> None:
 def _check_supervised(config: SupervisedRunConfig) -> None:
     model = config.model
     check_policy_backend(config.policy.backend, model)
+    check_cluster(config)
+    check_rows_together(model, config.rows_per_example)
     check_token_budgets(model)
     check_longest_example(config, config.data.max_length or 1)
-    if model.token_budgets is None:
-        ranks = max(1, model.parallel.data_size(config.trainer.world_size))
-        check_shares("model", model.global_batch_size, model.micro_batch_size, ranks)
+    check_model_shares(config, config.trainer.world_size)
     _check_data(config)
     _check_max_time(config)
+
+
+def check_model_shares(config: BaseRunConfig, world_size: int) -> None:
+    """Refuse a global batch that ``world_size`` processes cannot share evenly.
+
+    Token budgets level tokens instead: any number of sequences will do.
+    """
+    model = config.model
+    if model.token_budgets is None:
+        ranks = max(1, model.parallel.data_size(world_size))
+        check_shares("model", model.global_batch_size, model.micro_batch_size, ranks)
 
 
 def check_longest_example(config: SupervisedRunConfig, longest: int) -> None:
@@ -157,9 +169,7 @@ def _check_kept(config: RSRunConfig) -> None:
             f"model.global_batch_size={model.global_batch_size}; nearest that work: "
             f"{multiples_near(kept, model.global_batch_size)}"
         )
-    if model.token_budgets is None:
-        ranks = max(1, model.parallel.data_size(config.trainer.world_size))
-        check_shares("model", model.global_batch_size, model.micro_batch_size, ranks)
+    check_model_shares(config, config.trainer.world_size)
 
 
 def _check_batches(config: RunConfig) -> None:

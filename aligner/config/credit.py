@@ -69,8 +69,3 @@ def _check_dynamic_sampling(config: "RunConfig") -> None:
             f"model.ppo.num_rollouts_per_prompt={config.model.ppo.num_rollouts_per_prompt}; set it "
             "to 2 or more"
         )
-    if config.generation.async_rollouts:
-        raise ConfigError(
-            f"{key} cannot know ahead how many rollouts a step takes, and "
-            "generation.async_rollouts=true draws one ahead; set one of them to false"
-        )

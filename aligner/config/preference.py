@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count, NonNegative, Positive, Range
-from aligner.config.trainer import LoopConfig, ProcessConfig
+from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class PreferenceDataConfig(PairDataConfig):
 
 
 @dataclass(frozen=True)
-class TrainerDPOConfig(LoopConfig):
+class TrainerDPOConfig(SupervisedLoopConfig):
     """The loop; a step is one optimizer update."""
 
     loss: PreferenceLossName = "dpo"  # simpo has no reference; kto learns from single responses
@@ -64,7 +64,6 @@ class TrainerDPOConfig(LoopConfig):
     sft_weight: NonNegative = 0.0  # of the chosen response's likelihood in the loss; not kto
     desirable_weight: Annotated[float, Range(low=0.0)] = 1.0  # kto: of good responses
     undesirable_weight: Annotated[float, Range(low=0.0)] = 1.0  # kto: of bad responses
-    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
 
     @property
     def is_paired(self) -> bool:
@@ -85,7 +84,7 @@ class DPOTrainerConfig(ProcessConfig):
 
 
 def check_preference(config: "DPORunConfig") -> None:
-    """Refuse another loss's options, and batches that cut through pairs."""
+    """Refuse another loss's options."""
     loop = config.trainer.dpo
     _check_options(loop)
     if loop.label_smoothing >= 0.5:
@@ -93,13 +92,17 @@ def check_preference(config: "DPORunConfig") -> None:
             f"trainer.dpo.label_smoothing={loop.label_smoothing} must be below 0.5; from there on "
             "the rejected responses would be preferred"
         )
-    if (config.data.chosen_reward_column is None) != (config.data.rejected_reward_column is None):
+    check_reward_columns(config.data)
+
+
+def check_reward_columns(data: PairDataConfig) -> None:
+    """Refuse the reward of one response without that of the other."""
+    chosen, rejected = data.chosen_reward_column, data.rejected_reward_column
+    if (chosen is None) != (rejected is None):
         raise ConfigError(
-            f"data.chosen_reward_column={config.data.chosen_reward_column} and "
-            f"data.rejected_reward_column={config.data.rejected_reward_column}: give both or none"
+            f"data.chosen_reward_column={chosen} and data.rejected_reward_column={rejected}: give "
+            "both or none"
         )
-    if loop.is_paired:
-        _check_even(config)
 
 
 def _check_options(loop: TrainerDPOConfig) -> None:
@@ -112,14 +115,4 @@ def _check_options(loop: TrainerDPOConfig) -> None:
             raise ConfigError(
                 f"trainer.dpo.{key}={value} is an option of {', '.join(owners)}, and "
                 f"trainer.dpo.loss={loop.loss}; leave it at {defaults[key]}, or change the loss"
-            )
-
-
-def _check_even(config: "DPORunConfig") -> None:
-    for key in ("micro_batch_size", "global_batch_size"):
-        size = getattr(config.model, key)
-        if size % 2:
-            raise ConfigError(
-                f"model.{key}={size} counts rows, and trainer.dpo.loss={config.trainer.dpo.loss} "
-                f"takes two for a pair; make it even: {size - 1 or 2} or {size + 1}"
             )

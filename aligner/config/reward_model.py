@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from aligner.config.fields import Count
-from aligner.config.preference import PairDataConfig
-from aligner.config.trainer import LoopConfig, ProcessConfig
+from aligner.config.preference import PairDataConfig, check_reward_columns
+from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,14 +22,13 @@ class RewardDataConfig(PairDataConfig):
 
 
 @dataclass(frozen=True)
-class TrainerRewardModelConfig(LoopConfig):
+class TrainerRewardModelConfig(SupervisedLoopConfig):
     """The loop; a step is one optimizer update."""
 
     loss: Literal["bradley_terry", "regression"] = "bradley_terry"  # from comparisons, from ratings
     # bradley_terry, with the strength s of the preference and the difference d of the rewards.
     # plain: -log sigmoid(d); margin: -log sigmoid(d - s); scaled: -s log sigmoid(d).
     variant: Literal["plain", "margin", "scaled"] = "plain"
-    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
     # bradley_terry: where mean and deviation of the trained model's rewards are measured, which it
     # then standardises by; null: nowhere.
     standardize_on: Literal["train", "validation"] | None = None
@@ -47,13 +46,6 @@ def check_reward_model(config: "RewardRunConfig") -> None:
     """Refuse a loss without its data, and data without its loss."""
     trainer, data = config.trainer.reward_model, config.data
     key = "trainer.reward_model"
-    for name in ("micro_batch_size", "global_batch_size"):
-        size = getattr(config.model, name)
-        if size % config.rows_per_example:
-            raise ConfigError(
-                f"model.{name}={size} counts sequences, and {key}.loss=bradley_terry takes two for "
-                f"a pair; make it even: {size - 1 or 2} or {size + 1}"
-            )
     if config.policy.backend != "megatron":
         raise ConfigError(
             f"policy.backend={config.policy.backend}: reward models are trained on megatron-core; "
@@ -81,13 +73,8 @@ def check_reward_model(config: "RewardRunConfig") -> None:
             f"data.attribute_columns={list(data.attribute_columns)} are for {key}.loss="
             "regression; set that, or leave them empty"
         )
-    columns = (data.chosen_reward_column, data.rejected_reward_column)
-    if (columns[0] is None) != (columns[1] is None):
-        raise ConfigError(
-            "data.chosen_reward_column and data.rejected_reward_column belong together; give both, "
-            "or neither"
-        )
-    if trainer.variant != "plain" and columns[0] is None:
+    check_reward_columns(data)
+    if trainer.variant != "plain" and data.chosen_reward_column is None:
         raise ConfigError(
             f"{key}.variant={trainer.variant} reads how strong a preference is; give "
             "data.chosen_reward_column and data.rejected_reward_column, or set variant=plain"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count
-from aligner.config.trainer import LoopConfig, ProcessConfig
+from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,7 @@ class ExampleDataConfig:
 
 
 @dataclass(frozen=True)
-class TrainerSFTConfig(LoopConfig):
-    """The loop; a step is one optimizer update."""
-
-    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
-
-
-@dataclass(frozen=True)
 class SFTTrainerConfig(ProcessConfig):
     """The trainer of a supervised run."""
 
-    sft: TrainerSFTConfig = field(default_factory=TrainerSFTConfig)
+    sft: SupervisedLoopConfig = field(default_factory=SupervisedLoopConfig)

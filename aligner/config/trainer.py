@@ -77,6 +77,13 @@ class LoopConfig:
 
 
 @dataclass(frozen=True)
+class SupervisedLoopConfig(LoopConfig):
+    """The loop of an algorithm that learns from given examples; a step is one optimizer update."""
+
+    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
+
+
+@dataclass(frozen=True)
 class SamplingLoopConfig(LoopConfig):
     """The loop of an algorithm that learns from its own samples."""
 

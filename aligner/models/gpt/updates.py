@@ -156,7 +156,7 @@ def _report_non_finite(
         raise NonFiniteError(
             f"{role.role_name}, step {current_step()}, mini-batch {number} (after {updates} "
             f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
-            "Lower the learning rate, or set trainer.ppo.non_finite=skip to go on"
+            "Lower the learning rate, or set non_finite=skip in the trainer's section to go on"
         )
 
 
