@@ -202,7 +202,7 @@ DATA = {"train": {"source": "x.jsonl"}}
         ({"loss": "regression"}, {}, "data.attribute_columns is empty"),
         ({}, {"attribute_columns": ["a"]}, "are for trainer.reward_model.loss=regression"),
         ({"variant": "margin"}, {}, "variant=margin reads how strong a preference is"),
-        ({}, {"chosen_reward_column": "a"}, "belong together"),
+        ({}, {"chosen_reward_column": "a"}, "give both or none"),
         ({"standardize_on": "validation"}, {}, "data.validation is null"),
         (
             {"loss": "regression", "standardize_on": "train"},
@@ -223,7 +223,9 @@ def test_a_loss_without_its_data_is_refused(trainer, data, said):
 
 def test_half_a_pair_is_refused():
     values = {"model": {"restore_from_path": "m.nemo", "micro_batch_size": 3}, "data": DATA}
-    with pytest.raises(ConfigError, match=r"micro_batch_size=3 .* make it even: 2 or 4"):
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size=3 counts rows.* nearest that work: 2 or 4"
+    ):
         parse_config(values, RewardRunConfig)
 
 
