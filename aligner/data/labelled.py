@@ -8,13 +8,12 @@ the whole run, so that the reference need be asked once).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
 
-from aligner.data.lengths import drop_too_long
-from aligner.data.readers import Row, Source, read_rows
+from aligner.data.dataset import Dataset, read_items
+from aligner.data.readers import Row, Source
 from aligner.data.supervised import (
     Example,
     ExampleFormat,
@@ -38,6 +37,11 @@ class Labelled:
     foreign: Example
 
     @property
+    def length(self) -> int:
+        """Tokens of the longer sequence."""
+        return max(self.example.length, self.foreign.length)
+
+    @property
     def examples(self) -> tuple[Example, Example]:
         """The response and the foreign one."""
         return self.example, self.foreign
@@ -48,13 +52,8 @@ class Labelled:
         return replace(self, example=example, foreign=foreign)
 
 
-class LabelledDataset:
-    """All labelled responses, in the order of their source. ``len`` and indexing; immutable."""
-
-    def __init__(self, rows: list[Labelled], *, dropped_too_long: int = 0) -> None:
-        """Hold ``rows``; ``dropped_too_long`` tells how many others were dropped."""
-        self._rows = rows
-        self.dropped_too_long = dropped_too_long
+class LabelledDataset(Dataset[Labelled]):
+    """All labelled responses, in the order of their source."""
 
     @classmethod
     def load(
@@ -69,37 +68,21 @@ class LabelledDataset:
     ) -> "LabelledDataset":
         """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`."""
         check_format(example_format, tokenizer)
-        examples, labels = [], []
-        for index, row in enumerate(islice(read_rows(source, arguments), limit)):
-            examples.append(make_example(row, index, tokenizer, example_format))
-            labels.append(_label(row, label_column))
-        if not examples:
-            raise DataError(f"data: {source} holds no rows")
+        labels: dict[int, bool] = {}
+
+        def make(row: Row, index: int) -> Example:
+            labels[index] = _label(row, label_column)
+            return make_example(row, index, tokenizer, example_format)
+
         longest = example_format.max_length
-        kept = drop_too_long(
-            examples,
-            lambda example: len(example.ids),
-            longest,
-            source=source,
-            what="examples",
-            key="max_length",
+        examples, dropped = read_items(
+            source, make, longest=longest, what="examples", arguments=arguments, limit=limit
         )
         rows = [
-            Labelled(example, labels[example.id], _foreign(kept, place, longest))
-            for place, example in enumerate(kept)
+            Labelled(example, labels[example.id], _foreign(examples, place, longest))
+            for place, example in enumerate(examples)
         ]
-        return cls(rows, dropped_too_long=len(examples) - len(kept))
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest sequence, in tokens."""
-        return max(len(example.ids) for row in self._rows for example in row.examples)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Labelled:
-        return self._rows[index]
+        return cls(rows, dropped_too_long=dropped)
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:

@@ -7,13 +7,12 @@ first.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
 
-from aligner.data.lengths import drop_too_long
-from aligner.data.readers import Row, Source, read_rows
+from aligner.data.dataset import Dataset, read_items
+from aligner.data.readers import Row, Source
 from aligner.data.supervised import (
     Example,
     ExampleFormat,
@@ -37,7 +36,7 @@ class Pair:
     @property
     def length(self) -> int:
         """Tokens of the longer sequence."""
-        return max(len(self.chosen.ids), len(self.rejected.ids))
+        return max(self.chosen.length, self.rejected.length)
 
     @property
     def examples(self) -> tuple[Example, Example]:
@@ -76,13 +75,8 @@ class PairFormat:
         )
 
 
-class PairDataset:
-    """All pairs, in the order of their source. ``len`` and indexing; immutable."""
-
-    def __init__(self, pairs: list[Pair], *, dropped_too_long: int = 0) -> None:
-        """Hold ``pairs``; ``dropped_too_long`` tells how many others were dropped."""
-        self._pairs = pairs
-        self.dropped_too_long = dropped_too_long
+class PairDataset(Dataset[Pair]):
+    """All pairs, in the order of their source."""
 
     @classmethod
     def load(
@@ -97,30 +91,15 @@ class PairDataset:
         """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`."""
         pair_format = pair_format or PairFormat()
         check_format(pair_format.example_format(pair_format.chosen_column), tokenizer)
-        rows = islice(read_rows(source, arguments), limit)
-        pairs = [make_pair(row, index, tokenizer, pair_format) for index, row in enumerate(rows)]
-        if not pairs:
-            raise DataError(f"data: {source} holds no rows")
-        kept = drop_too_long(
-            pairs,
-            lambda pair: pair.length,
-            pair_format.max_length,
-            source=source,
+        pairs, dropped = read_items(
+            source,
+            lambda row, index: make_pair(row, index, tokenizer, pair_format),
+            longest=pair_format.max_length,
             what="pairs",
-            key="max_length",
+            arguments=arguments,
+            limit=limit,
         )
-        return cls(kept, dropped_too_long=len(pairs) - len(kept))
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest sequence, in tokens."""
-        return max(pair.length for pair in self._pairs)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> Pair:
-        return self._pairs[index]
+        return cls(pairs, dropped_too_long=dropped)
 
 
 def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairFormat) -> Pair:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from aligner.data.chat import render_chat
-from aligner.data.lengths import drop_too_long
-from aligner.data.readers import Row, Source, read_rows
+from aligner.data.dataset import Dataset, read_items
+from aligner.data.readers import Row, Source
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
@@ -27,6 +26,11 @@ class Prompt:
     ground_truth: Any
     columns: dict[str, Any] = field(default_factory=dict)  # every other column of the row
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.ids)
+
 
 @dataclass(frozen=True)
 class PromptFormat:
@@ -40,13 +44,8 @@ class PromptFormat:
     max_prompt_length: int | None = None  # in tokens; longer prompts are dropped and counted
 
 
-class PromptDataset:
-    """All prompts, in the order of their source. ``len`` and indexing; immutable."""
-
-    def __init__(self, prompts: list[Prompt], *, dropped_too_long: int = 0) -> None:
-        """Hold ``prompts``; ``dropped_too_long`` tells how many others were dropped."""
-        self._prompts = prompts
-        self.dropped_too_long = dropped_too_long
+class PromptDataset(Dataset[Prompt]):
+    """All prompts, in the order of their source."""
 
     @classmethod
     def load(
@@ -73,37 +72,21 @@ class PromptDataset:
         """
         prompt_format = prompt_format or PromptFormat()
         _check_format(prompt_format, tokenizer)
-        rows = islice(read_rows(source, arguments), limit)
-        prompts = [
-            make_prompt(row, index, tokenizer, prompt_format) for index, row in enumerate(rows)
-        ]
-        if not prompts:
-            raise DataError(f"data: {source} holds no rows")
-        kept = drop_too_long(
-            prompts,
-            lambda prompt: len(prompt.ids),
-            prompt_format.max_prompt_length,
-            source=source,
+        prompts, dropped = read_items(
+            source,
+            lambda row, index: make_prompt(row, index, tokenizer, prompt_format),
+            longest=prompt_format.max_prompt_length,
             what="prompts",
             key="max_prompt_length",
+            arguments=arguments,
+            limit=limit,
         )
-        return cls(kept, dropped_too_long=len(prompts) - len(kept))
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest prompt, in tokens."""
-        return max(len(prompt.ids) for prompt in self._prompts)
+        return cls(prompts, dropped_too_long=dropped)
 
     @property
     def column_names(self) -> frozenset[str]:
         """Every further column that some row has; rows without it give None."""
-        return frozenset(name for prompt in self._prompts for name in prompt.columns)
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
+        return frozenset(name for prompt in self._items for name in prompt.columns)
 
 
 def make_prompt(row: Row, index: int, tokenizer: Tokenizer, prompt_format: PromptFormat) -> Prompt:

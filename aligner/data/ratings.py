@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import isfinite
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from aligner.data.lengths import drop_too_long
-from aligner.data.readers import Row, Source, read_rows
+from aligner.data.dataset import Dataset, read_items
+from aligner.data.readers import Row, Source
 from aligner.data.supervised import (
     Example,
     ExampleFormat,
@@ -30,14 +29,14 @@ class Rated:
     example: Example
     ratings: tuple[float | None, ...]
 
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self.example.length
 
-class RatedDataset:
-    """All rated responses, in the order of their source. ``len`` and indexing; immutable."""
 
-    def __init__(self, rated: list[Rated], *, dropped_too_long: int = 0) -> None:
-        """Hold ``rated``; ``dropped_too_long`` tells how many others were dropped."""
-        self._rated = rated
-        self.dropped_too_long = dropped_too_long
+class RatedDataset(Dataset[Rated]):
+    """All rated responses, in the order of their source."""
 
     @classmethod
     def load(
@@ -56,36 +55,18 @@ class RatedDataset:
         any rating is refused.
         """
         check_format(example_format, tokenizer)
-        rows = islice(read_rows(source, arguments), limit)
-        rated = [
-            Rated(
+        rated, dropped = read_items(
+            source,
+            lambda row, index: Rated(
                 make_example(row, index, tokenizer, example_format),
                 _ratings(row, attribute_columns),
-            )
-            for index, row in enumerate(rows)
-        ]
-        if not rated:
-            raise DataError(f"data: {source} holds no rows")
-        kept = drop_too_long(
-            rated,
-            lambda row: len(row.example.ids),
-            example_format.max_length,
-            source=source,
+            ),
+            longest=example_format.max_length,
             what="rated responses",
-            key="max_length",
+            arguments=arguments,
+            limit=limit,
         )
-        return cls(kept, dropped_too_long=len(rated) - len(kept))
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest sequence, in tokens."""
-        return max(len(rated.example.ids) for rated in self._rated)
-
-    def __len__(self) -> int:
-        return len(self._rated)
-
-    def __getitem__(self, index: int) -> Rated:
-        return self._rated[index]
+        return cls(rated, dropped_too_long=dropped)
 
 
 def collate_rated(rated: Sequence[Rated], pad_id: int) -> BatchedDataDict:

@@ -7,7 +7,6 @@ never the prompt, and never what a chat template puts behind the end.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from aligner.data.chat import Message, parse_conversation, parse_messages
 from aligner.data.collate import pad_right
-from aligner.data.lengths import drop_too_long
-from aligner.data.readers import Row, Source, read_rows
+from aligner.data.dataset import Dataset, read_items
+from aligner.data.readers import Row, Source
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, TokenizerError
@@ -30,6 +29,11 @@ class Example:
     ids: list[int]
     learned: list[tuple[int, int]]  # [start, end) of the tokens that the loss speaks of
     ref_logprobs: Tensor | None = None  # float32, of the learned tokens; None: nobody asked
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return len(self.ids)
 
     @property
     def learned_tokens(self) -> int:
@@ -51,13 +55,8 @@ class ExampleFormat:
     max_length: int | None = None  # in tokens; longer examples are dropped and counted
 
 
-class ExampleDataset:
-    """All examples, in the order of their source. ``len`` and indexing; immutable."""
-
-    def __init__(self, examples: list[Example], *, dropped_too_long: int = 0) -> None:
-        """Hold ``examples``; ``dropped_too_long`` tells how many others were dropped."""
-        self._examples = examples
-        self.dropped_too_long = dropped_too_long
+class ExampleDataset(Dataset[Example]):
+    """All examples, in the order of their source."""
 
     @classmethod
     def load(
@@ -77,32 +76,15 @@ class ExampleDataset:
         """
         example_format = example_format or ExampleFormat()
         check_format(example_format, tokenizer)
-        rows = islice(read_rows(source, arguments), limit)
-        examples = [
-            make_example(row, index, tokenizer, example_format) for index, row in enumerate(rows)
-        ]
-        if not examples:
-            raise DataError(f"data: {source} holds no rows")
-        kept = drop_too_long(
-            examples,
-            lambda example: len(example.ids),
-            example_format.max_length,
-            source=source,
+        examples, dropped = read_items(
+            source,
+            lambda row, index: make_example(row, index, tokenizer, example_format),
+            longest=example_format.max_length,
             what="examples",
-            key="max_length",
+            arguments=arguments,
+            limit=limit,
         )
-        return cls(kept, dropped_too_long=len(examples) - len(kept))
-
-    @property
-    def max_length(self) -> int:
-        """Length of the longest example, in tokens."""
-        return max(len(example.ids) for example in self._examples)
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._examples[index]
+        return cls(examples, dropped_too_long=dropped)
 
 
 def make_example(
