@@ -130,8 +130,7 @@ class RankWatch:
             while _is_store_host(self._me.rank) and self._store.add("left", 0) < self._world:
                 if self._found.wait(0.1):
                     break
-        self._over.set()
-        self._thread.join(2 * _INTERVAL_S)
+        self._end()
 
     def leave_failing(self, error: BaseException) -> None:
         """Tell the others what this rank raised; raises `WorkerError` when another died first."""
@@ -144,9 +143,14 @@ class RankWatch:
                 while self._store.add("heard", 0) < self._world - 1:
                     if self._found.wait(0.1) or time.monotonic() > deadline:
                         break
-        self._over.set()
+        self._end()
         if elsewhere is not None and _is_broken_link(error):
             raise WorkerError(f"{elsewhere}; this is rank {self._me.rank}") from error
+
+    def _end(self) -> None:
+        """Stop the beats. An interpreter that ends while a thread is in the store is aborted."""
+        self._over.set()
+        self._thread.join(self._silence_s)
 
     def _run(self) -> None:
         while not self._over.wait(_INTERVAL_S):

@@ -73,6 +73,7 @@ def test_what_a_rank_raised_is_told_by_the_others():
     assert re.search(r"rank 0 stops: rank 1 \(.*\) raised ValueError: .*banana", outputs[0][1])
     assert "WorkerError" in outputs[0][1]  # the main thread unwound, with the cause
     assert "rank 1 stops" not in outputs[1][1]
+    assert all("the watch is alive" not in error for _, error in outputs.values())
 
 
 @pytest.mark.timeout(300)
@@ -80,6 +81,7 @@ def test_a_slow_step_is_no_death_and_a_clean_end_is_clean():
     codes, outputs, _ = finish(start("slow"), first=0)
     assert codes == [0, 0], outputs
     assert all("stops" not in error for _, error in outputs.values())
+    assert all("the watch is alive" not in error for _, error in outputs.values())
 
 
 @pytest.mark.timeout(300)
