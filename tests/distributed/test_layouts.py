@@ -6,6 +6,7 @@ within 1e-5 of the largest value of a tensor, or of a reported number (or of 1e-
 more: such a number is what terms of order 1 leave when they cancel).
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ LAYOUTS = {
         "context 2 x tensor 2": "2,1,2,1",
     },
 }
+FURTHER = pytest.mark.extended  # four processes on a small machine take long
 CASES = [
-    (processes, name, mode)
+    pytest.param(processes, name, mode, marks=FURTHER if processes == 4 else ())
     for processes, layouts in LAYOUTS.items()
     for name in layouts
     for mode in MODES
@@ -51,9 +53,7 @@ def launch(processes, model, output):
 @pytest.fixture(scope="module")
 def seen(tiny_nemo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    return {
-        processes: launch(processes, tiny_nemo, folder / f"{processes}.pt") for processes in LAYOUTS
-    }
+    return cache(lambda processes: launch(processes, tiny_nemo, folder / f"{processes}.pt"))
 
 
 def difference(expected, actual):
@@ -64,8 +64,8 @@ def difference(expected, actual):
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(("processes", "name", "mode"), [*CASES, (2, "data 2", "masked")])
 def test_a_layout_equals_one_process(processes, name, mode, role, seen):
-    one = seen[1]["1,1,1,0,masked" if mode == "masked" else "1,1,1,0,padded"][role]
-    other = seen[processes][f"{LAYOUTS[processes][name]},{mode}"][role]
+    one = seen(1)["1,1,1,0,masked" if mode == "masked" else "1,1,1,0,padded"][role]
+    other = seen(processes)[f"{LAYOUTS[processes][name]},{mode}"][role]
     assert one.keys() == other.keys()
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare
     for key, expected in one.items():

@@ -5,18 +5,16 @@ merging cannot be wrong together.
 """
 
 import dataclasses
-import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import nemo_writers as writers
+from ranks import run_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
 
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
@@ -79,14 +77,11 @@ def check_layout(folder, name, tp, pp):
         assert torch.equal(gathered[key], tensor), key
 
 
-def run_rank(rank, port, folder):
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def run_rank(folder):
     torch.set_num_threads(1)
     for name in MODELS:
         for tp, pp in [(2, 2), (4, 1), (1, 4)]:
-            check_layout(Path(folder), name, tp, pp)
+            check_layout(folder, name, tp, pp)
     shutdown_parallel()
 
 
@@ -94,7 +89,8 @@ def run_rank(rank, port, folder):
 def test_every_layout_loads_its_share_and_gives_it_back(tmp_path):
     for name, architecture in MODELS.items():
         save_nemo(tmp_path / f"{name}.nemo", distinct_weights(architecture), architecture, {})
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=RANKS)
+    run_ranks(Path(__file__), RANKS, [tmp_path], timeout_s=280)
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("recompute")
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.extended)])
 def seen(request, folder):
     model = folder / f"{request.param}.nemo"
     architecture = MODELS[request.param]

@@ -37,14 +37,18 @@ def metrics(folder, nemo, script, recipe, processes, layout=()):
     ]
 
 
+def extended(*values):
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
 @pytest.mark.parametrize(
     ("script", "recipe", "steps", "layout"),
     [
         ("train_gpt_ppo.py", "ppo_tiny_cpu", "trainer.ppo.max_steps=1", TENSOR_PACKED),
         ("train_gpt_reinforce.py", "grpo_tiny_cpu", "trainer.ppo.max_steps=2", DATA),
-        ("train_gpt_rs.py", "rs_tiny_cpu", "trainer.rs.max_steps=2", TENSOR_PACKED),
-        ("train_gpt_sft.py", "sft_tiny_cpu", "trainer.sft.max_steps=3", TENSOR_PACKED),
-        ("train_gpt_sft.py", "sft_tiny_cpu", "trainer.sft.max_steps=3", DATA),
+        extended("train_gpt_rs.py", "rs_tiny_cpu", "trainer.rs.max_steps=2", TENSOR_PACKED),
+        extended("train_gpt_sft.py", "sft_tiny_cpu", "trainer.sft.max_steps=3", TENSOR_PACKED),
+        extended("train_gpt_sft.py", "sft_tiny_cpu", "trainer.sft.max_steps=3", DATA),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith("cpu") else None,
 )

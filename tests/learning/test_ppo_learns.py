@@ -30,7 +30,9 @@ def accuracy(folder, nemo, *overrides):
     return lines[0]["val_rollouts/accuracy"], lines[-1]["val_rollouts/accuracy"], lines
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.extended) for n in (2, 3))]
+)
 def test_the_rewarded_token_is_learned(tmp_path, tiny_nemo, seed):
     before, after, lines = accuracy(tmp_path, tiny_nemo, f"seed={seed}")
     assert before < 0.2
@@ -47,6 +49,7 @@ def test_without_a_learning_rate_nothing_is_learned(tmp_path, tiny_nemo):
     assert after < before + 0.1
 
 
+@pytest.mark.extended
 def test_several_passes_and_mini_batches_learn_too(tmp_path, tiny_nemo):
     """Off-policy mini-batches: old log-probs, clipping and both KL terms are in play."""
     before, after, lines = accuracy(

@@ -104,6 +104,7 @@ def rated_rows(**arguments):
         yield {"prompt": row["prompt"], "response": row[name], **ratings}
 
 
+@pytest.mark.extended
 def test_ratings_of_two_attributes_are_learned(tmp_path, tiny_nemo):
     before, after, path = train(
         tmp_path,

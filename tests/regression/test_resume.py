@@ -1,25 +1,23 @@
 """A run that SIGKILL stops, wherever, ends with the numbers and weights of one that was left alone.
 
-Whole processes, as users start them; the killed run is killed once while stepping and once while
-it is saving.
+Whole processes that run the script users start; the killed run is killed once while stepping and
+once while it is saving.
 """
 
 import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from ranks import start_script
 
 from aligner.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 600  # a start takes about ten seconds, many times that on a crowded machine
-# Starts of whole processes, seven in all.
+PATIENCE_S = 600  # a run takes seconds, many times that on a crowded machine
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -29,8 +27,8 @@ def start(tiny_nemo):
     processes = []
 
     def launch(folder):
-        command = [
-            *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
+        folder.mkdir(exist_ok=True)
+        arguments = [
             *("--config-name", "recipes/ppo_tiny_cpu"),
             f"model.restore_from_path={tiny_nemo}",
             f"exp_manager.explicit_log_dir={folder}",
@@ -39,36 +37,35 @@ def start(tiny_nemo):
             "trainer.ppo.save_interval=2",
             "trainer.ppo.val_check_interval=3",
         ]
-        process = subprocess.Popen(
-            command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        processes.append(process)
-        return process
+        script = ROOT / "examples" / "train_gpt_ppo.py"
+        processes.append(start_script(script, arguments, folder.with_suffix(".log"), {}))
+        return processes[-1]
 
     yield launch
     for process in processes:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
 
 
-def finished(process):
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, output
+def finished(process, folder):
+    """What all processes of this run have printed, once the last one has ended well."""
+    process.join(PATIENCE_S)
+    output = folder.with_suffix(".log").read_text()
+    assert process.exitcode == 0, output
     return output
 
 
 def wait_for(condition, process):
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def kill(process, number=signal.SIGKILL):
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    return output
+def kill(process):
+    process.kill()
+    process.join(PATIENCE_S)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def result(folder):
@@ -84,7 +81,7 @@ def result(folder):
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory, start):
     folder = tmp_path_factory.mktemp("left_alone") / "run"
-    output = finished(start(folder))
+    output = finished(start(folder), folder)
     ending = "\n".join(output.splitlines()[-5:])
     for word in ("report", "samples", "metrics", "checkpoint", "trained .nemo"):
         assert word in ending
@@ -101,7 +98,7 @@ def test_killed_twice(tmp_path, start, left_alone):
     process = start(folder)
     wait_for(lambda: any(states.glob(".tmp-step_*")), process)  # a state is being written
     kill(process)
-    output = finished(start(folder))
+    output = finished(start(folder), folder)
     assert "resumed after step" in " ".join(output.split())
     assert result(folder) == left_alone
 
@@ -110,8 +107,8 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path, start, left_alone):
     folder = tmp_path / "run"
     process = start(folder)
     wait_for(lambda: len(read_metrics(folder / "metrics.jsonl")) > 1, process)
-    output = kill(process, signal.SIGTERM)
-    assert process.returncode == 0, output
+    os.kill(process.pid, signal.SIGTERM)
+    output = finished(process, folder)
     assert "the same command continues" in " ".join(output.split())
-    finished(start(folder))
+    finished(start(folder), folder)
     assert result(folder) == left_alone

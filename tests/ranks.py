@@ -1,7 +1,7 @@
-"""Ranks of a distributed test, forked from a process in which the imports are done.
+"""Processes of a test, forked from one in which the imports are done.
 
-Importing torch, megatron-core and NeMo keeps a core busy for ten seconds, and most tests here need
-it for a dozen ranks. A server process does it once; every rank begins as its copy.
+Importing torch, megatron-core and NeMo keeps a core busy for ten seconds, and many tests need it
+for a dozen processes. A server process does it once; every other begins as its copy.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,8 +31,6 @@ def run_ranks(script: Path, processes: int, arguments: Sequence[object], timeout
 
     Fails with what the ranks printed when one fails or they take too long. None outlives the call.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}" for rank in range(processes)]
         common = {
@@ -42,20 +40,11 @@ def run_ranks(script: Path, processes: int, arguments: Sequence[object], timeout
             "MASTER_PORT": str(_free_port()),
         }
         ranks = [
-            context.Process(
-                target=_run,
-                args=(
-                    str(script),
-                    [str(argument) for argument in arguments],
-                    {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    str(log),
-                ),
-                daemon=True,
+            start_script(
+                script, arguments, log, {**common, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
             )
             for rank, log in enumerate(logs)
         ]
-        for process in ranks:
-            process.start()
         try:
             _wait(ranks, time.monotonic() + timeout_s)
         finally:
@@ -70,6 +59,20 @@ def run_ranks(script: Path, processes: int, arguments: Sequence[object], timeout
     )
 
 
+def start_script(
+    script: Path, arguments: Sequence[object], log: Path, environment: Mapping[str, str]
+) -> BaseProcess:
+    """``python script arguments ...``, begun; what it prints goes to the end of ``log``."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    words = [str(argument) for argument in arguments]
+    process = context.Process(
+        target=_run, args=(str(script), words, dict(environment), str(log)), daemon=True
+    )
+    process.start()
+    return process
+
+
 def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
     """Until all have ended, one has failed (and a little longer), or the deadline."""
     running = list(ranks)
@@ -81,7 +84,7 @@ def _wait(ranks: Sequence[BaseProcess], deadline: float) -> None:
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     os.environ.update(environment)
