@@ -18,6 +18,12 @@ from rich.console import Console
 from aligner.algorithms.engine import Clusters, Engine, open_engine, with_restarts
 from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.adapters import (
+    adapter_shapes,
+    adapters_beside,
+    check_same,
+    read_adapters,
+)
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.config import BaseRunConfig, LoopConfig, TrainedModelConfig
@@ -105,12 +111,25 @@ def run_to_the_end(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> N
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
-    """Tokenizer and architecture of the model, without reading its weights."""
+    """Tokenizer and architecture of the model, without reading its weights.
+
+    Adapters that do not fit it are refused.
+    """
     with open_model(model.restore_from_path) as checkpoint:
         tokenizer = (
             load_tokenizer(model.tokenizer) if model.tokenizer is not None else checkpoint.tokenizer
         )
+        _check_adapters(model, checkpoint.architecture)
         return tokenizer, checkpoint.architecture
+
+
+def _check_adapters(model: TrainedModelConfig, architecture: GPTArchitecture) -> None:
+    lora, path = model.peft.lora, model.peft.restore_from_path
+    if lora is None:
+        return
+    adapter_shapes(architecture, lora)
+    if path is not None:
+        check_same(lora, read_adapters(path, architecture).lora, path)
 
 
 def total_steps(config: LoopConfig, sampler: PromptSampler) -> int:
@@ -197,7 +216,10 @@ def finish(
         if run.before_saving is not None:
             run.before_saving()
         places["trained .nemo"] = folder / f"{name}.nemo"
-        role.save_checkpoint(str(places["trained .nemo"].absolute()))
+        trained = str(places["trained .nemo"].absolute())
+        role.save_checkpoint(trained)
+        if config.model.peft.lora is not None:
+            places["its adapters"] = adapters_beside(trained)
     on_rank_zero(
         lambda: write_report(
             folder,

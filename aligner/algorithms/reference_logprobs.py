@@ -118,14 +118,17 @@ def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> d
     The model is told by its path and its files' sizes and times; the examples by their tokens, so
     a tokenizer, a template or a length limit that changes them is seen too.
     """
+    adapters = config.model.peft.restore_from_path
     return {
-        "model": _digest(_files(Path(config.model.restore_from_path).expanduser().absolute())),
+        "model": _digest(_files(config.model.restore_from_path)),
+        **({} if adapters is None else {"adapters": _digest(_files(adapters))}),
         "precision": f"{config.trainer.precision}, fp8 {config.model.fp8}",
         **{f"{name} examples": _digest(_tokens(items)) for name, items in sets.items()},
     }
 
 
-def _files(path: Path) -> list[bytes]:
+def _files(source: str) -> list[bytes]:
+    path = Path(source).expanduser().absolute()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     stats = [(str(file), os.stat(file)) for file in files if file.is_file()]
     return [f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode() for name, stat in stats]

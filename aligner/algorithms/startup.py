@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import BaseRunConfig, SamplingRunConfig
 from aligner.config.checks import check_longest_sequence
@@ -80,7 +81,7 @@ def startup_facts(
         roles=trained,
     )
     roles = [role_memory(config, architecture, data_size, role.name) for role in reversed(trained)]
-    if with_reference:
+    if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
         roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
     roles += frozen
     return StartupFacts(
@@ -122,7 +123,14 @@ def role_memory(
         optimizer_shards=data_size,
         weight_bytes=2 if low_precision else 4,
         optimizer_bytes=12 if low_precision else 8,
+        adapter_parameters=_adapter_parameters(config, architecture) if trainable else 0,
     )
+
+
+def _adapter_parameters(config: BaseRunConfig, architecture: GPTArchitecture) -> int:
+    lora = config.model.peft.lora
+    shapes = {} if lora is None else adapter_shapes(architecture, lora)
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _working_memory(

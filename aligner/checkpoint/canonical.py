@@ -9,7 +9,7 @@ query heads, its key, its value, ``kv_channels`` rows each), gated fc1 is ``[gat
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ Shape = tuple[int, ...]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 REWARD_HEAD = ("rm_head.weight", "rm_head.bias")
+LORA_A, LORA_B = ".lora.a", ".lora.b"  # what an adapter's matrices add to their linear's name
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 _LEGACY = (
@@ -126,19 +127,18 @@ def check_names(names: Iterable[str], architecture: GPTArchitecture, source: str
     found, expected = set(names), set(expected_shapes(architecture))
     if REWARD_HEAD[0] in found:
         expected.discard(OUTPUT_LAYER)
-    problems = [
-        f"{what} {_some(keys)}"
-        for what, keys in (
-            ("missing", expected - found),
-            ("unexpected", found - expected - {OUTPUT_LAYER, *REWARD_HEAD}),
-        )
-        if keys
-    ]
+    problems = misfits(found, expected, {OUTPUT_LAYER, *REWARD_HEAD})
     if problems:
         raise CheckpointError(
-            f"weights in {source} do not fit its configuration: {'; '.join(problems)}; "
+            f"weights in {source} do not fit its configuration: {problems}; "
             "check num_layers, bias, normalization and the activation in model_config.yaml"
         )
+
+
+def misfits(found: Set[str], expected: Set[str], welcome: Set[str]) -> str:
+    """Names that are missing, and unexpected ones that are not ``welcome``, in words."""
+    differences = {"missing": expected - found, "unexpected": found - expected - welcome}
+    return "; ".join(f"{what} {_some(keys)}" for what, keys in differences.items() if keys)
 
 
 def _some(names: Iterable[str], limit: int = 6) -> str:
@@ -156,11 +156,15 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
 
 
 def split_axis(name: str) -> int | None:
-    """Axis along which tensor parallelism splits a tensor; None: every rank has all of it."""
+    """Axis along which tensor parallelism splits a tensor; None: every rank has all of it.
+
+    An adapter's matrices: B like the weight where the outputs are split, A where the inputs are.
+    """
     if name in _VOCABULARY or ".linear_qkv." in name or ".linear_fc1." in name:
-        return 0
+        return None if name.endswith(LORA_A) else 0
     is_row_parallel = ".linear_proj." in name or ".linear_fc2." in name
-    return 1 if (is_row_parallel or name == REWARD_HEAD[0]) and name.endswith(".weight") else None
+    is_matrix = name.endswith((".weight", LORA_A))
+    return 1 if (is_row_parallel or name == REWARD_HEAD[0]) and is_matrix else None
 
 
 def split(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import OUTPUT_LAYER, REWARD_HEAD, expected_shapes, merge
-from aligner.checkpoint.gpt_weights import canonical_parameters
+from aligner.checkpoint.gpt_weights import merging, model_parameters
 from aligner.distributed import accelerator
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 
 class GatheredWeights(Mapping[str, Tensor]):
     """Whole tensors on every rank, each joined when it is indexed and held by nobody afterwards.
+
+    Adapters are merged into the weights, as they are when a tensor is indexed.
 
     Indexing is collective: every rank of the model-parallel groups indexes the same names in the
     same order. A tensor is on the device, detached, and may share memory with a parameter.
@@ -43,19 +45,20 @@ class GatheredWeights(Mapping[str, Tensor]):
         self._architecture = architecture
         self._shapes = expected_shapes(architecture)
         self._tp, self._pp, self._ep = (_split(g) for g in (tp_group, pp_group, ep_group))
-        own = dict(canonical_parameters(gpt, architecture))
+        own = dict(model_parameters(gpt, architecture))
         if architecture.tie_embeddings:  # the last stage's copy of the first stage's embedding
             own.pop(OUTPUT_LAYER, None)
         self._own = {name: tensor for name, tensor in own.items() if name not in REWARD_HEAD}
+        self._merged = merging(gpt)
         self._places = self._find_stages()
 
     def __getitem__(self, name: str) -> Tensor:
         local = self._local_name(name)
         stage, dtype = self._places[local]
         if self._pp is None:
-            return self._joined(name, self._own[local].detach())
+            return self._joined(name, self._merged(self._own[local]))
         if stage == self._pp.rank():
-            tensor = self._joined(name, self._own[local].detach()).contiguous()
+            tensor = self._joined(name, self._merged(self._own[local])).contiguous()
         else:
             tensor = torch.empty(self._shapes[name], dtype=dtype, device=accelerator.device())
         dist.broadcast(tensor, group=self._pp, group_src=stage)

@@ -1,7 +1,7 @@
 """Canonical weights into a megatron-core GPT model of any layout, and out of it."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
     EMBEDDING,
+    LORA_A,
+    LORA_B,
     OUTPUT_LAYER,
     REWARD_HEAD,
     Weights,
@@ -37,7 +39,8 @@ def canonical_parameters(
     """Parameters of this stage under their canonical (global) names.
 
     Layers are numbered by megatron-core's ``layer_number``. The last stage's copy of a tied
-    embedding appears as ``output_layer.weight``, a reward head as ``rm_head.weight``.
+    embedding appears as ``output_layer.weight``, a reward head as ``rm_head.weight``, an adapter's
+    matrices under the name of their linear (`LORA_A`, `LORA_B`).
     """
     for key, parameter in gpt.named_parameters():
         name = canonical_name(key)
@@ -49,6 +52,29 @@ def canonical_parameters(
             name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
             name = _global_expert(name, layer, architecture)
         yield name, parameter
+
+
+def model_parameters(
+    gpt: "GPTModel", architecture: GPTArchitecture
+) -> Iterator[tuple[str, Tensor]]:
+    """`canonical_parameters` without those of adapters."""
+    for name, parameter in canonical_parameters(gpt, architecture):
+        if not name.endswith((LORA_A, LORA_B)):
+            yield name, parameter
+
+
+def merging(gpt: "GPTModel") -> Callable[[Tensor], Tensor]:
+    """What makes of a parameter the weight it stands for: its adapter added, where it has one.
+
+    The result is detached, and shares the parameter's memory where there is no adapter.
+    """
+    adapters = {linear.weight: linear.lora for linear in gpt.modules() if hasattr(linear, "lora")}
+
+    def merged(parameter: Tensor) -> Tensor:
+        adapter = adapters.get(parameter)
+        return parameter.detach() if adapter is None else adapter.merged_into(parameter)
+
+    return merged
 
 
 def _global_expert(name: str, layer: torch.nn.Module, architecture: GPTArchitecture) -> str:
@@ -77,7 +103,7 @@ def load_weights(
     """
     check_names(weights, architecture, "the checkpoint")
     shapes = expected_shapes(architecture)
-    for name, parameter in canonical_parameters(gpt, architecture):
+    for name, parameter in model_parameters(gpt, architecture):
         if name in REWARD_HEAD:
             continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
@@ -105,17 +131,38 @@ def gather_weights(
 ) -> dict[str, Tensor]:
     """Canonical weights of the whole model, on the CPU: the inverse of `load_weights`.
 
-    A reward head that is a submodule comes along. Collective over the groups (None: not split
-    that way); experts that are shared out over ``ep_group`` are whole where they are. With
-    ``keep=False`` a rank takes part and returns an empty dict, so that only the one that writes
-    holds the model twice.
+    Adapters are merged into the weights. A reward head that is a submodule comes along. Collective
+    over the groups (None: not split that way); experts that are shared out over ``ep_group`` are
+    whole where they are. With ``keep=False`` a rank takes part and returns an empty dict, so that
+    only the one that writes holds the model twice.
     """
+    merged = merging(gpt)
+    weights = (
+        (name, merged(parameter))
+        for name, parameter in model_parameters(gpt, architecture)
+        if not (name == OUTPUT_LAYER and architecture.tie_embeddings)
+    )
+    names = (*expected_shapes(architecture), *REWARD_HEAD)
+    groups = {"tp_group": tp_group, "pp_group": pp_group, "ep_group": ep_group}
+    return gather_tensors(weights, names, architecture, keep=keep, **groups)
+
+
+@torch.no_grad()
+def gather_tensors(
+    tensors: Iterable[tuple[str, Tensor]],
+    names: Iterable[str],
+    architecture: GPTArchitecture,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+    keep: bool = True,
+) -> dict[str, Tensor]:
+    """Each rank's shares of ``tensors`` joined, in the order of ``names``; see `gather_weights`."""
     own: dict[str, Tensor] = {}
-    for name, parameter in canonical_parameters(gpt, architecture):
-        if name == OUTPUT_LAYER and architecture.tie_embeddings:
-            continue
+    for name, tensor in tensors:
         is_shared_out = ep_group is not None and ep_group.size() > 1 and ".local_experts." in name
-        parts = _all_gather(parameter.detach(), ep_group if is_shared_out else tp_group)
+        parts = _all_gather(tensor, ep_group if is_shared_out else tp_group)
         if not keep and (pp_group is None or pp_group.size() == 1):
             continue
         if is_shared_out:
@@ -125,7 +172,6 @@ def gather_weights(
             own[name] = merge(name, parts, architecture).to("cpu", copy=True)
     if pp_group is not None and pp_group.size() > 1:
         own = _exchange_stages(own, pp_group, keep=keep)
-    names = (*expected_shapes(architecture), *REWARD_HEAD)
     order = {name: place for place, name in enumerate(names)}
     return dict(sorted(own.items(), key=lambda item: order[item[0]]))
 

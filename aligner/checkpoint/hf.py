@@ -157,6 +157,21 @@ def save_hf(
     family, config = config_to_hf(architecture)
     if REWARD_HEAD[0] in set(weights):
         config |= _classifier(family)
+    with new_folder(folder) as partial:
+        for name, content in tokenizer_files.items():
+            (partial / name).write_bytes(content)
+        config |= _special_ids(tokenizer_files)
+        dtype = _write_shards(partial, HuggingFaceView(weights, family.table, architecture).items())
+        config["torch_dtype"] = dtype
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name ``folder`` once the block is left without an error.
+
+    `StorageError` where the folder is there already and not empty, or cannot be written.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(
             f"{str(folder)!r} exists and is not empty; remove it or give another --output"
@@ -165,12 +180,7 @@ def save_hf(
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     try:
         partial.mkdir(parents=True)
-        for name, content in tokenizer_files.items():
-            (partial / name).write_bytes(content)
-        config |= _special_ids(tokenizer_files)
-        dtype = _write_shards(partial, HuggingFaceView(weights, family.table, architecture).items())
-        config["torch_dtype"] = dtype
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        yield partial
         sync_tree(partial)
         os.replace(partial, folder)
         sync_path(folder.parent)

@@ -31,6 +31,7 @@ class Layout:
 
     join: Callable[[list[Tensor], GPTArchitecture], Tensor]
     part: Callable[[Tensor, GPTArchitecture], list[Tensor]]
+    transposed: bool = False  # the parts' columns are the tensor's rows
 
 
 def _conv(tensor: Tensor) -> Tensor:
@@ -63,10 +64,10 @@ def _join_packed_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tens
 
 
 _COPY = Layout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
-_CONV = Layout(lambda parts, _: _conv(parts[0]), lambda tensor, _: [_conv(tensor)])
+_CONV = Layout(lambda parts, _: _conv(parts[0]), lambda tensor, _: [_conv(tensor)], True)
 _QKV = Layout(join_qkv, part_qkv)
 _CONV_QKV = Layout(
-    _join_packed_qkv, lambda tensor, arch: [_conv(torch.cat(part_qkv(tensor, arch)))]
+    _join_packed_qkv, lambda tensor, arch: [_conv(torch.cat(part_qkv(tensor, arch)))], True
 )
 _GATE_UP = Layout(lambda parts, _: torch.cat(parts), lambda tensor, _: list(tensor.chunk(2)))
 
@@ -146,6 +147,22 @@ def _row(name: str, table: Table) -> tuple[Layout, list[str]]:
             source = source.replace(mark, number)
         names.append(f"{source}.{kind}")
     return layout, names
+
+
+def part_rows(
+    linear: str, rows: Tensor, table: Table, architecture: GPTArchitecture
+) -> dict[str, Tensor]:
+    """Take apart what has a row for each output of ``linear``, by Hugging Face's module.
+
+    Unlike a weight, the parts are ``[outputs, …]`` in every family.
+    """
+    layout, names = _row(f"{linear}.weight", table)
+    parts = layout.part(rows, architecture)
+    modules = [name.removesuffix(".weight") for name in names]
+    return {
+        module: part.T if layout.transposed else part
+        for module, part in zip(modules, parts, strict=True)
+    }
 
 
 class HuggingFaceWeights(Mapping[str, Tensor]):

@@ -30,6 +30,7 @@ from aligner.config.model import (
 )
 from aligner.config.optim import OptimConfig, SchedConfig
 from aligner.config.policy import BackendConfig
+from aligner.config.peft import LoraConfig, PeftConfig
 from aligner.config.preference import (
     LOSS_OPTIONS,
     PairDataConfig,
@@ -81,10 +82,12 @@ __all__ = [
     "OptimConfig",
     "PairDataConfig",
     "ParallelConfig",
+    "LoraConfig",
     "PolicyPPOConfig",
     "PreferenceDataConfig",
     "ProcessConfig",
     "PromptSourceConfig",
+    "PeftConfig",
     "RSModelConfig",
     "RSRunConfig",
     "ReferenceConfig",

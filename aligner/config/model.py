@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positive, Range
 from aligner.config.layout import ParallelConfig
 from aligner.config.optim import OptimConfig
+from aligner.config.peft import PeftConfig
 
 FP8_MULTIPLE = 16  # rows of 8-bit matrix products come in multiples of it
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -147,6 +148,7 @@ class TrainedModelConfig:
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
     # Format of 8-bit matrix products, on GPUs with Transformer Engine; hybrid: e5m2 backward.
     fp8: Literal["e4m3", "hybrid"] | None = None
+    peft: PeftConfig = field(default_factory=PeftConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aligner.config.model import TrainedModelConfig
+from aligner.config.peft import check_peft
 from aligner.errors import ConfigError
 
 
@@ -18,7 +19,8 @@ class BackendConfig:
 
 
 def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
-    """Refuse layouts that a backend does not have, before anything is loaded."""
+    """Refuse layouts and adapters that a backend does not have, before anything is loaded."""
+    check_peft(backend, model)
     if backend != "dtensor":
         return
     unknown = {

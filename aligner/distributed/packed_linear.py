@@ -94,15 +94,16 @@ def _whole(x: Tensor) -> Tensor:
 def packed_linears(model: nn.Module) -> Iterator[dict[nn.Module, Product]]:
     """Run megatron-core's parallel linear layers in ``model`` on packed weights, without gradients.
 
-    Yields the product of every layer so treated. Weights are packed on entry, so enter again after
-    every update. Layers that cannot be packed, and experts that do their own communication, keep
-    their own way. Sequence parallelism must be off: decoding passes are shorter than the group.
+    Yields the product of every layer so treated. Weights are packed on entry, with adapters merged
+    into them, so enter again after every update. Layers that cannot be packed, and experts that do
+    their own communication, keep their own way. Sequence parallelism must be off: decoding passes
+    are shorter than the group.
     """
     products: dict[nn.Module, Product] = {}
     try:
         for module in model.modules():
             if _is_replaceable(module):
-                products[module] = Product(module.weight)
+                products[module] = Product(_whole_weight(module))
                 module.forward = _forward_of(module, products[module])
         yield products
     finally:
@@ -116,6 +117,12 @@ def _is_replaceable(module: nn.Module) -> bool:
     if module.weight is None or module.explicit_expert_comm:
         return False
     return not isinstance(module, RowParallelLinear) or module.input_is_parallel
+
+
+def _whole_weight(module: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+    """The weight, with its adapter added where it has one."""
+    adapter = getattr(module, "lora", None)
+    return module.weight if adapter is None else adapter.merged_into(module.weight)
 
 
 def _forward_of(

@@ -6,11 +6,12 @@ every process of a model-parallel group.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf import save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.role_files import (
@@ -27,7 +28,7 @@ from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError, TokenizerError
 from aligner.models.gpt.pipeline import MicroBatches
 from aligner.models.gpt.residence import Residence
-from aligner.models.gpt.role import Role
+from aligner.models.gpt.role import AdaptedRole, Role
 from aligner.types import LossFunction
 
 Served = TypeVar("Served", bound=Role)
@@ -159,6 +160,8 @@ class MegatronWorker(Generic[Served]):
     ) -> None:
         """Write the role, each part complete or not at all.
 
+        The weights have adapters merged into them; beside them the adapters stand alone.
+
         Args:
             weights_path: a `.nemo` file, which holds configuration and tokenizer too; a path
                 without that suffix becomes a Hugging Face directory.
@@ -169,6 +172,8 @@ class MegatronWorker(Generic[Served]):
             self.model.save_to(weights_path)
         else:
             self._save_hf(weights_path)
+        if (adapted := self._adapted()) is not None:
+            adapted.save_adapters(adapters_beside(weights_path))
         if optimizer_path is not None:
             save_optimizer_state(self, optimizer_path)
         if tokenizer_path is not None:
@@ -177,12 +182,20 @@ class MegatronWorker(Generic[Served]):
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Inverse of `save_checkpoint`, on any layout.
 
-        Without ``optimizer_path`` the moments and the schedule stay what they are.
+        Without ``optimizer_path`` the moments and the schedule stay what they are. A role with
+        adapters keeps its frozen weights and takes the adapters beside ``weights_path``.
         """
-        with open_model(weights_path) as source:
-            self.model.load_whole_weights(source.weights)
+        if (adapted := self._adapted()) is not None:
+            adapted.load_adapters(adapters_beside(weights_path))
+        else:
+            with open_model(weights_path) as source:
+                self.model.load_whole_weights(source.weights)
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
+
+    def _adapted(self) -> AdaptedRole | None:
+        """The role, where it has adapters; a backend without them has refused them."""
+        return None if self.model.settings.lora is None else cast(AdaptedRole, self.model)
 
     def _save_hf(self, folder: str) -> None:
         weights, files = self.model.whole_weights(), self._tokenizer().files()

@@ -15,11 +15,20 @@ class RoleMemory:
     weight_bytes: int = 4  # per parameter: 4 float32, 2 bf16
     gradient_bytes: int = 4  # per parameter, while training
     optimizer_bytes: int = 8  # per parameter: Adam's two moments 8, and 4 more for a master copy
+    adapter_parameters: int = 0  # beside those; where there are any, they alone are trained
 
     @property
     def local_parameters(self) -> int:
         """Parameters held by this process."""
-        return -(-self.parameters // self.model_parallel_size)
+        return -(-(self.parameters + self.adapter_parameters) // self.model_parallel_size)
+
+    @property
+    def learning_parameters(self) -> int:
+        """Those of them that are trained."""
+        if not self.trainable:
+            return 0
+        adapters = -(-self.adapter_parameters // self.model_parallel_size)
+        return adapters or self.local_parameters
 
     @property
     def weights(self) -> int:
@@ -29,14 +38,12 @@ class RoleMemory:
     @property
     def gradients(self) -> int:
         """Bytes of the gradients; 0 for a frozen model."""
-        return self.local_parameters * self.gradient_bytes if self.trainable else 0
+        return self.learning_parameters * self.gradient_bytes
 
     @property
     def optimizer(self) -> int:
         """Bytes of the optimizer state; 0 for a frozen model."""
-        if not self.trainable:
-            return 0
-        return -(-self.local_parameters // self.optimizer_shards) * self.optimizer_bytes
+        return -(-self.learning_parameters // self.optimizer_shards) * self.optimizer_bytes
 
     @property
     def total(self) -> int:

@@ -165,9 +165,17 @@ def _role_table(roles: Sequence[RoleMemory]) -> Table:
     for role in roles:
         sizes = (role.weights, role.gradients, role.optimizer, role.total)
         shown = ("–" if size == 0 else readable_bytes(size) for size in sizes)
-        frozen = "" if role.trainable else " (frozen)"
-        table.add_row(f"{role.name}{frozen}", f"{role.parameters:,}", *shown)
+        table.add_row(f"{role.name}{_learning(role)}", f"{role.parameters:,}", *shown)
     return table
+
+
+def _learning(role: RoleMemory) -> str:
+    """What is not trained of a role, in a few words."""
+    if not role.trainable:
+        return " (frozen)"
+    if role.adapter_parameters:
+        return f" (frozen, adapters of {role.adapter_parameters:,})"
+    return ""
 
 
 def _memory_line(facts: StartupFacts) -> Text:

@@ -81,8 +81,13 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             return self.infer_tokens(batch, micro_batches, initial)
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy."""
-        self._reference = ReferencePolicy(self.gpt, mode, partial(self.build_gpt, initialize=False))
+        """Freeze the current weights as the reference policy; with adapters ``mode`` is moot."""
+        if self.adapters is None:
+            build = partial(self.build_gpt, initialize=False)
+            self._reference = ReferencePolicy(self.gpt, mode, build)
+        else:  # what is frozen needs no keeping
+            kind: Literal["bare", "swap"] = "bare" if self.adapters.are_fresh else "swap"
+            self._reference = ReferencePolicy(self.gpt, kind)
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
         """Log-probs of every token: int64 ``[B, S]`` to float32 ``[B, S]``, 0 at position 0."""

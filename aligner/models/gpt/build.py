@@ -19,10 +19,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, RopeScaling
-from aligner.config import ParallelConfig
+from aligner.config import LoraConfig, ParallelConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
-from aligner.models.gpt.layer_spec import block_spec, has_transformer_engine
+from aligner.models.gpt.layer_spec import (
+    block_spec,
+    has_transformer_engine,
+    uses_transformer_engine,
+)
 
 Recompute = Literal["full", "selective"]
 FP8 = Literal["e4m3", "hybrid"]
@@ -45,6 +49,7 @@ def transformer_config(
     fp8: FP8 | None = None,
     parallel: ParallelConfig | None = None,
     recompute: Recompute | None = None,
+    lora: LoraConfig | None = None,
     initialize: bool = True,
 ) -> TransformerConfig:
     """megatron-core's view of the architecture, this layout and this precision."""
@@ -62,7 +67,8 @@ def transformer_config(
         activation_func=_ACTIVATIONS[architecture.activation],
         gated_linear_unit=architecture.gated,
         # Our spec's activation in one piece; Transformer Engine's MLP has no such place.
-        use_te_activation_func=architecture.activation == "swiglu" and not has_transformer_engine(),
+        use_te_activation_func=architecture.activation == "swiglu"
+        and not uses_transformer_engine(lora),
         normalization="RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
         layernorm_epsilon=architecture.layernorm_epsilon,
@@ -136,6 +142,7 @@ def build_gpt(
     fp8: FP8 | None = None,
     parallel: ParallelConfig | None = None,
     recompute: Recompute | None = None,
+    lora: LoraConfig | None = None,
     initialize: bool = True,
     pre_process: bool = True,
     post_process: bool = True,
@@ -143,7 +150,8 @@ def build_gpt(
     """Build this process's share of the model on the accelerator's device.
 
     Process groups must have been initialised (`aligner.distributed.parallel`). With
-    ``initialize=False`` the weights are left unset for a checkpoint to fill.
+    ``initialize=False`` the weights are left unset for a checkpoint to fill. Adapters of the form
+    ``lora`` are zero.
     """
     parallel = parallel or ParallelConfig()
     config = transformer_config(
@@ -152,11 +160,12 @@ def build_gpt(
         fp8=fp8,
         parallel=parallel,
         recompute=recompute,
+        lora=lora,
         initialize=initialize,
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config)),
+        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config), lora),
         vocab_size=architecture.padded_vocab_size(parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pre_process,
@@ -183,9 +192,9 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
     """
     split = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in model.modules():
-        dim = split.get(type(module))
-        if dim is not None and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        for kind, dim in split.items():
+            if isinstance(module, kind) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:

@@ -31,6 +31,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     """
 
     role_name = "critic"
+    has_head = True
     right_shift: ClassVar[bool] = True
 
     @property

@@ -145,8 +145,8 @@ def _is_known(layer: nn.Module) -> bool:
     rows = (attention.linear_proj, mlp.linear_fc2)
     return (
         all(type(norm) is Norm for norm in (layer.input_layernorm, layer.pre_mlp_layernorm))
-        and all(type(linear) is ColumnParallelLinear for linear in columns)
-        and all(type(linear) is RowParallelLinear for linear in rows)
+        and all(isinstance(linear, ColumnParallelLinear) for linear in columns)
+        and all(isinstance(linear, RowParallelLinear) for linear in rows)
         and layer.config.tensor_model_parallel_size == 1
     )
 

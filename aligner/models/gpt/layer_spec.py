@@ -26,7 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
+from aligner.config import LoraConfig
 from aligner.distributed import accelerator
+from aligner.distributed.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.elementwise import SwiGLU, rms_norm
 from aligner.models.gpt.short_attention import ShortSelfAttention
@@ -73,13 +75,30 @@ def has_transformer_engine() -> bool:
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+def uses_transformer_engine(lora: LoraConfig | None = None) -> bool:
+    """Whether layers are Transformer Engine's; its linears, fused with norms, have no adapters."""
+    return has_transformer_engine() and lora is None
+
+
+def local_layer_spec(config: TransformerConfig, lora: LoraConfig | None = None) -> ModuleSpec:
     """One transformer layer of megatron-core linears, `Norm` and `CoreAttention`."""
+
+    def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
+        if lora is None or name not in lora.linears:
+            return plain
+        return ModuleSpec(module=adapted, params={"lora": lora})
+
+    def column(name: str) -> type | ModuleSpec:
+        return linear(name, ColumnParallelLinear, LoraColumnParallelLinear)
+
+    def row(name: str) -> type | ModuleSpec:
+        return linear(name, RowParallelLinear, LoraRowParallelLinear)
+
     linears = MLPSubmodules(
-        linear_fc1=ColumnParallelLinear,
+        linear_fc1=column("mlp.linear_fc1"),
         # Used where the config asks for an activation of one piece.
         activation_func=SwiGLU,
-        linear_fc2=RowParallelLinear,
+        linear_fc2=row("mlp.linear_fc2"),
     )
     if config.num_moe_experts:
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
@@ -95,9 +114,9 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
                 module=ShortSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=column("self_attention.linear_qkv"),
                     core_attention=CoreAttention,
-                    linear_proj=RowParallelLinear,
+                    linear_proj=row("self_attention.linear_proj"),
                     q_layernorm=qk_norm,
                     k_layernorm=qk_norm,
                 ),
@@ -110,9 +129,11 @@ def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def block_spec(config: TransformerConfig, num_local_layers: int) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, num_local_layers: int, lora: LoraConfig | None = None
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage and its final norm."""
-    if has_transformer_engine():
+    if uses_transformer_engine(lora):
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -122,5 +143,5 @@ def block_spec(config: TransformerConfig, num_local_layers: int) -> TransformerB
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
         return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=TENorm)
     return TransformerBlockSubmodules(
-        [local_layer_spec(config)] * num_local_layers, layer_norm=Norm
+        [local_layer_spec(config, lora)] * num_local_layers, layer_norm=Norm
     )

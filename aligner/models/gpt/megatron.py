@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from nemo.utils import logging
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.connector import GPTSaveRestoreConnector
 from aligner.checkpoint.gpt_weights import gather_weights, load_weights
@@ -31,6 +32,7 @@ from aligner.distributed.collectives import broadcast_floats, combine_metrics, r
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.pipeline import (
     ForwardStep,
@@ -66,6 +68,7 @@ class MegatronGPTModel(ModelPT):
 
     role_name = "model"  # in reports
     loss_fn: LossFunction | None = None
+    has_head: ClassVar[bool] = False  # of its own, in the output layer's place
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
     def __init__(
@@ -90,9 +93,21 @@ class MegatronGPTModel(ModelPT):
         )
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
         with accelerator.deterministic_seed(self.settings.seed):
+        if self.settings.lora is not None:
+            adapter_shapes(self.architecture, self.settings.lora)  # refuses what cannot be adapted
             self.model: nn.Module = self.build_gpt(initialize=initialize)
         self.optimizer: RoleOptimizer | None = None
 
+        self.adapters: RoleAdapters | None = None
+        if self.settings.lora is not None:
+            self.adapters = RoleAdapters(
+                self.gpt,
+                self.architecture,
+                self.parallel,
+                self.settings.lora,
+                seed=self.settings.seed,
+                has_head=self.has_head,
+            )
     # What a role adds -------------------------------------------------------------------------
 
     def add_head(self, gpt: GPTModel) -> None:
@@ -129,6 +144,7 @@ class MegatronGPTModel(ModelPT):
             parallel=self.settings.parallel,
             recompute=self.settings.recompute,
             initialize=initialize,
+            lora=self.settings.lora,
             pre_process=self.parallel.is_first_stage,
             post_process=self.parallel.is_last_stage,
         )
@@ -240,6 +256,8 @@ class MegatronGPTModel(ModelPT):
         if self.parallel.is_last_stage:
             reduced = reduce_metrics(combine_metrics(results), self.parallel.dp_group)
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
+        if self.adapters is not None and self.optimizer is not None:
+            self.adapters.begin_update(self.optimizer.steps)
         return broadcast_floats(reduced, last, self.parallel.pp_group)
 
     # Phases -----------------------------------------------------------------------------------
@@ -266,11 +284,15 @@ class MegatronGPTModel(ModelPT):
 
     def run_state(self) -> dict[str, Any]:
         """This process's share of weights and optimizer, exact; see `role_state`."""
-        return role_state(self.gpt, self.architecture, self.parallel, self.optimizer)
+        return role_state(
+            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
+        )
 
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
-        load_role_state(self.gpt, self.architecture, self.parallel, self.optimizer, states)
+        load_role_state(
+            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora, states
+        )
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
 
@@ -322,6 +344,8 @@ class MegatronGPTModel(ModelPT):
         for name in REWARD_HEAD:
             target = head.get_parameter(name.removeprefix("rm_head."))
             if name not in weights:
+        if model.adapters is not None and model.settings.adapters_path is not None:
+            model.load_adapters(model.settings.adapters_path)
                 continue
             if weights[name].shape == target.shape:
                 target.data.copy_(weights[name])
@@ -332,11 +356,26 @@ class MegatronGPTModel(ModelPT):
                 )
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Canonical weights joined on rank 0, none elsewhere; call it on every rank."""
+        """Canonical weights joined on rank 0, none elsewhere; call it on every rank.
+
+        Adapters are merged into them.
+        """
         return gather_weights(
             self.gpt,
             self.architecture,
             tp_group=self.parallel.tp_group,
+    def load_adapters(self, path: str | Path) -> None:
+        """Take adapters, and a head, that `save_adapters` wrote; on every rank."""
+        assert self.adapters is not None
+        self.adapters.load(path)
+        if self.optimizer is not None:
+            self.optimizer.take_over_weights()
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write adapters, and a head, alone; on every rank."""
+        assert self.adapters is not None
+        self.adapters.save(path, self.nemo_keys())
+
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
             keep=self.parallel.rank == 0,

@@ -231,7 +231,8 @@ class RoleOptimizer:
                 for part in self.inner.chained_optimizers
                 for main in part.get_parameters()
             }
-            for parameter in self.model.parameters():
+            learning = (each for each in self.model.parameters() if each.requires_grad)
+            for parameter in learning:
                 main = getattr(parameter, "main_param", parameter)
                 yield OwnedSlice(parameter, 0, main, inner[id(main)])
             return

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from aligner.distributed import accelerator
 from aligner.models.gpt.attention import SegmentParams
 from aligner.models.gpt.hidden_states import bypassed_output_layer, placed_positions
+from aligner.models.gpt.lora import dropped_out
 from aligner.models.gpt.token_layout import LayoutRules, TokenLayout, build_layout
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
@@ -84,7 +85,7 @@ def forward_step(
     microbatch = next(data_iterator)
     layout, gpt = microbatch.layout, unwrap_model(model)
     packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
-    with bypassed_output_layer(gpt), placed_positions(gpt, layout):
+    with bypassed_output_layer(gpt), placed_positions(gpt, layout), dropped_out(gpt, microbatch):
         hidden = model(layout.input_ids, layout.positions, None, packed_seq_params=packed)
 
     def closure(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, Any] | Any:

@@ -1,6 +1,7 @@
 """What workers ask of the role that they serve, whatever it is built of."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -100,6 +101,18 @@ class Role(Protocol):
 
     def num_parameters(self) -> int:
         """Parameters on this process."""
+        ...
+
+
+class AdaptedRole(Protocol):
+    """A role whose adapters stand for it beside frozen weights."""
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write adapters, and a head, alone."""
+        ...
+
+    def load_adapters(self, path: str | Path) -> None:
+        """Inverse of `save_adapters`."""
         ...
 
 

@@ -10,6 +10,8 @@ files), joins them where the tensor-parallel split has changed, and copies this 
 Moments have their parameter's shape, so the rules that split and join weights hold for them too
 (`aligner.checkpoint.canonical`). Weights in bfloat16 are the rounded float32 weights, which is how
 the optimizer makes them.
+
+What is frozen beside adapters is no part of it: the model's file has it.
 """
 
 import math
@@ -23,8 +25,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import (
     EMBEDDING,
+    LORA_A,
     OUTPUT_LAYER,
     REWARD_HEAD,
     Shape,
@@ -32,10 +36,12 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
     merge,
+    misfits,
     split,
     split_axis,
 )
 from aligner.checkpoint.gpt_weights import canonical_parameters
+from aligner.config import LoraConfig
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
 from aligner.models.gpt.optimizer import OwnedSlice, RoleOptimizer
@@ -56,6 +62,7 @@ def role_state(
     architecture: GPTArchitecture,
     parallel: ParallelState,
     optimizer: RoleOptimizer | None,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """What this process has to save; tensors are flat views of its memory.
 
@@ -66,7 +73,7 @@ def role_state(
     owned = _owned_slices(gpt, optimizer)
     is_replica = dist.get_rank(parallel.dp_cp_group) > 0
     is_shared_out = optimizer is not None and optimizer.is_distributed
-    shapes = expected_shapes(architecture)
+    shapes = _shapes(architecture, lora)
     slices: dict[str, Any] = {}
     for name, parameter in canonical_parameters(gpt, architecture):
         mine = owned.get(parameter)
@@ -91,6 +98,7 @@ def load_role_state(
     architecture: GPTArchitecture,
     parallel: ParallelState,
     optimizer: RoleOptimizer | None,
+    lora: LoraConfig | None,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Restore this process's share from what all processes of the saving run gave, in rank order.
@@ -99,10 +107,12 @@ def load_role_state(
     vocabulary, which nothing reads, start from zero. `CheckpointError` where the state is not this
     model's or a slice is missing.
     """
-    saved = _SavedRole(states, parallel.rank, architecture)
+    saved = _SavedRole(states, parallel.rank, architecture, lora)
     owned = _owned_slices(gpt, optimizer)
-    shapes = expected_shapes(architecture)
+    shapes = _shapes(architecture, lora)
     for name, parameter in canonical_parameters(gpt, architecture):
+        if not parameter.requires_grad:
+            continue
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
         part = _part(source, parameter.shape, shapes, parallel)
         weight = saved.read(source, WEIGHT, part, tuple(parameter.shape))
@@ -122,11 +132,17 @@ def load_role_state(
         optimizer.resume_at(saved.steps)
 
 
+def _shapes(architecture: GPTArchitecture, lora: LoraConfig | None) -> dict[str, Shape]:
+    """Whole shapes of the tensors that a state holds, a head apart."""
+    return expected_shapes(architecture) if lora is None else adapter_shapes(architecture, lora)
+
+
 def _owned_slices(gpt: GPTModel, optimizer: RoleOptimizer | None) -> dict[Tensor, OwnedSlice]:
     """By parameter, the slice this process updates; without an optimizer, all of each."""
     if optimizer is not None:
         return {owned.parameter: owned for owned in optimizer.owned_slices()}
-    return {parameter: OwnedSlice(parameter, 0, parameter, None) for parameter in gpt.parameters()}
+    learning = (parameter for parameter in gpt.parameters() if parameter.requires_grad)
+    return {parameter: OwnedSlice(parameter, 0, parameter, None) for parameter in learning}
 
 
 def _part(
@@ -146,7 +162,11 @@ class _SavedRole:
     """The slices of all saving processes, by name."""
 
     def __init__(
-        self, states: Sequence[Mapping[str, Any]], rank: int, architecture: GPTArchitecture
+        self,
+        states: Sequence[Mapping[str, Any]],
+        rank: int,
+        architecture: GPTArchitecture,
+        lora: LoraConfig | None,
     ) -> None:
         self._architecture = architecture
         self._slices: dict[str, list[Mapping[str, Any]]] = {}
@@ -155,11 +175,32 @@ class _SavedRole:
             for name, piece in states[number]["slices"].items():
                 self._slices.setdefault(name, []).append(piece)
         self.steps: int | None = states[0]["steps"]
-        check_names(
-            self._slices,
-            architecture,
-            "the run state (another exp_manager.explicit_log_dir starts a new run)",
+        self._check_names(lora)
+
+    def _check_names(self, lora: LoraConfig | None) -> None:
+        """Refuse the state of another model, or of one that learned by other weights."""
+        if any(name.endswith(LORA_A) for name in self._slices) != (lora is not None):
+            raise CheckpointError(
+                "the run state was saved "
+                f"{'without' if lora else 'with'} adapters, and model.peft.peft_scheme is now "
+                f"{'lora' if lora else 'null'}; set it back, or use another "
+                "exp_manager.explicit_log_dir"
+            )
+        if lora is None:
+            check_names(
+                self._slices,
+                self._architecture,
+                "the run state (another exp_manager.explicit_log_dir starts a new run)",
+            )
+            return
+        problems = misfits(
+            set(self._slices), set(adapter_shapes(self._architecture, lora)), set(REWARD_HEAD)
         )
+        if problems:
+            raise CheckpointError(
+                f"adapters in the run state are not those of model.peft.lora_tuning: {problems}; "
+                "set it back, or use another exp_manager.explicit_log_dir"
+            )
 
     def moments(self, name: str) -> list[str]:
         """Kinds of optimizer state there are of a parameter; none before the first update."""

@@ -22,13 +22,10 @@ import torch
 from torch import Tensor
 
 from aligner.config import SamplingParams
+from aligner.distributed.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
 from aligner.distributed.kept_set import threshold
 from aligner.errors import NonFiniteError
 
-# SplitMix64 (Steele, Lea, Flood 2014), as signed 64-bit numbers: torch has no unsigned product.
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
 _BLOCK = 128  # probabilities are added up in blocks of so many tokens,
 _ONE_LEVEL = 2048  # unless the vocabulary is as small as this
 _NUCLEUS = 1024  # so many tokens hold a nucleus nearly always; else the row is sorted whole
@@ -49,22 +46,8 @@ def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor
         sample_ids: int64 [b].
         positions: int64 [b], the index of the token in its sequence.
     """
-    state = torch.full_like(sample_ids, (seed + 2**63) % 2**64 - 2**63)
-    for counter in (sample_ids, positions):
-        state = _mix(state + _GAMMA) ^ _mix(counter + _MIX_1)
-    return (_shift_right(_mix(state), 11)).double() * 2.0**-53
-
-
-def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects all."""
-    state = (state ^ _shift_right(state, 30)) * _MIX_1
-    state = (state ^ _shift_right(state, 27)) * _MIX_2
-    return state ^ _shift_right(state, 31)
-
-
-def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Logical shift; torch's own copies the sign."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
+    state = counter_hash(seed, sample_ids, positions)
+    return uniform_bits(state).double() * 2.0**-UNIFORM_BITS
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Literal
 
 import torch
 
+from aligner.checkpoint.adapters import adapters_beside
 from aligner.config import (
     CriticConfig,
+    LoraConfig,
     OptimConfig,
     ParallelConfig,
     RolloutConfig,
@@ -42,6 +44,8 @@ class RoleSettings:
     non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
     seed: int = 1234
     attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as its file says
+    lora: LoraConfig | None = None  # adapters, and heads, are all that is trained; None: all is
+    adapters_path: str | None = None  # adapters to begin with; None: fresh ones
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,8 +77,14 @@ def critic_settings(
     run: RunFacts,
     max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
-    """Settings of the critic, which lives in the policy's layout."""
-    return _settings(critic, critic, model, run, max_optimizer_steps)
+    """Settings of the critic, which lives in the policy's layout and has adapters where it has.
+
+    It begins with the policy's adapters where it begins with the policy's weights.
+    """
+    settings = _settings(critic, critic, model, run, max_optimizer_steps)
+    if critic.restore_from_path is None:
+        return settings
+    return dataclasses.replace(settings, adapters_path=None)
 
 
 def reward_settings(
@@ -88,6 +98,19 @@ def reward_settings(
     settings = _settings(model, model.rollout, model, run, max_optimizer_steps)
     optim = settings.optim if learns else None
     return dataclasses.replace(settings, attributes=attributes, optim=optim)
+
+
+def continuing(
+    settings: RoleSettings, weights_path: str | None
+) -> tuple[RoleSettings, str | None]:
+    """How a role that continues from ``weights_path`` begins, and whole weights to begin with.
+
+    With adapters it begins with its frozen weights, and takes the adapters that stand beside.
+    """
+    if weights_path is None or settings.lora is None:
+        return settings, weights_path
+    beside = str(adapters_beside(weights_path))
+    return dataclasses.replace(settings, adapters_path=beside), None
 
 
 def _settings(
@@ -115,4 +138,6 @@ def _settings(
         non_finite=run.non_finite,
         non_finite_dir=run.non_finite_dir,
         seed=run.seed,
+        lora=model.peft.lora,
+        adapters_path=model.peft.restore_from_path,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from aligner.config import TrainedModelConfig
 from aligner.config.batches import check_token_budgets
+from aligner.config.peft import check_peft
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
@@ -49,6 +50,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         term. ``max_optimizer_steps`` is what a schedule without ``max_steps`` decays over.
         """
         check_token_budgets(config)
+        check_peft(backend, config)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,

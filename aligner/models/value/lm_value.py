@@ -2,6 +2,7 @@
 
 from aligner.config import CriticConfig, ModelConfig
 from aligner.config.batches import check_token_budgets
+from aligner.config.peft import check_peft
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
@@ -43,6 +44,7 @@ class Value(RoleFront, ValueInterface):
         instead.
         """
         check_token_budgets(model)
+        check_peft(backend, model)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,

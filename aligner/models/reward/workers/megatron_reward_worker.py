@@ -10,7 +10,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.reward import MegatronGPTRewardModel, Standardization
-from aligner.models.gpt.settings import RunFacts, reward_settings
+from aligner.models.gpt.settings import RunFacts, continuing, reward_settings
 from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
 
 
@@ -43,10 +43,12 @@ class MegatronRewardWorker(MegatronWorker[MegatronGPTRewardModel]):
         max_optimizer_steps: int | None = None,
         offload_weights: bool = False,
     ) -> None:
+        settings = reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps)
+        settings, whole_path = continuing(settings, weights_path)
         model = load_from_nemo(
             MegatronGPTRewardModel,
-            reward_settings(config, run, attributes, init_optimizer, max_optimizer_steps),
-            restore_path=weights_path or config.restore_from_path,
+            settings,
+            restore_path=whole_path or config.restore_from_path,
             tokenizer=tokenizer,
         )
         super().__init__(model, parallel)

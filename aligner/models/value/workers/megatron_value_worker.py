@@ -5,7 +5,8 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
-from aligner.models.gpt.settings import RunFacts, critic_settings
+from aligner.models.gpt.settings import RunFacts, continuing, critic_settings, reward_settings
+from aligner.models.gpt.shared_reward import SharedBodyRewardModel
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights_after_updates
 from aligner.models.value.workers.value_worker import ValueWorker
@@ -42,10 +43,12 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
     ) -> None:
         critic = load_from_nemo(
             MegatronGPTCriticModel,
-            critic_settings(config, model, run, max_optimizer_steps),
-            restore_path=weights_path or config.restore_from_path or model.restore_from_path,
+            settings,
+            restore_path=whole_path or config.restore_from_path or model.restore_from_path,
             tokenizer=tokenizer,
         )
+        settings = critic_settings(config, model, run, max_optimizer_steps)
+        settings, whole_path = continuing(settings, weights_path)
         super().__init__(critic, parallel, config, init_optimizer, optimizer_path)
 
     # When weights are gathered ----------------------------------------------------------------

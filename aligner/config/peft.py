@@ -1,0 +1,90 @@
+"""Which few weights are trained beside frozen ones."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from aligner.config.fields import Count, Positive, Range
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.model import TrainedModelConfig
+
+AdapterTarget = Literal[
+    "all", "attention", "mlp", "attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"
+]
+_LINEARS: dict[str, tuple[str, ...]] = {
+    "attention_qkv": ("self_attention.linear_qkv",),
+    "attention_dense": ("self_attention.linear_proj",),
+    "mlp_fc1": ("mlp.linear_fc1",),
+    "mlp_fc2": ("mlp.linear_fc2",),
+}
+_LINEARS["attention"] = _LINEARS["attention_qkv"] + _LINEARS["attention_dense"]
+_LINEARS["mlp"] = _LINEARS["mlp_fc1"] + _LINEARS["mlp_fc2"]
+_LINEARS["all"] = _LINEARS["attention"] + _LINEARS["mlp"]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): a linear layer W becomes W + alpha / rank · B A."""
+
+    # Linear layers of every transformer layer: all, attention (attention_qkv, attention_dense),
+    # mlp (mlp_fc1, mlp_fc2), or some of those in brackets.
+    target_modules: tuple[AdapterTarget, ...] = ("all",)
+    adapter_dim: Count = 32  # rank
+    alpha: Positive = 32.0  # the product B A is multiplied by alpha / adapter_dim
+    # Of what adapters read, in training. A token's draw depends on seed, update, sequence and
+    # position, never on the layout.
+    adapter_dropout: Annotated[float, Range(low=0.0, high=0.9)] = 0.0
+
+    @property
+    def linears(self) -> frozenset[str]:
+        """megatron-core's names of the adapted linears, within a transformer layer."""
+        return frozenset(name for target in self.target_modules for name in _LINEARS[target])
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's matrices is multiplied by."""
+        return self.alpha / self.adapter_dim
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """Adapters instead of all weights; the critic follows."""
+
+    # lora: adapters are trained, and heads; all else is frozen. null: all weights are trained.
+    peft_scheme: Literal["lora"] | None = None
+    restore_from_path: str | None = None  # adapters to begin with, of a run; null: fresh ones
+    lora_tuning: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters; None: there are none."""
+        return self.lora_tuning if self.peft_scheme == "lora" else None
+
+
+def check_peft(backend: str, model: "TrainedModelConfig") -> None:
+    """Refuse adapters where there are none, and settings of adapters without them."""
+    peft = model.peft
+    if peft.lora is None:
+        if peft.restore_from_path is not None:
+            raise ConfigError(
+                f"model.peft.restore_from_path={peft.restore_from_path} names adapters, and "
+                "model.peft.peft_scheme is null; set it to lora"
+            )
+        return
+    if backend != "megatron":
+        raise ConfigError(
+            f"policy.backend={backend} trains all weights, and model.peft.peft_scheme=lora; set "
+            "policy.backend=megatron, or model.peft.peft_scheme=null"
+        )
+    if not peft.lora.target_modules:
+        raise ConfigError(
+            "model.peft.lora_tuning.target_modules is empty, so nothing would be trained; give "
+            "all, or some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
+        )
+    if model.fp8 is not None:
+        raise ConfigError(
+            f"model.fp8={model.fp8}: adapters sit on megatron-core's own linears, and 8-bit "
+            "products are Transformer Engine's; set model.fp8=null, or "
+            "model.peft.peft_scheme=null"
+        )
