@@ -29,8 +29,8 @@ from aligner.config.model import (
     TrainedModelConfig,
 )
 from aligner.config.optim import OptimConfig, SchedConfig
-from aligner.config.policy import BackendConfig
 from aligner.config.peft import LoraConfig, PeftConfig
+from aligner.config.policy import BackendConfig
 from aligner.config.preference import (
     LOSS_OPTIONS,
     PairDataConfig,
@@ -78,16 +78,16 @@ __all__ = [
     "KLLossConfig",
     "LengthParams",
     "LoopConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "PairDataConfig",
     "ParallelConfig",
-    "LoraConfig",
+    "PeftConfig",
     "PolicyPPOConfig",
     "PreferenceDataConfig",
     "ProcessConfig",
     "PromptSourceConfig",
-    "PeftConfig",
     "RSModelConfig",
     "RSRunConfig",
     "ReferenceConfig",

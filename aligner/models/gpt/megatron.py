@@ -67,8 +67,8 @@ class MegatronGPTModel(ModelPT):
     """
 
     role_name = "model"  # in reports
-    loss_fn: LossFunction | None = None
     has_head: ClassVar[bool] = False  # of its own, in the output layer's place
+    loss_fn: LossFunction | None = None
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
     def __init__(
@@ -92,12 +92,11 @@ class MegatronGPTModel(ModelPT):
             dict(cfg), cfg.get("vocab_size") or (tokenizer.vocab_size if tokenizer else None)
         )
         check_layout(self.architecture, self.settings.parallel, self.parallel.world_size)
-        with accelerator.deterministic_seed(self.settings.seed):
         if self.settings.lora is not None:
             adapter_shapes(self.architecture, self.settings.lora)  # refuses what cannot be adapted
+        with accelerator.deterministic_seed(self.settings.seed):
             self.model: nn.Module = self.build_gpt(initialize=initialize)
         self.optimizer: RoleOptimizer | None = None
-
         self.adapters: RoleAdapters | None = None
         if self.settings.lora is not None:
             self.adapters = RoleAdapters(
@@ -108,6 +107,7 @@ class MegatronGPTModel(ModelPT):
                 seed=self.settings.seed,
                 has_head=self.has_head,
             )
+
     # What a role adds -------------------------------------------------------------------------
 
     def add_head(self, gpt: GPTModel) -> None:
@@ -143,8 +143,8 @@ class MegatronGPTModel(ModelPT):
             fp8=self.settings.fp8,
             parallel=self.settings.parallel,
             recompute=self.settings.recompute,
-            initialize=initialize,
             lora=self.settings.lora,
+            initialize=initialize,
             pre_process=self.parallel.is_first_stage,
             post_process=self.parallel.is_last_stage,
         )
@@ -236,6 +236,8 @@ class MegatronGPTModel(ModelPT):
         loss_fn = self.loss_fn
         if loss_fn is None:
             raise ConfigError("loss_fn is None; set model.loss_fn before training")
+        if self.adapters is not None and self.optimizer is not None:
+            self.adapters.begin_update(self.optimizer.steps)
         step = self.loss_step(loss_fn, count_denominators(batch, self.parallel.dp_group))
         microbatches = self._split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
@@ -256,8 +258,6 @@ class MegatronGPTModel(ModelPT):
         if self.parallel.is_last_stage:
             reduced = reduce_metrics(combine_metrics(results), self.parallel.dp_group)
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
-        if self.adapters is not None and self.optimizer is not None:
-            self.adapters.begin_update(self.optimizer.steps)
         return broadcast_floats(reduced, last, self.parallel.pp_group)
 
     # Phases -----------------------------------------------------------------------------------
@@ -321,6 +321,8 @@ class MegatronGPTModel(ModelPT):
             initialize=False,
         )
         model.load_whole_weights(checkpoint.weights, strict)
+        if model.adapters is not None and model.settings.adapters_path is not None:
+            model.load_adapters(model.settings.adapters_path)
         return model
 
     def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
@@ -336,6 +338,18 @@ class MegatronGPTModel(ModelPT):
         if self.optimizer is not None:
             self.optimizer.take_over_weights()
 
+    def load_adapters(self, path: str | Path) -> None:
+        """Take adapters, and a head, that `save_adapters` wrote; on every rank."""
+        assert self.adapters is not None
+        self.adapters.load(path)
+        if self.optimizer is not None:
+            self.optimizer.take_over_weights()
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write adapters, and a head, alone; on every rank."""
+        assert self.adapters is not None
+        self.adapters.save(path, self.nemo_keys())
+
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
         """Copy the reward head, where both the model and the checkpoint have one."""
         head = getattr(self.gpt, "rm_head", None)
@@ -344,8 +358,6 @@ class MegatronGPTModel(ModelPT):
         for name in REWARD_HEAD:
             target = head.get_parameter(name.removeprefix("rm_head."))
             if name not in weights:
-        if model.adapters is not None and model.settings.adapters_path is not None:
-            model.load_adapters(model.settings.adapters_path)
                 continue
             if weights[name].shape == target.shape:
                 target.data.copy_(weights[name])
@@ -364,18 +376,6 @@ class MegatronGPTModel(ModelPT):
             self.gpt,
             self.architecture,
             tp_group=self.parallel.tp_group,
-    def load_adapters(self, path: str | Path) -> None:
-        """Take adapters, and a head, that `save_adapters` wrote; on every rank."""
-        assert self.adapters is not None
-        self.adapters.load(path)
-        if self.optimizer is not None:
-            self.optimizer.take_over_weights()
-
-    def save_adapters(self, path: str | Path) -> None:
-        """Write adapters, and a head, alone; on every rank."""
-        assert self.adapters is not None
-        self.adapters.save(path, self.nemo_keys())
-
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
             keep=self.parallel.rank == 0,

@@ -41,14 +41,14 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
         init_optimizer: bool = True,
         max_optimizer_steps: int | None = None,
     ) -> None:
+        settings = critic_settings(config, model, run, max_optimizer_steps)
+        settings, whole_path = continuing(settings, weights_path)
         critic = load_from_nemo(
             MegatronGPTCriticModel,
             settings,
             restore_path=whole_path or config.restore_from_path or model.restore_from_path,
             tokenizer=tokenizer,
         )
-        settings = critic_settings(config, model, run, max_optimizer_steps)
-        settings, whole_path = continuing(settings, weights_path)
         super().__init__(critic, parallel, config, init_optimizer, optimizer_path)
 
     # When weights are gathered ----------------------------------------------------------------
