@@ -1,4 +1,6 @@
 # make ppo    set up everything and run the main job
+# make pipeline   fine-tuning, reward model, PPO, GRPO, rejection sampling, DPO: one comparison
+# make pipeline DATA=gsm8k GSM8K=folder   fine-tuning and a reward model on GSM8K
 # make test   set up what is missing and run the tests
 # make setup  the environment alone
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
@@ -15,12 +17,17 @@ SMOLLM2 := models/smollm2-135m-instruct.nemo
 TINY    := models/tiny.nemo
 VLLM_VENV  := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+DATA    ?= arithmetic
+export GSM8K ?= data/gsm8k
 
-.PHONY: ppo test setup test-extended test-ray test-vllm vllm-env lint clean
+.PHONY: ppo pipeline test setup test-extended test-ray test-vllm vllm-env lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
 		model.restore_from_path=$(SMOLLM2) $(ARGS)
+
+pipeline: $(READY) $(SMOLLM2)
+	$(BIN)/python examples/pipeline.py conf/pipelines/$(DATA).yaml
 
 test: $(READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest $(ARGS)

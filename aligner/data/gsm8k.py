@@ -45,6 +45,18 @@ def gsm8k_prompts(path: Source, *, prefix: str = "", suffix: str = "") -> Iterat
         }
 
 
+def gsm8k_examples(
+    path: Source, *, prefix: str = "", suffix: str = "", mark: str = MARK
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every problem, with the columns prompt and response, the worked solution.
+
+    ``mark`` stands before its final number; the other arguments are those of `gsm8k_prompts`.
+    """
+    for row in gsm8k_prompts(path, prefix=prefix, suffix=suffix):
+        worked, _, final = row["answer"].rpartition(MARK)
+        yield {"prompt": row["prompt"], "response": f"{worked}{mark}{final}"}
+
+
 def final_number(answer: str, place: str) -> str:
     """The number after ``####``: ASCII digits without separators, currency, unit or idle zeros."""
     _, mark, final = answer.rpartition(MARK)

@@ -207,8 +207,7 @@ def _overview(series: Mapping[str, Series]) -> str:
             for group, label, style in _LINES
             if (one := series.get(f"{group}/{name}")) is not None
         ]
-        legend = "".join(f'<i class="{one.style}"></i>{one.label}' for one in lines)
-        cards.append(_card(heading, f'<span class="legend">{legend}</span>', lead, lead, lines))
+        cards.append(chart_card(heading, legend_of(lines), lead, lead, lines))
     return f'<div class="charts">{"".join(cards)}</div>'
 
 
@@ -229,11 +228,25 @@ def _metric_card(name: str, series: Series) -> str:
     meaning, over = (info.meaning, info.over) if info else ("", "")
     latest = f"<span>{short_number(series.values[-1])}</span>"
     heading = name.split("/", 1)[1]
-    return _card(heading, latest, meaning, f"{name}: {meaning} Over: {over}", [series])
+    return chart_card(heading, latest, meaning, f"{name}: {meaning} Over: {over}", [series])
 
 
-def _card(heading: str, aside: str, lead: str, tooltip: str, lines: Sequence[Series]) -> str:
-    chart = line_chart(lines)
+def legend_of(lines: Sequence[Series]) -> str:
+    """Which colour is which line, as HTML."""
+    names = "".join(f'<i class="{one.style}"></i>{escape(one.label)}' for one in lines)
+    return f'<span class="legend">{names}</span>'
+
+
+def chart_card(
+    heading: str,
+    aside: str,
+    lead: str,
+    tooltip: str,
+    lines: Sequence[Series],
+    shows: Sequence[float] = (),
+) -> str:
+    """A chart with what is said of it; ``aside`` is HTML. Empty text where nothing is drawn."""
+    chart = line_chart(lines, shows)
     if not chart:
         return ""
     return (

@@ -57,13 +57,16 @@ def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[
     return sorted(kept)
 
 
-def line_chart(series: Sequence[Series]) -> str:
-    """An SVG of lines over steps. Empty text when no series has a finite value."""
+def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> str:
+    """An SVG of lines over steps. Empty text when no series has a finite value.
+
+    ``shows``: values that the axis reaches in any case, so that charts can be compared.
+    """
     drawn = [(one, _finite(one)) for one in series]
     everything = [point for _, points in drawn for point in points]
     if not everything:
         return ""
-    scale = _Scale.around(everything)
+    scale = _Scale.around([*everything, *((everything[0][0], value) for value in shows)])
     parts = [_axes(scale)]
     hover = []
     for one, points in drawn:

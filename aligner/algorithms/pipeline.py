@@ -1,0 +1,249 @@
+"""Runs one after the other, each from models that earlier ones left, and a report that compares.
+
+::
+
+    sft ─► reward ─► ppo …        every stage a process of its own: the script, its recipe
+     └──► grpo, rs, dpo           evaluate/<stage>: the same questions to every policy
+
+A stage that is finished is not run again; one that was killed goes on from its run state, as any
+run does. What a stage was made of stands in its ``stage.json``. Where that is no longer so the
+pipeline stops and says what changed, so that no result is mixed from two.
+"""
+
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from aligner.algorithms.pipeline_report import StageResult, pair_facts, write_comparison
+from aligner.algorithms.run_loop import config_changes
+from aligner.checkpoint.durable import write_json
+from aligner.config import BaseRunConfig
+from aligner.config.pipeline import (
+    START,
+    PipelineConfig,
+    RecipeConfig,
+    compose_run,
+    load_pipeline,
+)
+from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
+
+RECORD = "stage.json"
+_PATIENCE_S = 120.0  # for a stage that is told to end: it saves its state first
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of a pipeline, ready to be started."""
+
+    name: str  # such as sft, or evaluate/sft
+    folder: Path
+    script: Path
+    arguments: list[str]
+    takes: dict[str, str]  # stage (or start) by the configuration key that is set to its model
+    models: dict[str, Path]  # those models
+    config: BaseRunConfig
+    trained: Path | None  # the `.nemo` that it leaves; None: it only measures
+
+    @property
+    def command(self) -> str:
+        """As one types it."""
+        return shlex.join(["python", f"examples/{self.script.name}", *self.arguments])
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """``made_of``, ``seconds``, ``finished`` and ``facts``, as far as the stage has come."""
+        path = self.folder / RECORD
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write_record(self, **entries: Any) -> None:
+        """Set entries of `record`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / RECORD, {**self.record, **entries})
+
+    def made_of(self) -> dict[str, Any]:
+        """What decides its result: the configuration, and size and time of the models it takes."""
+        models = {}
+        for key, path in self.models.items():
+            facts = path.stat()
+            models[key] = f"{path} ({facts.st_size} bytes of {facts.st_mtime_ns / 1e9:.3f})"
+        return {**self.config.as_dict(), "models": models}
+
+    def changes(self) -> list[str]:
+        """What is not as it was when the stage began, in words."""
+        return config_changes(self.record.get("made_of", self.made_of()), self.made_of())
+
+    def is_done(self) -> bool:
+        """Whether it came to its end, from what is there now, and what it left is there."""
+        there = self.trained is None or self.trained.exists()
+        return bool(self.record.get("finished")) and there and not self.changes()
+
+
+def run_pipeline(path: Path, conf_dir: Path, scripts: Path) -> Path:
+    """Run what is not done of the pipeline in the YAML file ``path``; return the report.
+
+    ``scripts``: the folder of the training scripts. The report is written after every stage, of
+    those that are done.
+    """
+    pipeline = load_pipeline(path)
+    stages = plan(pipeline, conf_dir, scripts)
+    if not Path(pipeline.start).exists():
+        raise CheckpointNotFoundError(
+            f"start={pipeline.start} does not exist; `make {pipeline.start}` makes the models of "
+            "the shipped pipelines"
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    report = Path(pipeline.folder) / "report.html"
+    for number, stage in enumerate(stages, start=1):
+        heading = f"stage {number} of {len(stages)}, {stage.name}"
+        if stage.is_done():
+            console.print(f"{heading}: done")
+            continue
+        check_unmixed(stage, stages)
+        console.print(f"{heading}: {stage.command}", markup=False)
+        run_stage(stage)
+        compare(pipeline, stages, report)
+    compare(pipeline, stages, report)
+    console.print(f"the comparison is {report}")
+    return report
+
+
+def plan(pipeline: PipelineConfig, conf_dir: Path, scripts: Path) -> list[Stage]:
+    """Every run in its order, its configuration composed and checked."""
+    left = {START: Path(pipeline.start)}  # models
+    stages: list[Stage] = []
+
+    def add(name: str, run: RecipeConfig, takes: Mapping[str, str], *, trains: bool) -> None:
+        folder = Path(pipeline.folder) / name
+        models = {key: left[taken] for key, taken in takes.items()}
+        settings = {**models, "exp_manager.explicit_log_dir": folder}
+        overrides = [*run.overrides, *(f"{key}={value}" for key, value in settings.items())]
+        config = compose_run(conf_dir, run, overrides)
+        if config.exp_manager.save_nemo != trains:
+            raise ConfigError(
+                f"recipe {run.recipe}: exp_manager.save_nemo={config.exp_manager.save_nemo}; "
+                f"{'a stage leaves its model' if trains else 'an evaluation leaves no model'}"
+            )
+        stages.append(
+            Stage(
+                name,
+                folder,
+                scripts / f"{run.script}.py",
+                ["--config-name", f"recipes/{run.recipe}", *overrides],
+                dict(takes),
+                models,
+                config,
+                folder / run.leaves if trains else None,
+            )
+        )
+
+    def evaluate(name: str) -> None:
+        if pipeline.evaluation is not None and left[name].name != "reward_model.nemo":
+            takes = {"model.restore_from_path": name}
+            add(f"evaluate/{name}", pipeline.evaluation, takes, trains=False)
+
+    evaluate(START)
+    for stage in pipeline.stages:
+        add(stage.name, stage, stage.takes, trains=True)
+        left[stage.name] = stages[-1].folder / stage.leaves
+        evaluate(stage.name)
+    return stages
+
+
+def check_unmixed(stage: Stage, stages: list[Stage]) -> None:
+    """Refuse to train on in a directory that another configuration or model began."""
+    changes = stage.changes()
+    if stage.trained is None:  # it measures anew
+        return
+    if not stage.record and (stage.folder / "metrics.jsonl").exists():
+        changes = [f"{stage.folder} holds a run of its own"]
+    if changes:
+        outdated = _descendants(stage, stages)
+        raise ConfigError(
+            f"stage {stage.name} was begun otherwise: {'; '.join(changes)}. Undo that, or make it "
+            f"anew: rm -r {' '.join(str(one.folder) for one in outdated)}"
+        )
+
+
+def _descendants(stage: Stage, stages: list[Stage]) -> list[Stage]:
+    """``stage``, and the training stages there are that take its model or that of another one."""
+    found = [stage]
+    for other in stages:
+        there = other.trained is not None and other.folder.exists()
+        if there and {one.name for one in found} & set(other.takes.values()):
+            found.append(other)
+    return found
+
+
+def run_stage(stage: Stage) -> None:
+    """Run it to its end; `WorkerError` where it does not come there."""
+    before = stage.record.get("seconds", 0.0)
+    stage.write_record(made_of=stage.made_of(), seconds=before, finished=False)
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, str(stage.script), *stage.arguments])
+    try:
+        with _ended(process):
+            status = process.wait()
+    finally:
+        stage.write_record(seconds=before + time.monotonic() - started)
+    if status != 0:
+        raise WorkerError(
+            f"stage {stage.name} ended with status {status}; its own message stands above. The "
+            "same command goes on from there"
+        )
+    if stage.trained is not None and not stage.trained.exists():
+        raise WorkerError(f"stage {stage.name} was stopped; the same command goes on from there")
+    stage.write_record(finished=True, facts=pair_facts(stage.config))
+    # Several times the size of the model, and nothing goes on from it.
+    shutil.rmtree(stage.folder / "run_state", ignore_errors=True)
+
+
+@contextmanager
+def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """SIGTERM is for ``process``, which then saves its state; it does not outlive the block."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        process.terminate()
+
+    previous = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None:
+    """Write the report of the stages that are finished, and its numbers beside it."""
+    results = [
+        StageResult(
+            name=stage.name,
+            config=stage.config,
+            folder=stage.folder,
+            began_with=stage.takes["model.restore_from_path"],
+            seconds=stage.record["seconds"],
+            command=stage.command,
+            trained=stage.trained,
+            facts=stage.record.get("facts") or {},
+        )
+        for stage in stages
+        if stage.record.get("finished")
+    ]
+    write_comparison(report, pipeline.title, results, len(stages) - len(results))

@@ -1,0 +1,129 @@
+"""What the runs of a pipeline came to, as one report."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aligner.checkpoint.durable import atomic_file, write_json
+from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig
+from aligner.distributed import accelerator
+from aligner.observe.comparison import Comparison, Learned, Measure, Policy, render_comparison
+from aligner.observe.environment import describe_environment
+from aligner.observe.metrics import read_metrics
+from aligner.observe.samples import read_samples
+
+# Metric of a validation, what it is called here, and whether more (1) or less (-1) is better.
+_HELD_OUT = (
+    ("val_rollouts/accuracy", "right answers", 1),
+    ("val_rollouts/rewards", "reward", 1),
+    ("val_optim/accuracy", "pairs ranked right", 1),
+    ("val_optim/rewards_margin", "margin", 1),
+    ("val_optim/loss", "loss", -1),
+)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A finished run of a pipeline."""
+
+    name: str
+    config: BaseRunConfig
+    folder: Path
+    began_with: str  # name of the stage whose model it took first
+    seconds: float
+    command: str
+    trained: Path | None  # None: an evaluation
+    facts: Mapping[str, Any]  # of `pair_facts`
+
+
+def pair_facts(config: BaseRunConfig) -> dict[str, float]:
+    """``pairs`` held out and ``length_accuracy``, of a run that learns from pairs; else nothing."""
+    if not isinstance(config, RewardRunConfig | DPORunConfig) or config.rows_per_example != 2:
+        return {}
+    if config.data.validation is None:
+        return {}
+    from aligner.algorithms.assembly import describe_model  # imports torch and the tokenizers
+    from aligner.algorithms.build_preference import load_pairs
+    from aligner.data.length_baseline import length_accuracy
+
+    tokenizer, _ = describe_model(config.model)
+    train = load_pairs(config.data, config.data.train, tokenizer)
+    held_out = load_pairs(config.data, config.data.validation, tokenizer)
+    count = min(len(held_out), _limit(config) or len(held_out))
+    return {
+        "pairs": count,
+        "length_accuracy": length_accuracy(
+            (train[index] for index in range(len(train))),
+            [held_out[index] for index in range(count)],
+        ),
+    }
+
+
+def write_comparison(
+    report: Path, title: str, results: Sequence[StageResult], missing: int
+) -> None:
+    """Write ``report`` and, beside it, its numbers as ``comparison.json``."""
+    comparison = Comparison(
+        title=title,
+        policies=list(_policies(results)),
+        learned=[_learned(result) for result in results if result.trained is not None],
+        environment=describe_environment(accelerator.description()),
+        missing=missing,
+    )
+    with atomic_file(report) as file:
+        file.write(render_comparison(comparison).encode())
+    write_json(report.with_name("comparison.json"), comparison.numbers())
+
+
+def _policies(results: Sequence[StageResult]) -> Iterator[Policy]:
+    """What the evaluations found, in their order."""
+    parents = {result.name: result.began_with for result in results if result.trained is not None}
+    for result in results:
+        if result.trained is None:
+            [line] = read_metrics(result.folder / "metrics.jsonl")
+            yield Policy(
+                result.began_with,
+                parents.get(result.began_with),
+                line["val_rollouts/accuracy"],
+                int(line["val_rollouts/num_samples"]),
+                read_samples(result.folder / "samples.jsonl"),
+            )
+
+
+def _learned(result: StageResult) -> Learned:
+    metrics = read_metrics(result.folder / "metrics.jsonl")
+    return Learned(
+        name=result.name,
+        began_with=result.began_with,
+        metrics=metrics,
+        measures=list(_measures(result, metrics)),
+        seconds=result.seconds,
+        command=result.command,
+        files={"model": str(result.trained), "report": str(result.folder / "report.html")},
+    )
+
+
+def _measures(result: StageResult, metrics: Sequence[Mapping[str, float]]) -> Iterator[Measure]:
+    """Before and after on what was held out, by the first and the last validation."""
+    held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]
+    if not held_out:
+        return
+    first, last = held_out[0], held_out[-1]
+    counts = {
+        "val_rollouts/accuracy": last.get("val_rollouts/num_samples"),
+        "val_optim/accuracy": result.facts.get("pairs"),
+    }
+    for metric, label, better in _HELD_OUT:
+        if metric in last:
+            count = counts.get(metric)
+            share_of = None if count is None else int(count)
+            yield Measure(label, first[metric], last[metric], share_of, better)
+        if metric == "val_optim/accuracy" and "length_accuracy" in result.facts:
+            share, pairs = result.facts["length_accuracy"], result.facts["pairs"]
+            yield Measure("… by length alone", None, share, pairs)
+
+
+def _limit(config: RewardRunConfig | DPORunConfig) -> int | None:
+    loop = config.trainer.dpo if isinstance(config, DPORunConfig) else config.trainer.reward_model
+    return loop.limit_val_examples

@@ -1,0 +1,78 @@
+"""Right against wrong solutions of GSM8K problems, as models wrote them.
+
+A row of the published ``example_model_solutions.jsonl`` has a question and, from each of four
+models, ``{"is_correct": ..., "solution": ...}``. A problem that has both kinds makes pairs.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from aligner.data.readers import Source, read_rows
+from aligner.errors import ConfigError, DataError
+
+
+def solution_pairs(
+    path: Source,
+    split: str = "train",
+    *,
+    seed: int = 0,
+    validation_fraction: float = 0.4,
+    pairs_per_problem: int = 1,
+    prefix: str = "",
+    suffix: str = "\n",
+) -> Iterator[dict[str, Any]]:
+    """Yield rows with the columns prompt, chosen (a right solution) and rejected (a wrong one).
+
+    Args:
+        path: ``example_model_solutions.jsonl`` as published, or files with the same columns.
+        split: ``train`` or ``validation``: of the problems, so that they share none.
+        seed: decides the split and, in each problem by itself, which solutions meet.
+        validation_fraction: share of the problems that is held out.
+        pairs_per_problem: at most so many of a problem, none twice.
+        prefix: written before each question.
+        suffix: written after it.
+
+    Raises:
+        DataError: a row without a question, or without solutions; the message names its place.
+    """
+    if split not in ("train", "validation"):
+        raise ConfigError(f"gsm8k solutions: split={split!r} is not train or validation")
+    if not 0 < validation_fraction < 1 or pairs_per_problem < 1:
+        raise ConfigError(
+            f"gsm8k solutions: validation_fraction={validation_fraction} must lie between 0 and 1 "
+            f"and pairs_per_problem={pairs_per_problem} be at least 1"
+        )
+    for row in read_rows(path):
+        question, right, wrong = _solutions(row.columns, row.place)
+        draw = random.Random(f"{seed}/{question}")
+        if (draw.random() < validation_fraction) != (split == "validation"):
+            continue
+        pairs = [(chosen, rejected) for chosen in right for rejected in wrong]
+        for chosen, rejected in draw.sample(pairs, min(pairs_per_problem, len(pairs))):
+            prompt = f"{prefix}{question}{suffix}"
+            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _solutions(columns: Mapping[str, Any], place: str) -> tuple[str, list[str], list[str]]:
+    """The question, and its right and its wrong solutions, each once, in order."""
+    question = columns.get("question")
+    found = [value for value in columns.values() if _is_solution(value)]
+    if not isinstance(question, str) or not found:
+        raise DataError(
+            f"{place}: needs a question and solutions {{is_correct, solution}}; columns found: "
+            f"{sorted(columns)}"
+        )
+    right, wrong = (
+        list(dict.fromkeys(one["solution"] for one in found if one["is_correct"] is kind))
+        for kind in (True, False)
+    )
+    return question, right, wrong
+
+
+def _is_solution(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("is_correct"), bool)
+        and isinstance(value.get("solution"), str)
+    )

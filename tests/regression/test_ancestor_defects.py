@@ -1,0 +1,310 @@
+"""Defects that this library's ancestor was known for, and that cannot happen here. A test each.
+
+What other files show on real processes is named in `ELSEWHERE` and not repeated.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from aligner.algorithms.build import train_ppo
+from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.algorithms.rollout import prompts_batch, rollout_of
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.config import (
+    CriticConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    load_config,
+    parse_config,
+)
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.collate import PromptBatch
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.errors import ConfigError, NonFiniteError
+from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
+from aligner.models.gpt.sampling import counter_uniforms
+from aligner.models.gpt.settings import RoleSettings, RunFacts
+from aligner.models.value.lm_value import Value
+from aligner.observe.metrics import MetricsWriter, read_metrics
+from aligner.observe.samples import read_samples
+
+TESTS = Path(__file__).parents[1]
+CONF = TESTS.parent / "conf"
+EOS = 2
+PAST_FLOAT32 = 2**24 + 1  # float32 makes 2**24 of it
+
+# The same defects on several processes, on Ray and over HTTP: where that is tested.
+ELSEWHERE = {
+    "ranks that share samples": [
+        "distributed/test_data_in_motion.py::"
+        "test_a_group_joins_uneven_and_empty_shards_in_rank_order",
+        "distributed/test_scripts.py::test_two_processes_write_the_metrics_of_one",
+    ],
+    "a loss that needs micro-batches of 1": [
+        "unit/test_roles.py::test_micro_batches_padding_and_masked_samples_change_nothing",
+        "unit/test_policy_loss.py::test_micro_batches_change_nothing",
+        "unit/test_value_loss.py::test_micro_batches_change_nothing",
+    ],
+    "errors of remote workers and servers": [
+        "ray/test_worker_group.py::test_an_error_comes_back_as_itself_or_with_its_trace",
+        "distributed/test_data_in_motion.py::test_a_failure_on_one_rank_is_raised_on_all",
+        "learning/test_reward_model_learns.py::"
+        "test_a_run_stops_with_the_servers_name_and_the_cause",
+    ],
+    "config keys from the wrong section": [
+        "unit/test_config.py::test_misspelt_overrides_are_refused_before_hydra"
+    ],
+}
+
+
+@pytest.mark.parametrize("defect", ELSEWHERE)
+def test_what_is_named_exists(defect):
+    for place in ELSEWHERE[defect]:
+        file, _, test = place.partition("::")
+        tree = ast.parse((TESTS / file).read_text())
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+# Masks padded with the EOS id -----------------------------------------------------------------
+
+
+def prompts_of(lengths):
+    """Prompts of so many tokens, all EOS."""
+    return PromptBatch(
+        input_ids=torch.full((len(lengths), max(lengths)), EOS),
+        input_lengths=torch.tensor(lengths),
+        prompt_ids=torch.arange(len(lengths)),
+        texts=["p"] * len(lengths),
+        ground_truths=[None] * len(lengths),
+        columns={},
+    )
+
+
+def rollout(prompt_lengths, response_lengths):
+    """Responses full of EOS tokens, in rows that EOS fills up."""
+    lengths = torch.tensor(prompt_lengths) + torch.tensor(response_lengths)
+    ids = torch.full((len(lengths), int(lengths.max())), EOS)
+    output = {
+        "output_ids": ids,
+        "unpadded_sequence_lengths": lengths,
+        "is_end": torch.ones(len(lengths), dtype=torch.bool),
+        "logprobs": torch.zeros(ids.shape),
+    }
+    data = prompts_batch(prompts_of(prompt_lengths), first_sample_id=0)
+    return rollout_of(data, BatchedDataDict(output))
+
+
+def test_a_mask_is_padded_with_zero_where_eos_is_the_pad_token():
+    narrow, wide = rollout([3, 1], [2, 1]), rollout([4], [5])
+    joined = BatchedDataDict.from_batches([narrow, wide], pad_value_dict={"input_ids": EOS})
+    assert (joined["input_ids"] == EOS).all()
+    assert joined["token_mask"].sum(1).tolist() == [2, 1, 5]
+    assert joined["token_mask"][0].tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 0]
+    for shard in joined.shard_by_batch_size(3):
+        assert set(shard["token_mask"].unique().tolist()) <= {0.0, 1.0}
+
+
+# Data-parallel ranks that share the same samples ----------------------------------------------
+
+
+def test_every_data_parallel_rank_has_samples_of_its_own():
+    batch = BatchedDataDict({"sample_ids": torch.arange(24)})
+    shards = [shard["sample_ids"].tolist() for shard in batch.shard_by_batch_size(4, batch_size=8)]
+    assert sorted(number for shard in shards for number in shard) == list(range(24))
+    for step in range(3):  # and every global batch is shared out among all
+        seen = [number for shard in shards for number in shard[2 * step : 2 * step + 2]]
+        assert sorted(seen) == list(range(8 * step, 8 * step + 8))
+
+
+# A loss that needs micro-batches of 1, and NaN from a micro-batch of padding ------------------
+
+
+def responses(rows=4, width=10):
+    """Rows of different lengths; the mask tells what is learned."""
+    ids = torch.randint(1, 250, (rows, width), generator=torch.Generator().manual_seed(5))
+    lengths = torch.tensor([10, 5, 8, 6][:rows])
+    position = torch.arange(width)
+    mask = (position >= 3) & (position < lengths[:, None])
+    return {
+        "input_ids": ids,
+        "input_lengths": lengths,
+        "token_mask": mask.float(),
+        "sample_mask": torch.ones(rows),
+        "advantages": torch.ones(rows, width),
+        "prev_logprobs": torch.full((rows, width), -5.5),
+        "generation_logprobs": torch.full((rows, width), -5.5),
+    }
+
+
+@pytest.fixture(scope="module")
+def actor(tiny_nemo):
+    settings = RoleSettings(optim=OptimConfig(lr=1e-3))
+    actor = load_from_nemo(MegatronGPTRSModel, settings, restore_path=tiny_nemo)
+    actor.setup_training()
+    actor.prepare_for_training()
+    return actor
+
+
+def loss_and_gradient(actor, loss, batch, mbs):
+    """Of one pass in micro-batches of ``mbs`` rows; no weight moves."""
+    actor.loss_fn = loss
+    actor.optimizer.zero_grad()
+    value, _ = actor.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
+    return value, torch.cat([p.main_grad.flatten() for p in actor.gpt.parameters()])
+
+
+def test_rejection_sampling_learns_the_same_from_any_micro_batch(actor):
+    loss = NegativeLogLikelihoodLoss()
+    whole, gradient = loss_and_gradient(actor, loss, responses(), 4)
+    assert gradient.abs().max() > 0
+    for mbs in (1, 3):
+        value, other = loss_and_gradient(actor, loss, responses(), mbs)
+        assert value == pytest.approx(whole, rel=1e-5)
+        torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss", [NegativeLogLikelihoodLoss(), PPOPolicyLoss(entropy_bonus=0.01)])
+def test_a_micro_batch_of_padding_adds_nothing(actor, loss):
+    alone, gradient = loss_and_gradient(actor, loss, responses(2), 2)
+    padded = responses(4)
+    padded["token_mask"][2:] = 0  # the whole second micro-batch
+    value, other = loss_and_gradient(actor, loss, padded, 2)
+    assert value == pytest.approx(alone, rel=1e-5)
+    assert torch.isfinite(other).all()
+    torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
+
+
+# A run of PPO ---------------------------------------------------------------------------------
+
+PROMPTS, ROLLOUTS, PER_PROMPT = 6, 8, 4  # so two prompts a step
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_nemo):
+    """One epoch; policy and critic are told different things wherever they can be."""
+    folder = tmp_path_factory.mktemp("run")
+    settings = [
+        f"model.restore_from_path={tiny_nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "exp_manager.save_nemo=false",
+        f"exp_manager.samples_per_step={ROLLOUTS}",
+        f"data.train.arguments.size={PROMPTS}",
+        "data.validation=null",
+        "trainer.ppo.max_steps=-1",
+        "trainer.ppo.save_interval=1",
+        f"model.ppo.num_rollout_samples={ROLLOUTS}",
+        f"model.ppo.num_rollouts_per_prompt={PER_PROMPT}",
+        *("model.global_batch_size=8", "model.micro_batch_size=4", "model.optim.lr=1e-3"),
+        *("critic.global_batch_size=4", "critic.micro_batch_size=2", "critic.optim.lr=2e-3"),
+    ]
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        train_ppo(load_config(compose("recipes/ppo_tiny_cpu", overrides=settings)))
+    return folder
+
+
+def test_no_prompt_is_skipped_where_prompts_have_several_rollouts(run):
+    asked = {}
+    for sample in read_samples(run / "samples.jsonl"):
+        asked.setdefault(sample.prompt, []).append(sample.step)
+    assert len(asked) == PROMPTS
+    assert all(len(steps) == PER_PROMPT and len(set(steps)) == 1 for steps in asked.values())
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    assert last["step"] == PROMPTS * PER_PROMPT // ROLLOUTS
+    assert last["progress/consumed_samples"] == PROMPTS * PER_PROMPT
+    [newest, *_] = sorted((run / "run_state").glob("step_*"), reverse=True)
+    assert json.loads((newest / "state.json").read_text())["learner"]["sampler"]["position"] == 6
+
+
+def test_every_section_is_read_by_its_own_role(run):
+    last = read_metrics(run / "metrics.jsonl")[-1]
+    assert (last["train_optim/lr"], last["critic/lr"]) == (1e-3, 2e-3)
+    assert (last["train_optim/optimizer_steps"], last["critic/optimizer_steps"]) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.ppo.ratio_eps", "model.ppo.gae_lambda", "model.lr", "critic.ppo.value_clip"]
+)
+def test_a_key_in_the_wrong_section_is_refused(key):
+    values = {
+        "model": {"restore_from_path": "m.nemo", "ppo": {}},
+        "critic": {},
+        "reward": {"function": "a.b"},
+        "data": {"train": {"source": "x.jsonl"}},
+        "trainer": {"ppo": {}},
+    }
+    parse_config(values)
+    *sections, name = key.split(".")
+    level = values
+    for section in sections:
+        level = level.setdefault(section, {})
+    level[name] = 0.3
+    with pytest.raises(ConfigError, match=rf"{key.rsplit('.', 1)[0]}.*unknown key"):
+        parse_config(values, RunConfig)
+
+
+# Trainer state in file names, counters through float32 ----------------------------------------
+
+
+def test_no_state_of_the_trainer_is_in_a_file_name(run):
+    names = [path.name for path in (run / "run_state").iterdir()]
+    assert all(re.fullmatch(r"step_\d{6}", name) for name in names)
+    store = RunStateStore(run / "run_state")
+    newest = store.latest()
+    before = store.load(newest)
+    renamed = newest.rename(newest.with_name("step_000777"))
+    after = store.load(renamed)
+    renamed.rename(newest)
+    assert after.step == before.step == 3
+    assert after.state["learner"] == before.state["learner"]
+
+
+def test_counters_are_whole_numbers_of_any_size(tmp_path):
+    assert torch.tensor(float(PAST_FLOAT32), dtype=torch.float32).item() != PAST_FLOAT32
+    store = RunStateStore(tmp_path / "states")
+    path = store.save(1, {"learner": {"consumed_samples": PAST_FLOAT32}})
+    assert store.load(path).state["learner"]["consumed_samples"] == PAST_FLOAT32
+    metrics = MetricsWriter(tmp_path)
+    metrics.write(1, {"progress/consumed_samples": PAST_FLOAT32})
+    metrics.close()
+    [line] = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["progress/consumed_samples"] == PAST_FLOAT32
+
+
+def test_samples_beyond_float32_are_still_told_apart():
+    data = prompts_batch(prompts_of([1, 1]), first_sample_id=PAST_FLOAT32 - 1)
+    ids = data["sample_ids"]
+    assert ids.tolist() == [PAST_FLOAT32 - 1, PAST_FLOAT32]
+    first, second = counter_uniforms(1, ids, torch.zeros(2).long()).tolist()
+    assert first != second
+
+
+# Errors of a critic that somebody else trains -------------------------------------------------
+
+
+def test_an_error_while_the_critic_trains_reaches_the_trainer(tiny_nemo, tmp_path):
+    model = ModelConfig(restore_from_path=str(tiny_nemo))
+    value = Value(
+        LocalCluster(initialize_parallel()),
+        CriticConfig(global_batch_size=4, micro_batch_size=2),
+        model,
+        byte_level_tokenizer(),
+        RunFacts(non_finite="stop", non_finite_dir=tmp_path),
+    )
+    batch = BatchedDataDict(responses())
+    batch["values"] = torch.zeros(4, 10)
+    batch["returns"] = torch.full((4, 10), float("nan"))
+    value.prepare_for_training()
+    with pytest.raises(NonFiniteError, match="critic"):
+        value.train(batch, PPOValueLoss(value_clip=None))
