@@ -5,8 +5,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
-from aligner.models.gpt.settings import RunFacts, continuing, critic_settings, reward_settings
-from aligner.models.gpt.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.settings import RunFacts, continuing, critic_settings
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights_after_updates
 from aligner.models.value.workers.value_worker import ValueWorker
