@@ -24,6 +24,8 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``rewards``                float32 [B]     scalar reward of the sample
 ``advantages``             float32 [B, S]
 ``returns``                float32 [B, S]
+``teacher_topk_indices``   int64 [B,S,k]   the tokens that a teacher finds likeliest at position t
+``teacher_topk_logits``    float32 [B,S,k] their logits, over the temperature
 =========================  ==============  =====================================================
 """
 
@@ -47,8 +49,9 @@ class Denominators(NamedTuple):
 class TokenOutputs(NamedTuple):
     """What a model says of each token of a micro-batch.
 
-    ``values_or_logprobs``: float32 [B, S]; log-probs for a policy, values for a critic, rewards for
-    a reward model ([B, S, K] where it rates K attributes).
+    ``values_or_logprobs``: float32 [B, S]; log-probs for a policy ([B, S, k] of the tokens that
+    ``teacher_topk_indices`` names, where the batch has them), values for a critic, rewards for a
+    reward model ([B, S, K] where it rates K attributes).
     ``entropy``: float32 [B, S] of the distribution token t was drawn from, or None.
     Positions outside ``token_mask`` may hold anything finite.
     """

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from aligner.algorithms.run_loop import config_changes
 from aligner.config import (
+    DistillRunConfig,
     DPORunConfig,
     RewardRunConfig,
     RSRunConfig,
@@ -30,6 +31,7 @@ ROOTS = {
     "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
     "gpt_dpo": (DPORunConfig, [MODEL, TRAIN]),
     "gpt_reward": (RewardRunConfig, [MODEL, TRAIN]),
+    "gpt_distill": (DistillRunConfig, [MODEL, TRAIN, "teacher.restore_from_path=t.nemo"]),
 }
 GROUPS = {
     "model": "model",
@@ -45,6 +47,7 @@ GROUPS = {
 OWNERS = {
     ("model", "trained"): "gpt_sft",
     ("model", "rs"): "gpt_rs",
+    ("model", "student"): "gpt_distill",
     ("data", "examples"): "gpt_sft",
     ("data", "arithmetic_examples"): "gpt_sft",
     ("data", "preferences"): "gpt_dpo",
@@ -108,14 +111,20 @@ def test_yaml_defaults_equal_dataclass_defaults():
 
 # What a supervised run has no better default for than its own.
 DIFFERS = {"trainer.{}.val_check_interval", "trainer.{}.save_interval", "exp_manager.monitor"}
-SUPERVISED = {"gpt_sft": {*DIFFERS, "model.optim.lr", "exp_manager.mode"}, "gpt_dpo": DIFFERS}
+SUPERVISED = {
+    "gpt_sft": {*DIFFERS, "model.optim.lr", "exp_manager.mode"},
+    "gpt_dpo": DIFFERS,
+    "gpt_distill": {*DIFFERS, "model.optim.lr", "exp_manager.mode"},
+}
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
 def test_defaults_of_a_supervised_run(name):
     root, required = ROOTS[name]
     from_yaml = load_config(composed(name, required), root)
+    taught = {"teacher": from_yaml.teacher} if name == "gpt_distill" else {}
     sparse = root(
+        **taught,
         model=type(from_yaml.model)(restore_from_path="m.nemo"),
         data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
     )

@@ -142,8 +142,9 @@ def single_format(data: PreferenceDataConfig | RewardDataConfig) -> ExampleForma
     )
 
 
-def add_kl_baseline(policy: Policy, batch: BatchedDataDict) -> None:
+def add_kl_baseline(policy: Policy, batch: BatchedDataDict, consumed: int | None) -> None:
     """Put ``kl_baseline`` float32 [B] in the place of a batch's foreign responses; for KTO."""
+    del consumed  # the same for every batch
     names = [name for name in batch if name.startswith(FOREIGN)]
     foreign: BatchedDataDict = BatchedDataDict(
         {name.removeprefix(FOREIGN): batch.pop(name) for name in names}

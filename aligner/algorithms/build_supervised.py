@@ -1,8 +1,8 @@
 """Assembling runs that learn from given examples: data, the role, the trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.algorithms.assembly import (
@@ -45,9 +45,10 @@ class Lesson:
     """What one kind of supervised run brings.
 
     ``start``: the role that learns, given where its workers live and the updates it will make.
-    ``ask_first``: the task again, with what the role says while it has its initial weights.
-    ``longest``: tokens of the longest sequence. ``before_saving``: what is done to the role at the
-    end of the run.
+    ``ask_first``: the task again, with what is to be asked of the role while it has its initial
+    weights, or of further models. ``longest``: tokens of the longest sequence. ``before_saving``:
+    what is done to the role at the end of the run. ``frozen``: further models by name, which stand
+    in the role's layout and read its sequences.
     """
 
     algorithm: str
@@ -58,6 +59,7 @@ class Lesson:
     notes: list[str]
     ask_first: Callable[[Attempt, Any], Task[Any]] | None = None
     before_saving: Callable[[RoleFront], None] = lambda role: None
+    frozen: Mapping[str, GPTArchitecture] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,10 @@ def run_lesson(
         check_layout(architecture, config.model.parallel, world_size)
         check_model_shares(config, world_size)
         lesson = lesson_of(tokenizer)
-        _check_positions(architecture, lesson.longest)
+        for frozen in lesson.frozen.values():
+            check_layout(frozen, config.model.parallel, world_size)
+        for reader in (architecture, *lesson.frozen.values()):
+            _check_positions(reader, lesson.longest)
         return _Inputs(architecture, lesson)
 
     def run(inputs: _Inputs, attempt: Attempt) -> None:
@@ -185,7 +190,11 @@ def run_lesson(
                     _data_size(config, attempt),
                 ),
                 roles=[
-                    role_memory(config, inputs.architecture, _data_size(config, attempt), "model")
+                    role_memory(config, inputs.architecture, _data_size(config, attempt), "model"),
+                    *(
+                        role_memory(config, frozen, 1, name, trainable=False)
+                        for name, frozen in lesson.frozen.items()
+                    ),
                 ],
                 working_bytes={
                     "activations": training_activations(config, inputs.architecture, lesson.longest)

@@ -36,8 +36,9 @@ class Task(Generic[T_co]):
     """What is learned from what.
 
     ``collate`` makes the batch that ``loss`` reads out of so many examples, with the columns of
-    `aligner.types`; every example gives ``rows_per_example`` adjacent rows. ``complete`` adds to a
-    batch, in place, what the role itself says before it learns from it.
+    `aligner.types`; every example gives ``rows_per_example`` adjacent rows. ``complete`` puts into
+    a batch, in place, what models say before the role learns from it; it is told the number of
+    examples that the run has learned from before, None in validation.
     """
 
     train: Examples[T_co]
@@ -45,7 +46,7 @@ class Task(Generic[T_co]):
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
     rows_per_example: int = 1
-    complete: Callable[[Any, BatchedDataDict], None] | None = None
+    complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None
 
 
 class SupervisedTrainer:
@@ -70,8 +71,9 @@ class SupervisedTrainer:
         with timers("data"):
             indices = self.sampler.next_batch()
             batch = self.task.collate([self.task.train[index] for index in indices])
+        with timers("complete"):
+            self._complete(batch, self.consumed_samples)
         with timers("train"):
-            self._complete(batch)
             self.role.prepare_for_training()
             result = self.role.train(batch, self.task.loss)
             self.role.finish_training()
@@ -100,16 +102,16 @@ class SupervisedTrainer:
         with timers("validate"):
             batch = self.task.collate([examples[index] for index in range(count)])
             self.role.prepare_for_inference()
-            self._complete(batch)
+            self._complete(batch, None)
             batch = _filled_up(batch, self._rows_that_divide())
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
             self.role.finish_inference()
         metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
         return Outcome(prefixed("val_optim", metrics))
 
-    def _complete(self, batch: BatchedDataDict) -> None:
+    def _complete(self, batch: BatchedDataDict, consumed: int | None) -> None:
         if self.task.complete is not None:
-            self.task.complete(self.role, batch)
+            self.task.complete(self.role, batch, consumed)
 
     def _rows_that_divide(self) -> int:
         """Rows of any batch are a multiple of it: what all data-parallel ranks take in a pass."""

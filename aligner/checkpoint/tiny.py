@@ -5,6 +5,7 @@ Layers, heads, groups, widths and vocabulary divide by 2 and by 4, so every layo
 """
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -50,14 +51,23 @@ def random_weights(
     return weights
 
 
-def write_tiny_nemo(path: str | os.PathLike[str], *, seed: int = 0) -> None:
-    """Write the tiny Llama-like model with its byte-level tokenizer."""
-    save_nemo(
-        path,
-        random_weights(TINY_ARCHITECTURE, seed=seed),
-        TINY_ARCHITECTURE,
-        byte_level_tokenizer().files(),
-    )
+def write_tiny_nemo(
+    path: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    hidden_size: int | None = None,
+    scale: float | None = None,
+) -> None:
+    """Write the tiny Llama-like model with its byte-level tokenizer.
+
+    ``hidden_size``: another width. ``scale``: see `random_weights`; with large weights the model is
+    decided about what comes next, as a teacher is.
+    """
+    architecture = TINY_ARCHITECTURE
+    if hidden_size is not None:
+        architecture = dataclasses.replace(architecture, hidden_size=hidden_size)
+    weights = random_weights(architecture, seed=seed, scale=scale)
+    save_nemo(path, weights, architecture, byte_level_tokenizer().files())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,8 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="the .nemo file to write")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--hidden-size", type=int, help="another width, for instance a teacher's")
+    parser.add_argument("--scale", type=float, help="standard deviation of the weights")
     options = parser.parse_args(arguments)
-    write_tiny_nemo(options.output, seed=options.seed)
+    write_tiny_nemo(
+        options.output,
+        seed=options.seed,
+        hidden_size=options.hidden_size,
+        scale=options.scale,
+    )
     print(f"wrote {options.output}")
 
 

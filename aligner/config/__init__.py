@@ -7,6 +7,7 @@ documented where its dataclass defines it, and again beside its default in ``con
 
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
+from aligner.config.distill import KLDirection, StudentConfig, TeacherConfig
 from aligner.config.experiment import (
     ExpManagerConfig,
     WandbConfig,
@@ -41,6 +42,7 @@ from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerC
 from aligner.config.reward_model import RewardDataConfig
 from aligner.config.run import (
     BaseRunConfig,
+    DistillRunConfig,
     DPORunConfig,
     RewardRunConfig,
     RSRunConfig,
@@ -69,12 +71,14 @@ __all__ = [
     "CriticConfig",
     "DPORunConfig",
     "DataConfig",
+    "DistillRunConfig",
     "DynamicBatchingConfig",
     "ExampleDataConfig",
     "ExpManagerConfig",
     "GenerationConfig",
     "ImproperEndConfig",
     "KLControllerConfig",
+    "KLDirection",
     "KLLossConfig",
     "LengthParams",
     "LoopConfig",
@@ -105,7 +109,9 @@ __all__ = [
     "SamplingRunConfig",
     "SchedConfig",
     "SequencePackingConfig",
+    "StudentConfig",
     "SupervisedRunConfig",
+    "TeacherConfig",
     "TrainedModelConfig",
     "TrainerConfig",
     "TrainerDPOConfig",

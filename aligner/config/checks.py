@@ -13,14 +13,16 @@ from aligner.config.batches import (
 from aligner.config.cluster import check_cluster
 from aligner.config.credit import check_credit
 from aligner.config.data import PromptSourceConfig
+from aligner.config.distill import check_distill
 from aligner.config.generation import check_generation
-from aligner.config.model import CriticConfig, ModelConfig
+from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
 from aligner.config.policy import check_policy_backend
 from aligner.config.preference import check_preference
 from aligner.config.reward import check_reward
 from aligner.config.reward_model import check_reward_model
 from aligner.config.run import (
     BaseRunConfig,
+    DistillRunConfig,
     DPORunConfig,
     RewardRunConfig,
     RSRunConfig,
@@ -38,6 +40,9 @@ def check_config(config: BaseRunConfig) -> None:
         check_preference(config)
     if isinstance(config, RewardRunConfig):
         check_reward_model(config)
+    if isinstance(config, DistillRunConfig):
+        check_distill(config)
+        _check_lengths(config.model)
     if isinstance(config, SupervisedRunConfig):
         _check_supervised(config)
     if isinstance(config, SamplingRunConfig):
@@ -93,7 +98,7 @@ def _check_sampling(config: SamplingRunConfig) -> None:
     check_cluster(config)
     check_generation(config)
     check_reward(config)
-    _check_lengths(config)
+    _check_lengths(config.model)
     check_token_budgets(config.model)
     check_longest_sequence(config, config.data.max_prompt_length or 1)
     _check_samples(config)
@@ -119,9 +124,9 @@ def _trained(config: RunConfig) -> dict[str, ModelConfig | CriticConfig]:
     return {"model": config.model, **critic}
 
 
-def _check_lengths(config: SamplingRunConfig) -> None:
-    lengths = config.model.rollout.length_params
-    key = f"{config.model.rollout_key}.length_params"
+def _check_lengths(model: TrainedModelConfig) -> None:
+    lengths = model.rollout.length_params
+    key = f"{model.rollout_key}.length_params"
     if lengths.min_length > lengths.max_length:
         raise ConfigError(
             f"{key}.min_length={lengths.min_length} is more than "

@@ -6,6 +6,7 @@ from typing import Any
 
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig
+from aligner.config.distill import DistillTrainerConfig, StudentConfig, TeacherConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
@@ -137,6 +138,16 @@ class SFTRunConfig(SupervisedRunConfig):
 
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillRunConfig(SupervisedRunConfig):
+    """Everything a distillation run is told."""
+
+    model: StudentConfig
+    teacher: TeacherConfig
+    data: ExampleDataConfig
+    trainer: DistillTrainerConfig = field(default_factory=DistillTrainerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

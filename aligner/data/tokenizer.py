@@ -117,6 +117,19 @@ def tokenizer_from_files(
     )
 
 
+def differing_token(one: Tokenizer, other: Tokenizer) -> str | None:
+    """The first token id that means something else to the two, in words; None: there is none."""
+    if one.files() == other.files():
+        return None
+    if one.vocab_size != other.vocab_size:
+        return f"{one.vocab_size:,} tokens, and {other.vocab_size:,}"
+    for token in range(one.vocab_size):
+        texts = one.decode([token]), other.decode([token])
+        if texts[0] != texts[1]:
+            return f"token {token} is {texts[0]!r}, and {texts[1]!r}"
+    return None
+
+
 _CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 

@@ -48,26 +48,44 @@ def get_distillation_topk_logprobs_from_logits(
     logits, shard, cp_group = _student_shard(
         student_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
     )
-    span = {"vocab_start_index": shard.start, "vocab_end_index": shard.start + shard.columns}
     indices = teacher_topk_indices.to(logits.device)
     length = indices.shape[1]
     if zero_outside_topk:
         here = scatter_context(indices, logits.shape[1], cp_group)
-        student = ChunkedDistributedGatherLogprob.apply(
-            logits, here, *span.values(), _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
-        )
-        student = gather_context(student, length, cp_group)
+        student = gather_context(logprobs_of(logits, here, shard), length, cp_group)
     else:
-        student = gather_logits_at_global_indices(logits, indices, shard.group, cp_group, **span)
+        student = gather_logits_at_global_indices(
+            logits,
+            indices,
+            shard.group,
+            cp_group,
+            vocab_start_index=shard.start,
+            vocab_end_index=shard.start + shard.columns,
+        )
         student = student.log_softmax(dim=-1)
     teacher = teacher_topk_logits.to(student).log_softmax(dim=-1)
     entropy = None
     if calculate_entropy:
-        entropy = ChunkedDistributedEntropy.apply(
-            logits, _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
-        )
-        entropy = gather_context(entropy, length, cp_group)[:, :-1]
+        entropy = gather_context(mean_logprob(logits, shard), length, cp_group)[:, :-1]
     return student[:, :-1], teacher[:, :-1], entropy
+
+
+def logprobs_of(logits: Tensor, indices: Tensor, shard: VocabShard) -> Tensor:
+    """Log-probs over the whole vocabulary of global ``indices`` int64 [B, S, K], [B, S, K].
+
+    ``logits``: float [B, S, V_local], whose first ``shard.columns`` columns are real tokens.
+    """
+    end = shard.start + shard.columns
+    return ChunkedDistributedGatherLogprob.apply(
+        logits, indices, shard.start, end, _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
+    )
+
+
+def mean_logprob(logits: Tensor, shard: VocabShard) -> Tensor:
+    """``Σ_v p_v log p_v`` of ``logits`` as in `logprobs_of`, [B, S]."""
+    return ChunkedDistributedEntropy.apply(
+        logits[..., : shard.columns], _CHUNK_SIZE, shard.group, not torch.is_grad_enabled()
+    )
 
 
 def _student_shard(

@@ -125,14 +125,16 @@ def score_sharded(
     data: BatchedDataDict,
     model: TrainedModelConfig,
     micro_batch_size: int | None = None,
+    **kwargs: Any,
 ) -> BatchedDataDict:
     """Call a worker method that scores rows; the scores in the order of ``data``.
 
-    ``micro_batch_size``: sequences per forward pass; default what ``model`` says.
+    ``micro_batch_size``: sequences per forward pass; default what ``model`` says. ``kwargs`` are
+    passed on.
     """
     batching = micro_batching(model, training=False, micro_batch_size=micro_batch_size)
     results, order = run_sharded(
-        group, method_name, data, batching=batching, micro_batch_size=micro_batch_size
+        group, method_name, data, batching=batching, micro_batch_size=micro_batch_size, **kwargs
     )
     scores: BatchedDataDict = BatchedDataDict.from_batches(results)
     scores.reorder_data(order)

@@ -141,6 +141,15 @@ _SAMPLER = {
 _LESSON = {
     "loss": MetricInfo("The loss.", _TRAINED),
     "token_probability": MetricInfo("Probability of a token that is learned.", _TRAINED),
+    "forward_kl": MetricInfo(
+        "Distillation: KL(teacher ‖ student) over the teacher's top k tokens.", _TRAINED
+    ),
+    "backward_kl": MetricInfo(
+        "Distillation: KL(student ‖ teacher), with what the loss says of other tokens.", _TRAINED
+    ),
+    "topk_probability": MetricInfo(
+        "Distillation: what the student gives to the teacher's top k tokens.", _TRAINED
+    ),
     "preference_loss": MetricInfo("The preference loss, without other terms.", "pairs"),
     "rewards_chosen": MetricInfo("(Implicit) reward of the chosen response.", "pairs"),
     "rewards_rejected": MetricInfo("(Implicit) reward of the rejected response.", "pairs"),

@@ -72,7 +72,10 @@ def check_garbage(loss_function, outputs, batch, masked, ignored=(), entropy=Non
             elif name in ignored:
                 where = rows.reshape(-1, *[1] * (kept.ndim - 1))
                 dirty[name] = torch.where(where, value, kept)
-        spoilt = None if entropy is None else torch.where(masked, value, entropy)
+        spoilt = None
+        if entropy is not None:
+            tokens = masked if masked.ndim == entropy.ndim else masked.any(dim=-1)
+            spoilt = torch.where(tokens, value, entropy)
         loss, gradient, metrics = evaluate(
             loss_function, torch.where(masked, value, outputs), dirty, spoilt
         )

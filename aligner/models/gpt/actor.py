@@ -5,11 +5,13 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
+from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.megatron import MegatronGPTModel
@@ -40,17 +42,36 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
         """Log-probs (and entropy) where ``token_mask`` is 1."""
+        columns, tp_group = microbatch.columns, self.vocab_group
+        rows = full_hidden_states(gpt, hidden, vocab_parallel=True)
+        if "teacher_topk_indices" in columns:
+            return candidate_logprobs(
+                rows,
+                output_weight(gpt),
+                columns["teacher_topk_indices"],
+                columns["token_mask"],
+                microbatch.layout,
+                vocab_size=self.architecture.vocab_size,
+                tp_group=tp_group,
+                temperature=self.sampling_params.temperature,
+                with_entropy=with_entropy,
+            )
         return token_logprobs(
-            full_hidden_states(gpt, hidden, vocab_parallel=True),
+            rows,
             output_weight(gpt),
-            microbatch.columns["input_ids"],
-            microbatch.columns["token_mask"],
+            columns["input_ids"],
+            columns["token_mask"],
             microbatch.layout,
             vocab_size=self.architecture.vocab_size,
-            tp_group=self.parallel.tp_group if self.parallel.config.tensor > 1 else None,
+            tp_group=tp_group,
             sampling=self.sampling_params,
             with_entropy=with_entropy,
         )
+
+    @property
+    def vocab_group(self) -> dist.ProcessGroup | None:
+        """Spreads the vocabulary; None: it is whole."""
+        return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
 
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
@@ -79,6 +100,38 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             )
         with self._reference.model() as initial:
             return self.infer_tokens(batch, micro_batches, initial)
+
+    def get_topk_logits(
+        self,
+        batch: Mapping[str, Tensor],
+        k: int,
+        vocab_size: int,
+        micro_batches: MicroBatches | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The ``k`` likeliest tokens at each position, among the first ``vocab_size``.
+
+        ``batch`` as of `get_logprobs`. Returns their logits over the sampling temperature, float32
+        ``[B, S, k]`` in descending order, and their ids, int64 ``[B, S, k]``: position t speaks of
+        token t. 0 where ``token_mask`` is 0.
+        """
+        gpt = self.gpt
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+            return best_candidates(
+                full_hidden_states(gpt, hidden, vocab_parallel=True),
+                output_weight(gpt),
+                microbatch.columns["token_mask"],
+                microbatch.layout,
+                count=k,
+                vocab_size=vocab_size,
+                tp_group=self.vocab_group,
+                temperature=self.sampling_params.temperature,
+            )
+
+        ids = batch["input_ids"].new_zeros(*batch["input_ids"].shape, k)
+        logits = torch.zeros(ids.shape, device=ids.device)
+        self.infer_frames(batch, head, [logits, ids], micro_batches)
+        return logits, ids
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """Freeze the current weights as the reference policy; with adapters ``mode`` is moot."""

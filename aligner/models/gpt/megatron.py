@@ -36,6 +36,7 @@ from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.pipeline import (
     ForwardStep,
+    Head,
     Microbatch,
     MicroBatches,
     forward_step,
@@ -193,24 +194,43 @@ class MegatronGPTModel(ModelPT):
         """
         model = gpt or self.gpt
 
-        def head(hidden: Tensor, microbatch: Microbatch) -> Tensor:
-            return self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
+            return (self.token_outputs(model, hidden, microbatch, False).values_or_logprobs,)
 
+        frame = torch.zeros(
+            (*batch["input_ids"].shape, *self.output_shape), device=batch["input_ids"].device
+        )
+        self.infer_frames(batch, head, [frame], micro_batches, model)
+        return frame
+
+    def infer_frames(
+        self,
+        batch: Mapping[str, Tensor],
+        head: Head,
+        frames: Sequence[Tensor],
+        micro_batches: MicroBatches | None = None,
+        gpt: GPTModel | None = None,
+    ) -> None:
+        """Fill ``frames`` ``[B, S, ...]`` with what ``head`` makes of hidden states.
+
+        ``head`` returns as many tensors ``[b, s, ...]`` for a micro-batch. The frames are the same
+        on every process of the model-parallel group. Other arguments as of `infer_tokens`.
+        """
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
-        results = infer_microbatches(model, microbatches, partial(forward_step, head=head))
-        shape = (*batch["input_ids"].shape, *self.output_shape)
-        total = torch.zeros(shape, device=batch["input_ids"].device)
+        step = partial(forward_step, head=head)
+        results = infer_microbatches(gpt or self.gpt, microbatches, step)
         if self.parallel.is_last_stage:
             start = 0
-            for result in results:
-                total[start : start + result.shape[0], : result.shape[1]] = result
-                start += result.shape[0]
+            for parts in results:
+                for frame, part in zip(frames, parts, strict=True):
+                    frame[start : start + part.shape[0], : part.shape[1]] = part
+                start += parts[0].shape[0]
         if self.settings.parallel.pipeline > 1:
             source = dist.get_global_rank(
                 self.parallel.pp_group, self.settings.parallel.pipeline - 1
             )
-            dist.broadcast(total, src=source, group=self.parallel.pp_group)
-        return total
+            for frame in frames:
+                dist.broadcast(frame, src=source, group=self.parallel.pp_group)
 
     def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
         """This rank's micro-batches, as many as the other data-parallel ranks have."""
@@ -305,10 +325,12 @@ class MegatronGPTModel(ModelPT):
         trainer: Any = None,
         strict: bool = True,
         tokenizer: Tokenizer | None = None,
+        **options: Any,
     ) -> Self:
         """Build this role from an open `.nemo` and fill its weights.
 
-        A role with a scalar head takes the ``rm_head`` the file brings, or a fresh one.
+        A role with a scalar head takes the ``rm_head`` the file brings, or a fresh one. ``options``
+        are the role's own arguments.
         """
         if tokenizer is None and checkpoint.tokenizer_files:
             tokenizer = checkpoint.tokenizer
@@ -319,6 +341,7 @@ class MegatronGPTModel(ModelPT):
             architecture=checkpoint.architecture,
             tokenizer=tokenizer,
             initialize=False,
+            **options,
         )
         model.load_whole_weights(checkpoint.weights, strict)
         if model.adapters is not None and model.settings.adapters_path is not None:

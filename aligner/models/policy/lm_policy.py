@@ -87,6 +87,25 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             micro_batch_size,
         )
 
+    def get_topk_logits(
+        self, data: BatchedDataDict, k: int, vocab_size: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """The ``k`` tokens that are likeliest at each position, of the first ``vocab_size`` ids.
+
+        Reads what `get_logprobs` reads. Returns ``topk_logits`` float32 [B, S, k], over the
+        sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
+        t speaks of token t, 0 at t = 0 and where the mask is 0. On megatron-core alone.
+        """
+        return score_sharded(
+            self.worker_group,
+            "get_topk_logits",
+            columns_of(data, LOGPROB_COLUMNS),
+            self.model,
+            micro_batch_size,
+            k=k,
+            vocab_size=vocab_size,
+        )
+
     def generate(
         self, data: BatchedDataDict, greedy: bool = False, *, seed: int = 0
     ) -> BatchedDataDict:

@@ -1,7 +1,8 @@
 """One process's share of a policy on megatron-core."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -10,11 +11,13 @@ from aligner.checkpoint.hf_families import config_to_hf
 from aligner.checkpoint.hf_tensors import HuggingFaceView
 from aligner.config import RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.rs_actor import MegatronGPTRSModel
 from aligner.models.gpt.settings import RunFacts, policy_settings
+from aligner.models.megatron_worker import micro_batches_of, tensors_on_device
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 
 
@@ -48,6 +51,14 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
             weights_path=weights_path,
             optimizer_path=optimizer_path,
         )
+
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, vocab_size: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """``topk_logits`` float32 and ``topk_indices`` int64 ``[B, S, k]``."""
+        passes = micro_batches_of(data, micro_batch_size)
+        logits, ids = self.model.get_topk_logits(tensors_on_device(data), k, vocab_size, passes)
+        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
 
     # Weights for sampling engines -------------------------------------------------------------
 

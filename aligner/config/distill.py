@@ -1,0 +1,98 @@
+"""Distillation: a student, its teacher, and the loop."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from aligner.config.fields import Count, Fraction
+from aligner.config.model import LengthParams, RolloutConfig, SamplingParams, TrainedModelConfig
+from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
+from aligner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aligner.config.run import DistillRunConfig
+
+KLDirection = Literal["forward", "backward", "mixed"]
+
+
+@dataclass(frozen=True)
+class StudentSamplingConfig:
+    """How the student samples what it learns on, where it does."""
+
+    rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
+    length_params: LengthParams = field(default_factory=LengthParams)
+    # The temperature is also that of the two distributions that are compared.
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class StudentConfig(TrainedModelConfig):
+    """The model that learns."""
+
+    distill: StudentSamplingConfig = field(default_factory=StudentSamplingConfig)
+
+    @property
+    def rollout_key(self) -> str:
+        """The section that says how it samples."""
+        return "model.distill"
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How it samples: one response to each prompt."""
+        return RolloutConfig(
+            rollout_micro_batch_size=self.distill.rollout_micro_batch_size,
+            forward_micro_batch_size=self.micro_batch_size,
+            length_params=self.distill.length_params,
+            sampling_params=self.distill.sampling_params,
+        )
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The model that is learned from: frozen, in the student's layout and batching by tokens."""
+
+    restore_from_path: str  # a .nemo file; its tokenizer is the student's
+    micro_batch_size: Count = 8  # sequences per forward pass, per data-parallel rank
+
+
+@dataclass(frozen=True)
+class TrainerDistillConfig(SupervisedLoopConfig):
+    """The loop; a step is one optimizer update on one global batch."""
+
+    # false: learn on the responses of the data; true: on responses that the student samples to its
+    # prompts, anew in every step.
+    on_policy: bool = False
+    kl: KLDirection = "forward"  # forward: teacher to student; backward: student to teacher; mixed
+    mixed_weight: Fraction = 0.5  # mixed: of the forward divergence; the backward one has the rest
+    top_k: Count = 64  # the teacher's likeliest tokens at each position, which the loss reads
+    # true: the teacher gives every other token probability 0; false: others are not looked at.
+    zero_outside_topk: bool = True
+
+
+@dataclass(frozen=True)
+class DistillTrainerConfig(ProcessConfig):
+    """The trainer of a distillation run."""
+
+    distill: TrainerDistillConfig = field(default_factory=TrainerDistillConfig)
+
+
+def check_distill(config: "DistillRunConfig") -> None:
+    """Refuse what distillation does not have, and options that nobody reads."""
+    loop = config.trainer.distill
+    if config.policy.backend != "megatron":
+        raise ConfigError(
+            f"policy.backend={config.policy.backend}: student and teacher are megatron-core "
+            "models; set policy.backend=megatron"
+        )
+    if not config.teacher.restore_from_path:
+        raise ConfigError("teacher.restore_from_path: empty; give the path of a .nemo file")
+    if loop.kl != "mixed" and loop.mixed_weight != TrainerDistillConfig.mixed_weight:
+        raise ConfigError(
+            f"trainer.distill.mixed_weight={loop.mixed_weight} weighs the two divergences of "
+            f"kl=mixed, and trainer.distill.kl={loop.kl}; leave it at "
+            f"{TrainerDistillConfig.mixed_weight}, or set kl=mixed"
+        )
+    if loop.on_policy and config.data.messages_column is not None:
+        raise ConfigError(
+            f"data.messages_column={config.data.messages_column} is a chat with its answers, and "
+            "trainer.distill.on_policy=true reads prompts alone; name data.prompt_column instead"
+        )

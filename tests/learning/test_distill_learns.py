@@ -1,0 +1,74 @@
+"""The tiny recipe brings the student near its teacher, on problems held out, offline and on-policy.
+
+The teacher is random, wider, and decided about what comes next; the student begins by saying that
+every token is about as likely, 2.15 nats from it. A run that learns nothing (learning rate about 0)
+stays there.
+"""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.checkpoint.tiny import write_tiny_nemo
+from aligner.config import DistillRunConfig, load_config
+from aligner.observe.metrics import read_metrics
+
+CONF = Path(__file__).parents[2] / "conf"
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """That of the recipe's header."""
+    path = tmp_path_factory.mktemp("teacher") / "teacher.nemo"
+    write_tiny_nemo(path, seed=1, hidden_size=128, scale=0.06)
+    return path
+
+
+def validations(folder, nemo, teacher, *overrides):
+    """What validation says before the first update and after the last."""
+    from aligner.algorithms.build_distill import train_distill
+
+    settings = [
+        f"model.restore_from_path={nemo}",
+        f"teacher.restore_from_path={teacher}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        "exp_manager.save_nemo=false",
+        "trainer.distill.max_steps=20",
+        "trainer.distill.save_interval=0",
+        "trainer.distill.val_check_interval=0",
+        *overrides,
+    ]
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        tree = compose("recipes/distill_tiny_cpu", overrides=settings)
+    train_distill(load_config(tree, DistillRunConfig))
+    lines = read_metrics(folder / "metrics.jsonl")
+    return lines[0], lines[-1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("on_policy", ["false", "true"])
+def test_the_student_comes_near_its_teacher(tmp_path, tiny_nemo, teacher, on_policy, seed):
+    options = [f"trainer.distill.on_policy={on_policy}", f"seed={seed}"]
+    before, after = validations(tmp_path, tiny_nemo, teacher, *options)
+    assert before["val_optim/forward_kl"] > 2
+    assert after["val_optim/forward_kl"] < 1.7
+    assert after["val_optim/topk_probability"] > before["val_optim/topk_probability"] + 0.05
+
+
+@pytest.mark.parametrize("kl", ["mixed", pytest.param("backward", marks=pytest.mark.extended)])
+def test_outside_of_the_top_k_little_is_left(tmp_path, tiny_nemo, teacher, kl):
+    options = [f"trainer.distill.kl={kl}", "model.optim.lr=1.0e-3"]
+    before, after = validations(tmp_path, tiny_nemo, teacher, *options)
+    assert before["val_optim/topk_probability"] < 0.2
+    assert after["val_optim/topk_probability"] > 0.6
+    assert after["val_optim/loss"] < before["val_optim/loss"] / 2
+
+
+def test_without_a_learning_rate_nothing_is_learned(tmp_path, tiny_nemo, teacher):
+    options = ["model.optim.lr=1e-12", "trainer.distill.max_steps=3"]
+    before, after = validations(tmp_path, tiny_nemo, teacher, *options)
+    loss = before["val_optim/loss"]
+    assert after["val_optim/loss"] == pytest.approx(loss, abs=1e-3)

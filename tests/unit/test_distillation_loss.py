@@ -1,0 +1,180 @@
+"""Distillation: each divergence by hand, and against the whole vocabulary in float64."""
+
+import math
+
+import pytest
+import torch
+from loss_checks import (
+    check_garbage,
+    check_micro_batches,
+    check_nothing_counts,
+    column,
+    denominators,
+    evaluate,
+)
+
+from aligner.algorithms.losses.distillation import LOG_OUTSIDE, DistillationLoss
+from aligner.types import TokenOutputs
+
+LOSSES = [
+    DistillationLoss(kl, mixed_weight=0.3, zero_outside_topk=zero)
+    for kl in ("forward", "backward", "mixed")
+    for zero in (True, False)
+]
+
+
+def log(*values):
+    return torch.tensor(values, dtype=torch.float64).log()
+
+
+def hand_batch():
+    """Two of three tokens matter, of which the teacher says 3/4 and 1/4; the student 1/2, 1/4 and
+    1/4 for the third. Token 0 has no predecessor.
+    """
+    student = torch.stack([log(1.0, 1.0), log(0.5, 0.25)])[None]
+    batch = {
+        "teacher_topk_logits": torch.stack([log(1.0, 1.0), log(3.0, 1.0)])[None],
+        "token_mask": torch.tensor([[0.0, 1.0]], dtype=torch.float64),
+        "sample_mask": column(1.0),
+    }
+    entropy = torch.tensor([[0.0, 1.5 * math.log(2)]], dtype=torch.float64)  # 1/2·ln 2 + 2·1/4·ln 4
+    return student, batch, entropy
+
+
+def check_by_hand(loss_function, expected, slopes):
+    """``slopes``: of the loss in the student's two log-probs, its entropy held."""
+    student, batch, entropy = hand_batch()
+    loss, gradient, metrics = evaluate(loss_function, student, batch, entropy)
+    assert loss == pytest.approx(expected)
+    assert gradient[0, 1].tolist() == pytest.approx(slopes)
+    assert (gradient[0, 0] == 0).all()
+    assert metrics["topk_probability"] == pytest.approx(0.75)
+    assert ("backward_kl" in metrics) == (loss_function.kl != "forward")
+
+
+FORWARD = 0.75 * math.log(1.5) + 0.25 * math.log(1)
+# Inside: 1/2 ln(1/2 · 4/3) + 1/4 ln(1/4 · 4). Outside 1/4 has probability: 1/4 (ln 1/4 + 100).
+BACKWARD = 0.5 * math.log(2 / 3) + 0.25 * (math.log(0.25) - LOG_OUTSIDE)
+
+
+def test_forward_by_hand():
+    """3/4 ln((3/4)/(1/2)) + 1/4 ln((1/4)/(1/4)); slopes: minus the teacher's probabilities."""
+    check_by_hand(DistillationLoss("forward"), FORWARD, [-0.75, -0.25])
+
+
+def test_backward_by_hand():
+    """Slope in log p: p (log p - log q + 1) inside, p (-log p - 1 + log ε) from the rest: so
+    p (log ε - log q).
+    """
+    slopes = [0.5 * (LOG_OUTSIDE - math.log(0.75)), 0.25 * (LOG_OUTSIDE - math.log(0.25))]
+    check_by_hand(DistillationLoss("backward"), BACKWARD, slopes)
+
+
+def test_mixed_by_hand():
+    """A fifth of the forward and four fifths of the backward divergence."""
+    backward = [0.5 * (LOG_OUTSIDE - math.log(0.75)), 0.25 * (LOG_OUTSIDE - math.log(0.25))]
+    slopes = [0.2 * one + 0.8 * other for one, other in zip([-0.75, -0.25], backward, strict=True)]
+    check_by_hand(DistillationLoss("mixed", 0.2), 0.2 * FORWARD + 0.8 * BACKWARD, slopes)
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        # The student is 2/3 and 1/3 of the two tokens.
+        ("forward", 0.75 * math.log(9 / 8) + 0.25 * math.log(3 / 4)),
+        ("backward", 2 / 3 * math.log(8 / 9) + 1 / 3 * math.log(4 / 3)),
+    ],
+)
+def test_renormalised_by_hand(kl, expected):
+    """Forward slopes: the student's 2/3 and 1/3 less the teacher's. Backward: with the divergence D
+    itself, p (log p - log q - D).
+    """
+    if kl == "forward":
+        slopes = [2 / 3 - 3 / 4, 1 / 3 - 1 / 4]
+    else:
+        slopes = [
+            2 / 3 * (math.log(8 / 9) - expected),
+            1 / 3 * (math.log(4 / 3) - expected),
+        ]
+    check_by_hand(DistillationLoss(kl, zero_outside_topk=False), expected, slopes)
+
+
+def outputs_of(logits, ids):
+    """What a model with these logits says: log-probs of ``ids``, and its entropy."""
+    logprobs = logits.log_softmax(-1)
+    return logprobs.gather(-1, ids), -(logprobs.exp() * logprobs).sum(-1)
+
+
+def full_kl(kl, student, teacher, weight):
+    """Of whole distributions [..., V], with what no top-k formula has to say."""
+    forward = (teacher.exp() * (teacher - student)).sum(-1)
+    backward = (student.exp() * (student - teacher)).sum(-1)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "mixed": weight * forward + (1 - weight) * backward,
+    }[kl]
+
+
+@pytest.mark.parametrize("loss_function", LOSSES, ids=str)
+def test_with_all_tokens_it_is_the_divergence(loss_function):
+    """k = V, in any order: loss and gradient of the logits are those of the whole distributions."""
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = 7
+    logits = torch.randn(3, 4, vocabulary, generator=generator, dtype=torch.float64) * 2
+    teacher = torch.randn(3, 4, vocabulary, generator=generator, dtype=torch.float64) * 2
+    best = teacher.sort(dim=-1, descending=True)
+    mask = torch.tensor([[0.0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 1, 1]], dtype=torch.float64)
+    batch = {
+        "teacher_topk_logits": best.values,
+        "token_mask": mask,
+        "sample_mask": column(1.0, 1.0, 0.0),
+    }
+    counted = mask * batch["sample_mask"][:, None]
+
+    def slope(function):
+        leaf = logits.clone().requires_grad_()
+        value = function(leaf)
+        value.backward()
+        return value.item(), leaf.grad
+
+    expected = slope(
+        lambda leaf: (
+            (
+                full_kl(
+                    loss_function.kl,
+                    leaf.log_softmax(-1),
+                    teacher.log_softmax(-1),
+                    loss_function.mixed_weight,
+                )
+                * counted
+            ).sum()
+            / counted.sum()
+        )
+    )
+    actual = slope(
+        lambda leaf: loss_function(
+            TokenOutputs(*outputs_of(leaf, best.indices)), batch, denominators(batch)
+        )[0]
+    )
+    assert actual[0] == pytest.approx(expected[0], rel=1e-12)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_function", LOSSES, ids=str)
+def test_what_every_loss_must_pass(loss_function):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 4, 9, generator=generator, dtype=torch.float64)
+    teacher = torch.randn(5, 4, 9, generator=generator, dtype=torch.float64).topk(3, dim=-1)
+    outputs, entropy = outputs_of(logits, teacher.indices)
+    rows = [[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0]]
+    batch = {
+        "teacher_topk_logits": teacher.values,
+        "token_mask": torch.tensor(rows, dtype=torch.float64),
+        "sample_mask": column(1, 1, 0, 1, 1),
+    }
+    check_micro_batches(loss_function, outputs, batch, [1, 2, 3], entropy)
+    masked = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
+    spread = masked[..., None].expand(outputs.shape)
+    check_garbage(loss_function, outputs, batch, spread, entropy=entropy)
+    check_nothing_counts(loss_function, outputs, batch, entropy)
