@@ -92,7 +92,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         config,
         policy,
         value,
-        inputs.reward.start(attempt),
+        inputs.reward.start(attempt, value),
         inputs.train_prompts,
         inputs.val_prompts,
         sampler,

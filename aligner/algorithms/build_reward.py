@@ -12,12 +12,14 @@ from aligner.checkpoint.nemo import open_nemo
 from aligner.config import (
     DynamicBatchingConfig,
     RewardModelConfig,
+    RunConfig,
     SamplingRunConfig,
     SequencePackingConfig,
     TrainedModelConfig,
     check_layout,
 )
 from aligner.data.tokenizer import Tokenizer
+from aligner.errors import ConfigError
 from aligner.models.gpt.reward import rated_attributes
 from aligner.models.reward.attributes import check_weights
 from aligner.models.reward.lm_reward import Reward, RewardInterface
@@ -25,7 +27,18 @@ from aligner.models.reward.model_reward import ModelReward, VerifiedReward
 from aligner.models.reward.remote import RemoteReward
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.reward.sequences import SequenceEncoder
+from aligner.models.reward.shared_body import SharedBodyReward
+from aligner.models.value.lm_value import Value
 from aligner.observe.memory import RoleMemory
+
+# What says how a model begins, trains or ends; the critic's output layer is gone.
+_NOT_OF_THE_BODY = {
+    "attention_dropout",
+    "family",
+    "hidden_dropout",
+    "init_std",
+    "tie_embeddings",
+}
 
 
 @dataclass(frozen=True)
@@ -42,14 +55,18 @@ class RewardSource:
     verifier: Reward | None
     architecture: GPTArchitecture | None = None
 
-    def start(self, attempt: Attempt) -> RewardInterface:
-        """The reward of the run; a reward model is started, and ends with ``attempt``."""
-        scorer = self.scorer or start_reward_model(self.config, self.tokenizer, attempt)
+    def start(self, attempt: Attempt, value: Value | None = None) -> RewardInterface:
+        """The reward of the run; a reward model is started, and ends with ``attempt``.
+
+        ``value``: the run's critic, whose body it may share.
+        """
+        scorer = self.scorer or start_reward_model(self.config, self.tokenizer, attempt, value)
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def memory(self) -> list[RoleMemory]:
-        """What a reward model takes per process, for the start-up report."""
-        if self.architecture is None:
+        """What a reward model takes per process, for the start-up report; no body, no line."""
+        model = self.config.reward.model
+        if self.architecture is None or (model is not None and model.share_body_with_critic):
             return []
         return [role_memory(self.config, self.architecture, 1, "reward model", trainable=False)]
 
@@ -96,27 +113,59 @@ def _check_model(
         SequenceEncoder(checkpoint.tokenizer, 1, add_bos=model.add_bos)
     check_weights(config.reward.attribute_weights, attributes, model.restore_from_path)
     check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
+    if model.share_body_with_critic:
+        check_one_body(config, architecture)
     return architecture
 
 
+def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> None:
+    """Refuse a reward model whose weights do not fit into the critic's body."""
+    assert isinstance(config, RunConfig), "checked with the configuration"
+    assert config.critic is not None, "checked with the configuration"
+    key, path = "critic.restore_from_path", config.critic.restore_from_path
+    if path is None:
+        key, path = "model.restore_from_path", config.model.restore_from_path
+    with open_nemo(path) as checkpoint:
+        body = checkpoint.architecture
+    differing = [
+        f"{field.name} ({getattr(architecture, field.name)}, {getattr(body, field.name)})"
+        for field in dataclasses.fields(GPTArchitecture)
+        if field.name not in _NOT_OF_THE_BODY
+        and getattr(architecture, field.name) != getattr(body, field.name)
+    ]
+    if differing:
+        assert config.reward.model is not None
+        raise ConfigError(
+            "reward.model.share_body_with_critic=true, but reward.model.restore_from_path="
+            f"{config.reward.model.restore_from_path} and {key}={path} differ in "
+            f"{', '.join(differing)}; start both from one model, or set it to false"
+        )
+
+
 def start_reward_model(
-    config: SamplingRunConfig, tokenizer: Tokenizer, attempt: Attempt
+    config: SamplingRunConfig, tokenizer: Tokenizer, attempt: Attempt, value: Value | None
 ) -> ModelReward:
-    """Start the reward model's workers in the policy's layout; frozen, without an optimizer."""
+    """Start the reward model, frozen: on workers in the policy's layout, or in ``value``'s."""
     model = config.reward.model
     assert model is not None, "checked with the configuration"
     with open_nemo(model.restore_from_path) as checkpoint:
         own_tokenizer = checkpoint.tokenizer
         positions = checkpoint.architecture.max_position_embeddings
-    front = RewardModel(
-        attempt.clusters.reward,
-        _frozen(config.model, model),
-        own_tokenizer,
-        run_facts(config, config.loop),
-        init_optimizer=False,
-        offload_weights=model.offload_weights,
-    )
-    attempt.closing.callback(front.shutdown)
+    frozen, facts = _frozen(config.model, model), run_facts(config, config.loop)
+    front: RewardModel | SharedBodyReward
+    if model.share_body_with_critic:
+        assert value is not None, "checked with the configuration"
+        front = SharedBodyReward(value, frozen, own_tokenizer, facts)
+    else:
+        front = RewardModel(
+            attempt.clusters.reward,
+            frozen,
+            own_tokenizer,
+            facts,
+            init_optimizer=False,
+            offload_weights=model.offload_weights,
+        )
+        attempt.closing.callback(front.shutdown)
     weights = config.reward.attribute_weights
     return ModelReward(
         front,

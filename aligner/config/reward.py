@@ -20,6 +20,9 @@ class RewardModelConfig:
     add_bos: bool = False  # begin sequences with the BOS token; as it was trained
     workers: Count | None = None  # ray: workers of its own; null: beside the policy's
     offload_weights: bool = False  # weights to host memory while idle
+    # No body of its own: it scores in the critic's, into which its weights are swapped from host
+    # memory. The two must have one architecture.
+    share_body_with_critic: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def check_reward(config: "SamplingRunConfig") -> None:
         )
     if reward.model is not None:
         _check_workers(config, reward.model)
+        if reward.model.share_body_with_critic:
+            _check_shared_body(config, reward.model)
     if reward.server is not None:
         _check_waits(config, reward.server)
 
@@ -98,6 +103,31 @@ def _check_workers(config: "SamplingRunConfig", model: RewardModelConfig) -> Non
             f"context = {size}, the layout that the reward model shares with the policy; use "
             f"{-(-model.workers // size) * size}"
         )
+
+
+def _check_shared_body(config: "SamplingRunConfig", model: RewardModelConfig) -> None:
+    """Refuse to share a body that is not there, or that holds more than one model's weights."""
+    key = "reward.model.share_body_with_critic=true"
+    if getattr(config, "critic", None) is None:
+        raise ConfigError(f"{key}, but this run has no critic; set it to false")
+    if config.policy.backend != "megatron":
+        raise ConfigError(
+            f"{key} swaps weights of megatron-core models, and policy.backend="
+            f"{config.policy.backend}; set one of them to false or megatron"
+        )
+    if config.model.peft.lora is not None:
+        raise ConfigError(
+            f"{key}, but with model.peft.peft_scheme=lora the critic is adapters beside frozen "
+            "weights; set one of them to false or null"
+        )
+    for name in ("workers", "offload_weights"):
+        value = getattr(model, name)
+        if value:
+            raise ConfigError(
+                f"{key} has the reward model score on the critic's workers, and reward.model."
+                f"{name}={str(value).lower()} is for workers of its own; set one of them to "
+                f"{'null' if name == 'workers' else 'false'}"
+            )
 
 
 def _check_waits(config: "SamplingRunConfig", server: RewardServerConfig) -> None:

@@ -33,6 +33,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     role_name = "critic"
     has_head = True
     right_shift: ClassVar[bool] = True
+    rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None  # where one shares the body
 
     @property
     def head_outputs(self) -> int:
@@ -85,7 +86,10 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values under ``values``; rewards join them where a reward model shares the body."""
-        return {"values": self.get_values(batch)}
+        values = {"values": self.get_values(batch)}
+        if self.rewards_of is None:
+            return values
+        return {**values, "rewards": self.rewards_of(batch)}
 
 
 def forward_step_value(

@@ -127,13 +127,19 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         trainer: Any = None,
         strict: bool = True,
         tokenizer: Tokenizer | None = None,
+        **options: Any,
     ) -> Self:
         """Build the model; without ``settings.attributes`` it has the head the file brings."""
         settings = settings or RoleSettings()
         if settings.attributes is None:
             settings = dataclasses.replace(settings, attributes=saved_attributes(checkpoint) or ())
         model = super().from_checkpoint(
-            checkpoint, settings=settings, trainer=trainer, strict=strict, tokenizer=tokenizer
+            checkpoint,
+            settings=settings,
+            trainer=trainer,
+            strict=strict,
+            tokenizer=tokenizer,
+            **options,
         )
         model.standardization = Standardization.of_config(checkpoint.config)
         return model

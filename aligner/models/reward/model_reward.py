@@ -1,6 +1,7 @@
 """Rewards of a rollout from a trained reward model, and the verifier that looks on."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -8,12 +9,31 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.reward.attributes import attribute_parts, weighted
 from aligner.models.reward.lm_reward import Reward, RewardInterface, ScoredResponses
-from aligner.models.reward.reward_model import RewardModel
 from aligner.models.reward.sequences import SequenceEncoder, response_texts, scored_texts
 
 
+class ScoringModel(Protocol):
+    """A reward model on the run's workers: `RewardModel`, or one in the critic's body."""
+
+    attributes: tuple[str, ...]
+
+    def prepare_for_inference(self) -> None:
+        """Ready the workers to score."""
+        ...
+
+    def get_rewards(
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """``rewards`` float32 [B], or [B, K] where K attributes are rated."""
+        ...
+
+    def finish_inference(self) -> None:
+        """Leave scoring."""
+        ...
+
+
 class ModelReward:
-    """Scores responses with a `RewardModel` on the run's workers.
+    """Scores responses with a reward model on the run's workers.
 
     Args:
         model: the front; it only scores.
@@ -26,7 +46,7 @@ class ModelReward:
 
     def __init__(
         self,
-        model: RewardModel,
+        model: ScoringModel,
         encoder: SequenceEncoder,
         tokenizer: Tokenizer,
         *,

@@ -1,13 +1,20 @@
 """One process's share of a critic on megatron-core."""
 
-from aligner.config import CriticConfig, ModelConfig
+from collections.abc import Mapping
+from typing import Any
+
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import CriticConfig, ModelConfig, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
-from aligner.models.gpt.settings import RunFacts, continuing, critic_settings
+from aligner.models.gpt.settings import RunFacts, continuing, critic_settings, reward_settings
+from aligner.models.gpt.shared_reward import SharedBodyRewardModel
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights_after_updates
+from aligner.models.megatron_worker import micro_batches_of, tensors_on_device
 from aligner.models.value.workers.value_worker import ValueWorker
 
 __all__ = ["MegatronValueWorker", "MegatronValueWorkerImpl", "ValueHead", "forward_step_value"]
@@ -49,6 +56,39 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
             tokenizer=tokenizer,
         )
         super().__init__(critic, parallel, config, init_optimizer, optimizer_path)
+        self._reward: SharedBodyRewardModel | None = None
+
+    # A reward model in the same body ----------------------------------------------------------
+
+    def lend_body(self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunFacts) -> None:
+        """Load the reward model that ``config`` names; its weights wait in host memory.
+
+        ``config``: that of a reward model of its own; ``tokenizer``: the reward model's.
+        """
+        with open_nemo(config.restore_from_path) as checkpoint:
+            self._reward = SharedBodyRewardModel.in_critic(
+                self.model,
+                checkpoint,
+                settings=reward_settings(config, run, learns=False),
+                tokenizer=tokenizer,
+            )
+
+    def get_rewards(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """``rewards`` float32 ``[B]``, or ``[B, K]`` of K attributes; between the two phases of
+        inference, as `get_values`.
+        """
+        passes = micro_batches_of(data, micro_batch_size)
+        return BatchedDataDict({"rewards": self._lodger().infer(tensors_on_device(data), passes)})
+
+    def reward_attributes(self) -> tuple[str, ...]:
+        """Names of what the reward model rates; none where it was trained on comparisons."""
+        return self._lodger().attributes
+
+    def _lodger(self) -> SharedBodyRewardModel:
+        assert self._reward is not None, "lend_body comes first"
+        return self._reward
 
     # When weights are gathered ----------------------------------------------------------------
 

@@ -1,0 +1,40 @@
+"""Other values of some parameters: they wait on the host and take turns with the present ones."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from aligner.distributed import accelerator
+
+
+class HeldWeights:
+    """Begins as a copy of the parameters' values.
+
+    On a GPU an exchange costs two copies of the weights and no device memory.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(parameters)
+        self._held = {
+            name: accelerator.to_host(value.detach().clone())
+            for name, value in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Put the held values into the parameters and hold what they had."""
+        for name, parameter in self._parameters.items():
+            current = accelerator.to_host(parameter.detach().clone())
+            parameter.copy_(self._held[name])
+            self._held[name] = current
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The parameters have the held values inside the block."""
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()
