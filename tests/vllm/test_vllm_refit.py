@@ -54,17 +54,22 @@ def engines(generation):
 
 
 @pytest.mark.parametrize(
-    ("way", "layout", "engine_count"),
-    [("colocated", 1, 1), ("separate", 2, 2)],
-    ids=["colocated", "separate-tensor2-two-engines"],
+    ("way", "backend", "layout", "engine_count"),
+    [
+        ("colocated", "megatron", 1, 1),
+        ("separate", "megatron", 2, 2),
+        ("colocated", "dtensor", 2, 1),
+        ("separate", "dtensor", 1, 1),
+    ],
+    ids=lambda value: f"x{value}" if isinstance(value, int) else value,
 )
-def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, layout, engine_count):
+def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, backend, layout, engine_count):
     config = run_config(
         wide_nemo,
         vllm={"refit": way, "refit_buffer_mb": TINY_BUFFER, "engines": engine_count},
         model={"tensor_model_parallel_size": layout},
     )
-    with roles(config, workers=layout) as (policy, generation):
+    with roles(config, backend=backend, workers=layout) as (policy, generation):
         groups = policy.prepare_weights_for_ipc(TINY_BUFFER / 1024)
         assert len(groups) > 5
         generation.prepare_for_generation()
