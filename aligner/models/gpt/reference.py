@@ -6,9 +6,8 @@ from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor, nn
 
-from aligner.distributed import accelerator
+from aligner.models.gpt.held_weights import HeldWeights
 from aligner.models.gpt.lora import adapters_off
 
 
@@ -28,10 +27,9 @@ class ReferencePolicy:
         build: Callable[[], GPTModel] | None = None,
     ) -> None:
         """``build``: makes a second model; for ``keep``."""
-        self.mode = mode
         self._policy = policy
         self._model: GPTModel | None = None
-        self._weights: dict[str, Tensor] = {}
+        self._initial: HeldWeights | None = None
         if mode == "keep":
             assert build is not None
             initial = dict(policy.named_parameters())
@@ -40,10 +38,8 @@ class ReferencePolicy:
                 for name, parameter in self._model.named_parameters():
                     parameter.copy_(initial[name])
         elif mode == "swap":
-            self._weights = {
-                name: accelerator.to_host(value.detach().clone())
-                for name, value in _learning(policy)
-            }
+            learning = {n: value for n, value in policy.named_parameters() if value.requires_grad}
+            self._initial = HeldWeights(learning)
 
     @contextlib.contextmanager
     def model(self) -> Iterator[GPTModel]:
@@ -51,24 +47,8 @@ class ReferencePolicy:
         if self._model is not None:
             yield self._model
             return
-        if self.mode == "bare":
-            with adapters_off(self._policy):
-                yield self._policy
-            return
-        self._exchange()
-        try:
+        initially = (
+            adapters_off(self._policy) if self._initial is None else self._initial.in_place()
+        )
+        with initially:
             yield self._policy
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for name, parameter in _learning(self._policy):
-            current = accelerator.to_host(parameter.detach().clone())
-            parameter.copy_(self._weights[name])
-            self._weights[name] = current
-
-
-def _learning(policy: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that change."""
-    return ((name, value) for name, value in policy.named_parameters() if value.requires_grad)

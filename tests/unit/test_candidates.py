@@ -1,0 +1,167 @@
+"""Log-probs of candidates, and the best ones: against the whole vocabulary in float64."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from aligner.algorithms.build_distill import check_teacher
+from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
+from aligner.config import DistillRunConfig, TeacherConfig, parse_config
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizer import differing_token, tokenizer_from_files
+from aligner.errors import ConfigError
+from aligner.models.gpt import candidates
+from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
+from aligner.models.gpt.token_layout import LayoutRules, build_layout
+
+VOCABULARY, PADDED, WIDTH, TEMPERATURE = 11, 16, 5, 0.7
+LENGTHS = np.array([6, 4, 2])
+
+
+def inputs(packed):
+    """Hidden states of a layout, an output layer with padding rows, candidates and a mask."""
+    generator = torch.Generator().manual_seed(4)
+    layout = build_layout(torch.zeros(3, 6, dtype=torch.int64), LENGTHS, LayoutRules(packed, 1, 1))
+    rows = layout.input_ids.numel()
+    hidden = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    weight = torch.randn(PADDED, WIDTH, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, VOCABULARY, (3, 6, 4), generator=generator)
+    position = torch.arange(6)
+    mask = (position >= 1) & (position < torch.from_numpy(LENGTHS)[:, None])
+    mask[0, 3] = False
+    return layout, hidden.requires_grad_(), weight.requires_grad_(), ids, mask
+
+
+def whole(layout, hidden, weight, mask):
+    """Log-probs [3, 6, V] of what follows each row, 0 where the mask is."""
+    rows, tokens = layout.predicted_tokens()
+    logprobs = (hidden @ weight[:VOCABULARY].t() / TEMPERATURE).log_softmax(-1)[rows]
+    frame = torch.zeros(18, VOCABULARY, dtype=torch.float64).index_copy(0, tokens, logprobs)
+    return frame.view(3, 6, VOCABULARY) * mask[..., None]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 1000])
+def test_logprobs_and_gradients(packed, rows_at_a_time, monkeypatch):
+    monkeypatch.setattr(candidates, "_LOGIT_BYTES", rows_at_a_time * PADDED * 4)
+    layout, hidden, weight, ids, mask = inputs(packed)
+    scale = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def slopes(logprobs, entropy):
+        value = (logprobs * scale[..., :4]).sum() + (entropy * scale[..., 4]).sum()
+        return torch.autograd.grad(value, (hidden, weight))
+
+    found = candidate_logprobs(
+        hidden,
+        weight,
+        ids,
+        mask,
+        layout,
+        vocab_size=VOCABULARY,
+        tp_group=None,
+        temperature=TEMPERATURE,
+        with_entropy=True,
+    )
+    every = whole(layout, hidden, weight, mask)
+    expected = every.gather(-1, ids), -(every.exp() * every).sum(-1)
+    torch.testing.assert_close(found.values_or_logprobs, expected[0])
+    torch.testing.assert_close(found.entropy, expected[1])
+    for actual, right in zip(slopes(*found), slopes(*expected), strict=True):
+        torch.testing.assert_close(actual, right)
+    assert found.values_or_logprobs[0, 3].eq(0).all()
+
+
+@pytest.mark.parametrize("rows_at_a_time", [2, 1000])
+def test_the_best_of_a_part_of_the_vocabulary(rows_at_a_time, monkeypatch):
+    """Ids from 9 on are not shared; padding rows, however large, are no tokens at all."""
+    monkeypatch.setattr(candidates, "_LOGIT_BYTES", rows_at_a_time * PADDED * 4)
+    layout, hidden, weight, _, mask = inputs(packed=True)
+    weight.data[9:] *= 100
+    logits, ids = best_candidates(
+        hidden,
+        weight,
+        mask,
+        layout,
+        count=3,
+        vocab_size=9,
+        tp_group=None,
+        temperature=TEMPERATURE,
+    )
+    rows, tokens = layout.predicted_tokens()
+    best = (hidden @ weight[:9].t() / TEMPERATURE)[rows].topk(3)
+    chosen = mask.flatten()[tokens]
+    torch.testing.assert_close(logits.view(18, 3)[tokens[chosen]], best.values[chosen])
+    assert ids.view(18, 3)[tokens[chosen]].equal(best.indices[chosen])
+    assert not ids[~mask].any()
+
+
+def files_with(change):
+    """The byte tokenizer's files after ``change`` of its vocabulary."""
+    files = byte_level_tokenizer().files()
+    content = json.loads(files["tokenizer.json"])
+    change(content["model"]["vocab"])
+    return files | {"tokenizer.json": json.dumps(content).encode()}
+
+
+def exchange_a_and_b(vocabulary):
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+
+
+def test_the_first_token_that_differs_is_told():
+    tokenizer = byte_level_tokenizer()
+    assert differing_token(tokenizer, byte_level_tokenizer()) is None
+    same = tokenizer_from_files(files_with(lambda vocabulary: None))
+    assert differing_token(same, tokenizer) is None  # other bytes, the same tokens
+    other = tokenizer_from_files(files_with(exchange_a_and_b))
+    (first,) = tokenizer.encode("A")
+    assert differing_token(other, tokenizer) == f"token {first} is 'B', and 'A'"
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_any_model_is_built(tiny_nemo, tmp_path):
+    path = tmp_path / "teacher.nemo"
+    weights = random_weights(TINY_ARCHITECTURE)
+    save_nemo(path, weights, TINY_ARCHITECTURE, files_with(exchange_a_and_b))
+    config = configuration(model__restore_from_path=str(tiny_nemo))
+    config = dataclasses.replace(config, teacher=TeacherConfig(restore_from_path=str(path)))
+    with pytest.raises(ConfigError, match=r"another vocabulary than model.restore_from_path.*'B'"):
+        check_teacher(config, byte_level_tokenizer())
+
+
+def configuration(**changes):
+    values = {
+        "model": {"restore_from_path": "m.nemo"},
+        "teacher": {"restore_from_path": "t.nemo"},
+        "data": {"train": {"source": "train.jsonl"}},
+        "trainer": {"distill": changes.pop("distill", {})},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        values.setdefault(section, {})[name] = value
+    return parse_config(values, DistillRunConfig)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy__backend": "dtensor"}, "policy.backend=dtensor: student and teacher are"),
+        ({"teacher__restore_from_path": ""}, "teacher.restore_from_path: empty"),
+        ({"distill": {"mixed_weight": 0.3}}, "weighs the two divergences of kl=mixed"),
+        ({"distill": {"mixed_weight": 1.5, "kl": "mixed"}}, "between 0 and 1"),
+        (
+            {"distill": {"on_policy": True}, "data__messages_column": "chat"},
+            "data.messages_column=chat is a chat with its answers",
+        ),
+        (
+            {"model__distill": {"length_params": {"max_length": 2, "min_length": 3}}},
+            "model.distill.length_params.min_length=3 is more than",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, message):
+    configuration()
+    with pytest.raises(ConfigError, match=message):
+        configuration(**changes)
