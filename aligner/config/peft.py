@@ -82,6 +82,12 @@ def check_peft(backend: str, model: "TrainedModelConfig") -> None:
             "model.peft.lora_tuning.target_modules is empty, so nothing would be trained; give "
             "all, or some of attention_qkv, attention_dense, mlp_fc1 and mlp_fc2"
         )
+    if peft.lora.adapter_dropout and model.activations_checkpoint_granularity == "full":
+        raise ConfigError(
+            f"model.peft.lora_tuning.adapter_dropout={peft.lora.adapter_dropout:g}: layers that "
+            "are computed again (model.activations_checkpoint_granularity=full) no longer know "
+            "their tokens; set it to 0, or activations_checkpoint_granularity to selective or null"
+        )
     if model.fp8 is not None:
         raise ConfigError(
             f"model.fp8={model.fp8}: adapters sit on megatron-core's own linears, and 8-bit "

@@ -1,0 +1,102 @@
+"""Adapters learn in every layout what they learn in one process, with dropout too.
+
+Scores, what training reports, the gradient of every adapter and head, and the weights after two
+updates, theirs and the merged ones, within 1e-5 of the largest value (see `test_layouts`).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lora_worker import LORA
+from ranks import run_ranks
+from test_layouts import TOLERANCE, difference
+
+from aligner.checkpoint.adapters import Adapters, adapter_shapes, save_adapters
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+
+WORKER = Path(__file__).with_name("lora_worker.py")
+ONE = "1,1,1,0"
+# tensor, pipeline, context, sequence parallel, mode; the rest of the processes is data parallel
+LAYOUTS = {
+    1: [f"{ONE},padded", f"{ONE},dropout,padded", f"{ONE},packed"],
+    2: [
+        f"{ONE},padded",
+        "2,1,1,0,padded",
+        "2,1,1,1,padded",
+        "2,1,1,1,packed",
+        "1,2,1,0,packed",
+        "1,1,2,0,packed",
+        f"{ONE},dropout,packed",
+        "2,1,1,0,dropout,dynamic",
+        "2,1,1,1,dropout,packed",
+        "1,2,1,0,dropout,padded",
+        "1,1,2,0,dropout,packed",
+    ],
+    4: ["2,2,1,0,packed", "2,1,1,1,dropout,packed", "2,1,2,1,packed"],
+}
+SIZES = [1, 2, pytest.param(4, marks=pytest.mark.extended)]
+
+
+def tensors_that_do_something():
+    """Adapters whose B is not zero, so that A has a gradient from the first update on."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = adapter_shapes(TINY_ARCHITECTURE, LORA)
+    return {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def launch(tiny_nemo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    save_adapters(folder / "begin.lora.safetensors", Adapters(LORA, tensors_that_do_something()))
+    known = {}
+
+    def seen(processes):
+        if processes not in known:
+            output = folder / f"{processes}.pt"
+            arguments = [tiny_nemo, folder / "begin.lora.safetensors", output, *LAYOUTS[processes]]
+            run_ranks(WORKER, processes, arguments, timeout_s=600)
+            known[processes] = torch.load(output, weights_only=True)
+        return known[processes]
+
+    return seen
+
+
+@pytest.mark.parametrize("processes", SIZES)
+def test_a_layout_equals_one_process(processes, launch):
+    for layout, roles in launch(processes).items():
+        drops = "dropout," if "dropout" in layout else ""
+        one = launch(1)[f"{ONE},{drops}padded"]
+        for role, expected in one.items():
+            check(expected, roles[role], f"{layout} {role}")
+
+
+def check(expected, actual, where):
+    assert expected.keys() == actual.keys()
+    assert (expected["after"] - expected["before"]).abs().max() > 1e-4, where
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert difference(value, actual[key]) < TOLERANCE, (where, key)
+            continue
+        assert value.keys() == actual[key].keys(), (where, key)
+        for name, single in value.items():
+            other = actual[key][name]
+            if isinstance(single, torch.Tensor):
+                assert difference(single, other) < TOLERANCE, (where, key, name)
+            else:
+                scale = max(abs(single), 1e-3)
+                assert abs(single - other) < TOLERANCE * scale, (where, key, name)
+
+
+def test_dropout_changes_what_is_learned_and_not_what_is_said(launch):
+    kept, dropped = launch(1)[f"{ONE},padded"], launch(1)[f"{ONE},dropout,padded"]
+    for role in ("actor", "critic"):
+        assert torch.equal(kept[role]["before"], dropped[role]["before"])
+        for name, gradient in kept[role]["gradient"].items():
+            if name.endswith(".lora.a"):
+                assert difference(gradient, dropped[role]["gradient"][name]) > 0.05
+
+
+def test_the_reference_is_what_training_began_with(launch):
+    actor = launch(1)[f"{ONE},padded"]["actor"]
+    assert torch.equal(actor["reference"], actor["before"])

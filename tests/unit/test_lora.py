@@ -1,0 +1,409 @@
+"""Adapters on one process: the formula, what is trained, and every way in which weights leave."""
+
+import dataclasses
+
+import pytest
+import torch
+from reference_gpt import reference_logits
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.checkpoint.adapters import (
+    Adapters,
+    MergedWeights,
+    adapter_shapes,
+    read_adapters,
+    save_adapters,
+)
+from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
+from aligner.distributed.lora_dropout import TokenDropout
+from aligner.distributed.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt.build import transformer_config
+from aligner.models.gpt.settings import RoleSettings
+
+LORA = LoraConfig(adapter_dim=4, alpha=6.0)
+ROWS, WIDTH = 4, 14
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([14, 9, 12, 6])
+    position = torch.arange(WIDTH)
+    noise = torch.randn(ROWS, WIDTH, generator=generator)
+    return {
+        "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
+        "input_lengths": lengths,
+        "token_mask": ((position >= 3) & (position < lengths[:, None])).float(),
+        "sample_mask": torch.ones(ROWS),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.5),
+        "generation_logprobs": torch.full_like(noise, -5.5),
+    }
+
+
+def filled(lora=LORA, seed=4):
+    """Adapters whose B is not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = adapter_shapes(TINY_ARCHITECTURE, lora)
+    tensors = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+    return Adapters(lora, tensors)
+
+
+@pytest.fixture
+def load(tiny_nemo):
+    def load(cls=MegatronGPTActorModel, **changes):
+        settings = RoleSettings(
+            optim=OptimConfig(lr=1e-2), lora=LORA, micro_batch_size=2, gradient_clip_val=0.0
+        )
+        return load_from_nemo(cls, dataclasses.replace(settings, **changes), restore_path=tiny_nemo)
+
+    return load
+
+
+def trained(load, updates=2, loss=None, **changes):
+    role = load(**changes)
+    role.setup_training()
+    role.loss_fn = loss or PPOPolicyLoss(entropy_bonus=0.01)
+    role.prepare_for_training()
+    for number in range(updates):
+        role.training_update(make_batch(), number)
+    role.prepare_for_inference()
+    return role
+
+
+# The formula ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [LoraColumnParallelLinear, LoraRowParallelLinear])
+def test_forward_and_gradients_by_hand(cls):
+    """W = [[1, 2], [3, 4]], A = [1, -1], B = [2, 0], scale 3, of x = [1, 2]."""
+    initialize_parallel()
+    options = {"gather_output": False} if cls is LoraColumnParallelLinear else {}
+    if cls is LoraRowParallelLinear:
+        options = {"input_is_parallel": True}
+    linear = cls(
+        2,
+        2,
+        config=transformer_config(TINY_ARCHITECTURE),
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        skip_bias_add=False,
+        lora=LoraConfig(adapter_dim=1, alpha=3.0),
+        **options,
+    )
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        linear.lora.a.copy_(torch.tensor([[1.0, -1.0]]))
+        linear.lora.b.copy_(torch.tensor([[2.0], [0.0]]))
+    linear.weight.requires_grad_(False)
+    x = torch.tensor([[[1.0, 2.0]]], requires_grad=True)
+    y, _ = linear(x)
+    assert y.flatten().tolist() == [5.0 - 6.0, 11.0]
+    y.backward(torch.tensor([[[1.0, 10.0]]]))
+    assert linear.lora.a.grad.tolist() == [[6.0, 12.0]]
+    assert linear.lora.b.grad.tolist() == [[-3.0], [-30.0]]
+    assert x.grad.flatten().tolist() == [31.0 + 6.0, 42.0 - 6.0]
+    assert linear.weight.grad is None
+    merged = linear.lora.merged_into(linear.weight)
+    assert merged.tolist() == [[1.0 + 6.0, 2.0 - 6.0], [3.0, 4.0]]
+
+
+def test_logits_are_those_of_the_merged_weights_by_another_implementation(load, tmp_path):
+    adapters = filled()
+    save_adapters(tmp_path / "a.lora.safetensors", adapters)
+    role = load(adapters_path=str(tmp_path / "a.lora.safetensors"))
+    plain = load(lora=None)
+    weights = dict(plain.whole_weights())
+    for name in list(weights):
+        linear = name.removesuffix(".weight")
+        if f"{linear}.lora.a" in adapters.tensors:
+            a, b = (adapters.tensors[f"{linear}.lora.{kind}"].double() for kind in "ab")
+            weights[name] = weights[name].double() + 6.0 / 4 * b @ a
+    batch = make_batch()
+    logits = reference_logits(weights, TINY_ARCHITECTURE, batch["input_ids"])
+    logprobs = logits[..., : TINY_ARCHITECTURE.vocab_size].log_softmax(-1)
+    tokens = batch["input_ids"][:, 1:, None]
+    expected = logprobs[:, :-1].gather(-1, tokens)[..., 0] * batch["token_mask"][:, 1:]
+    assert (role.get_logprobs(batch)[:, 1:] - expected).abs().max() < 2e-5
+    assert (plain.get_logprobs(batch)[:, 1:] - expected).abs().max() > 1e-2
+
+
+def test_fresh_adapters_change_nothing_and_depend_on_the_seed_alone(load):
+    torch.manual_seed(1)
+    role = load()
+    torch.manual_seed(2)
+    again, other = load(), load(seed=7)
+    batch = make_batch()
+    assert torch.equal(role.get_logprobs(batch), load(lora=None).get_logprobs(batch))
+    one, two, three = (each.adapters.whole() for each in (role, again, other))
+    for name, value in one.items():
+        assert torch.equal(value, two[name])
+        assert torch.equal(value, three[name]) == name.endswith(".lora.b")  # which are zero
+
+
+# What is trained ------------------------------------------------------------------------------
+
+
+def linears_of(role):
+    names = (name for name, p in role.gpt.named_parameters() if p.requires_grad)
+    return {name.split(".", 3)[-1].rsplit(".", 2)[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("targets", "linears"),
+    [
+        (("attention_qkv",), {"self_attention.linear_qkv"}),
+        (("attention_dense", "mlp_fc2"), {"self_attention.linear_proj", "mlp.linear_fc2"}),
+        (("attention",), {"self_attention.linear_qkv", "self_attention.linear_proj"}),
+        (("mlp",), {"mlp.linear_fc1", "mlp.linear_fc2"}),
+    ],
+)
+def test_targets(load, targets, linears):
+    role = load(lora=LoraConfig(target_modules=targets, adapter_dim=2))
+    assert linears_of(role) == linears
+    assert set(adapter_shapes(TINY_ARCHITECTURE, role.settings.lora)) == set(role.adapters.whole())
+
+
+@pytest.mark.parametrize(
+    ("cls", "loss", "heads"),
+    [(MegatronGPTActorModel, None, 0), (MegatronGPTCriticModel, PPOValueLoss(), 2)],
+)
+def test_only_adapters_and_heads_have_buffers_and_change(load, cls, loss, heads):
+    before = load(cls, lora=None).whole_weights()
+    role = trained(load, cls=cls, loss=loss)
+    learning = [p for p in role.gpt.parameters() if p.requires_grad]
+    assert len(learning) == 4 * 4 * 2 + heads
+    size = sum(parameter.numel() for parameter in learning)
+    assert sum(buffer.grad_data.numel() for buffer in role.model.buffers) < size + 1024
+    assert sum(len(part.optimizer.state) for part in role.optimizer.inner.chained_optimizers) == (
+        len(learning)
+    )
+    frozen = {n: p for n, p in role.gpt.named_parameters() if not p.requires_grad}
+    assert all(not hasattr(parameter, "main_grad") for parameter in frozen.values())
+    plain = load(cls, lora=None)
+    for name, parameter in plain.gpt.named_parameters():
+        if name in frozen:
+            assert torch.equal(frozen[name], parameter)
+    merged = role.whole_weights()
+    assert merged.keys() == before.keys()
+    assert not torch.equal(
+        merged["decoder.layers.0.mlp.linear_fc2.weight"],
+        before["decoder.layers.0.mlp.linear_fc2.weight"],
+    )
+
+
+def test_recomputed_layers_have_the_same_gradients(load, tmp_path):
+    """The first layer reads frozen embeddings, so recomputation must be told that it learns."""
+    save_adapters(tmp_path / "a.lora.safetensors", filled())
+    path = str(tmp_path / "a.lora.safetensors")
+    gradients = {}
+    for recompute in (None, "full", "selective"):
+        role = load(adapters_path=path, recompute=recompute)
+        role.setup_training()
+        role.loss_fn = PPOPolicyLoss(entropy_bonus=0.01)
+        role.prepare_for_training()
+        role.get_loss_and_metrics(make_batch(), forward_only=False)
+        named = role.gpt.named_parameters()
+        gradients[recompute] = {name: p.main_grad for name, p in named if p.requires_grad}
+    for name, value in gradients[None].items():
+        assert value.abs().max() > 1e-6, name
+        for recompute in ("full", "selective"):
+            difference = (gradients[recompute][name] - value).abs().max()
+            assert difference < 1e-5 * value.abs().max(), (recompute, name)
+
+
+# The reference --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begins_with_adapters", [False, True])
+def test_the_reference_is_the_beginning_without_a_second_model(
+    load, tmp_path, begins_with_adapters
+):
+    path = None
+    if begins_with_adapters:
+        path = str(tmp_path / "a.lora.safetensors")
+        save_adapters(path, filled())
+    role = load(adapters_path=path)
+    role.keep_reference("keep")
+    batch = make_batch()
+    before = role.get_logprobs(batch)
+    role.setup_training()
+    role.loss_fn = PPOPolicyLoss()
+    role.prepare_for_training()
+    role.training_update(batch)
+    role.prepare_for_inference()
+    after = role.get_logprobs(batch)
+    assert (after - before).abs().max() > 1e-3
+    assert torch.equal(role.get_reference_logprobs(batch), before)
+    assert torch.equal(role.get_logprobs(batch), after)
+    assert role._reference._model is None
+    initial = role._reference._initial
+    assert (initial is not None) == begins_with_adapters
+    if initial is not None:
+        assert set(initial._held) == {n for n, _ in role.gpt.named_parameters() if ".lora." in n}
+
+
+# Where weights leave --------------------------------------------------------------------------
+
+
+def test_sampling_engines_and_files_get_merged_weights(load, tmp_path, tiny_nemo):
+    role = trained(load)
+    batch = make_batch()
+    role.write_nemo(str(tmp_path / "merged.nemo"))
+    role.save_adapters(tmp_path / "beside.lora.safetensors")
+    plain = load_from_nemo(MegatronGPTActorModel, restore_path=tmp_path / "merged.nemo")
+    assert (plain.get_logprobs(batch) - role.get_logprobs(batch)).abs().max() < 1e-5
+    adapters = read_adapters(tmp_path / "beside.lora.safetensors", TINY_ARCHITECTURE)
+    gathered = GatheredWeights(role.gpt, role.architecture)
+    with open_nemo(tiny_nemo) as base, open_nemo(tmp_path / "merged.nemo") as saved:
+        offline = MergedWeights(base.weights, adapters)
+        assert set(offline) == set(saved.weights) == set(gathered)
+        for name in offline:
+            assert torch.equal(offline[name], saved.weights[name]), name
+            assert torch.equal(gathered[name].cpu(), saved.weights[name]), name
+    again = load(adapters_path=str(tmp_path / "beside.lora.safetensors"))
+    assert torch.equal(again.get_logprobs(batch), role.get_logprobs(batch))
+
+
+def test_what_is_drawn_is_what_the_merged_model_draws(load):
+    role = trained(load)
+    plain = load(lora=None)
+    fresh = load(lora=None)
+    plain.load_whole_weights(role.whole_weights())
+    drawn = []
+    for each in (role, plain, fresh):
+        each.configure_generation(LengthParams(max_length=16), SamplingParams(), 3)
+        prompts = make_batch()["input_ids"][:, :4]
+        rows = torch.arange(ROWS)
+        drawn.append(each.generate(prompts, torch.full_like(rows, 4), rows, seed=1))
+    assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+    assert torch.equal(drawn[0].logprobs, drawn[1].logprobs)
+    assert not torch.equal(drawn[0].logprobs[:, :5], drawn[2].logprobs[:, :5])
+    # In the pass that trains, the adapters stand beside the weights: the same but for rounding.
+    lengths, tokens = drawn[0].lengths, drawn[0].tokens
+    mask = (drawn[0].logprobs != 0).float()
+    columns = {"input_ids": tokens, "input_lengths": lengths, "token_mask": mask}
+    assert (role.get_logprobs(columns) - drawn[0].logprobs).abs().max() < 1e-5
+
+
+# The run state --------------------------------------------------------------------------------
+
+
+def test_a_run_state_holds_what_is_trained_and_restores_it_to_the_bit(load):
+    role = trained(load)
+    state = role.run_state()
+    assert set(state["slices"]) == set(adapter_shapes(TINY_ARCHITECTURE, LORA))
+    again = load()
+    again.setup_training()
+    again.load_run_state([state])
+    for each in (role, again):
+        each.loss_fn = PPOPolicyLoss()
+        each.prepare_for_training()
+        each.training_update(make_batch())
+    one, two = role.adapters.whole(), again.adapters.whole()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_run_state_of_another_way_to_learn_is_refused(load):
+    with_adapters, without = trained(load, 0).run_state(), trained(load, 0, lora=None).run_state()
+    with pytest.raises(CheckpointError, match=r"saved without adapters, and .*peft_scheme is now"):
+        trained(load, 0).load_run_state([without])
+    with pytest.raises(CheckpointError, match=r"saved with adapters, .*peft_scheme is now null"):
+        trained(load, 0, lora=None).load_run_state([with_adapters])
+    other = trained(load, 0, lora=LoraConfig(target_modules=("mlp",), adapter_dim=4))
+    with pytest.raises(CheckpointError, match=r"not those of model\.peft\.lora_tuning: unexpected"):
+        other.load_run_state([with_adapters])
+
+
+# Files that do not fit ------------------------------------------------------------------------
+
+
+def test_adapters_of_another_form_or_model_are_refused(load, tmp_path):
+    path = tmp_path / "a.lora.safetensors"
+    save_adapters(path, filled())
+    for changed, message in (
+        (dataclasses.replace(LORA, adapter_dim=8), r"adapter_dim=8, and .* trained with 4"),
+        (dataclasses.replace(LORA, alpha=4.0), r"alpha=4\.0, and .* set alpha=6\.0"),
+        (dataclasses.replace(LORA, target_modules=("mlp",)), r"set target_modules=\[all\]"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(lora=changed, adapters_path=str(path))
+    load(lora=dataclasses.replace(LORA, adapter_dropout=0.5), adapters_path=str(path))
+    smaller = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)
+    with pytest.raises(CheckpointError, match=r"of another model: unexpected decoder\.layers\.2"):
+        read_adapters(path, smaller)
+    wider = dataclasses.replace(TINY_ARCHITECTURE, ffn_hidden_size=256)
+    with pytest.raises(CheckpointError, match="has shape"):
+        read_adapters(path, wider)
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match="does not hold adapters of ours"):
+        read_adapters(path, TINY_ARCHITECTURE)
+    with pytest.raises(CheckpointNotFoundError, match="peft_scheme=lora"):
+        read_adapters(tmp_path / "none", TINY_ARCHITECTURE)
+
+
+def test_a_head_travels_with_the_adapters_of_a_critic(load, tmp_path):
+    critic = trained(load, cls=MegatronGPTCriticModel, loss=PPOValueLoss())
+    path = tmp_path / "critic.lora.safetensors"
+    critic.save_adapters(path)
+    batch = make_batch()
+    again = load(MegatronGPTCriticModel, adapters_path=str(path))
+    assert critic.get_values(batch).abs().max() > 1e-4
+    assert torch.equal(again.get_values(batch), critic.get_values(batch))
+    with pytest.raises(CheckpointError, match=r"a head .* which a policy does not have"):
+        load(adapters_path=str(path))
+
+
+def test_a_mixture_of_experts_takes_adapters_in_its_attention(load):
+    experts = dataclasses.replace(TINY_ARCHITECTURE, num_moe_experts=4)
+    with pytest.raises(ConfigError, match=r"target_modules=\[attention\]"):
+        adapter_shapes(experts, LORA)
+    names = adapter_shapes(experts, LoraConfig(target_modules=("attention",)))
+    assert len(names) == 4 * 2 * 2
+
+
+# Dropout --------------------------------------------------------------------------------------
+
+
+def test_dropout_keeps_the_mean_and_knows_tokens_not_places():
+    dropout = TokenDropout(0.25, seed=3)
+    ids = torch.randint(0, 200, (6, 40), generator=torch.Generator().manual_seed(1))
+    lengths = torch.full((6,), 40)
+    held = torch.arange(240).view(6, 40)
+    ones = torch.ones(40, 6, 64)
+    with dropout.of_pass(ids, lengths, held):
+        seen = dropout(ones, 11, part=0, parts=1, first=0)
+        other = dropout(ones, 12, part=0, parts=1, first=0)
+        right = dropout(ones[..., :32], 11, part=0, parts=1, first=32)
+        late = dropout(ones[:20], 11, part=1, parts=2, first=0)
+    assert seen.unique().tolist() == [0.0, pytest.approx(4 / 3)]
+    assert (seen == 0).float().mean() == pytest.approx(0.25, abs=0.01)  # of 15,360 draws
+    assert (seen == other).float().mean() < 0.7
+    assert torch.equal(right, seen[..., 32:])
+    assert torch.equal(late, seen[20:])
+    cut_places = torch.arange(60).view(2, 30)
+    with dropout.of_pass(ids[2:4, :30], torch.full((2,), 30), cut_places):
+        cut = dropout(ones[:30, :2], 11, part=0, parts=1, first=0)
+    assert not torch.equal(cut, seen[:30, 2:4])  # a shorter sequence is another one
+    padded = torch.cat([ids[2:4], torch.zeros(2, 9, dtype=torch.int64)], dim=1)
+    with dropout.of_pass(padded, lengths[2:4], torch.arange(98).view(2, 49)):
+        again = dropout(torch.ones(49, 2, 64), 11, part=0, parts=1, first=0)
+    assert torch.equal(again[:40], seen[:, 2:4])
+    dropout.update = 1
+    with dropout.of_pass(ids, lengths, held):
+        assert not torch.equal(dropout(ones, 11, part=0, parts=1, first=0), seen)
+
+
+def test_dropout_is_over_outside_training(load):
+    dropping = load(lora=dataclasses.replace(LORA, adapter_dropout=0.5))
+    batch = make_batch()
+    dropping.prepare_for_inference()
+    assert torch.equal(dropping.get_logprobs(batch), load().get_logprobs(batch))

@@ -1,0 +1,81 @@
+"""Settings of adapters: what they mean, and what is refused before anything is loaded."""
+
+import pytest
+
+from aligner.config import PeftConfig, RunConfig, parse_config
+from aligner.config.load import check_config
+from aligner.errors import ConfigError
+from aligner.models.gpt.settings import RunFacts, continuing, critic_settings, policy_settings
+
+LORA = {"peft_scheme": "lora"}
+
+
+def run(peft, critic=None, **model):
+    return parse_config(
+        {
+            "model": {"restore_from_path": "m.nemo", "peft": peft, **model},
+            "critic": critic or {},
+            "reward": {"function": "a.b:reward"},
+            "data": {"train": {"source": "train.jsonl"}},
+        },
+        RunConfig,
+    )
+
+
+@pytest.mark.parametrize(
+    ("peft", "model", "message"),
+    [
+        ({"peft_scheme": "ptuning"}, {}, r"model\.peft\.peft_scheme: must be one of lora"),
+        ({"restore_from_path": "a"}, {}, r"peft_scheme is null; set it to lora"),
+        (LORA | {"lora_tuning": {"target_modules": []}}, {}, "nothing would be trained"),
+        (LORA | {"lora_tuning": {"target_modules": ["mlp_fc3"]}}, {}, r"must be one of all, att"),
+        (LORA | {"lora_tuning": {"adapter_dim": 0}}, {}, r"adapter_dim: must be at least 1"),
+        (LORA | {"lora_tuning": {"alpha": 0}}, {}, r"alpha: must be greater than 0"),
+        (LORA | {"lora_tuning": {"adapter_dropout": 1.0}}, {}, "between 0 and 0.9"),
+        (LORA, {"fp8": "e4m3"}, r"model\.fp8=e4m3: adapters .* set model\.fp8=null"),
+        (
+            LORA | {"lora_tuning": {"adapter_dropout": 0.1}},
+            {"activations_checkpoint_granularity": "full"},
+            r"adapter_dropout=0\.1: .* set it to 0",
+        ),
+    ],
+)
+def test_refused(peft, model, message):
+    with pytest.raises(ConfigError, match=message):
+        run(peft, **model)
+
+
+def test_the_dtensor_backend_says_who_has_adapters():
+    with pytest.raises(ConfigError, match=r"policy\.backend=dtensor .* set policy\.backend=megat"):
+        parse_config(
+            {**run(LORA).as_dict(), "policy": {"backend": "dtensor"}},
+            RunConfig,
+        )
+
+
+def test_null_is_all_weights():
+    config = run({})
+    check_config(config)
+    assert config.model.peft == PeftConfig()
+    assert policy_settings(config.model, RunFacts()).lora is None
+
+
+def test_the_critic_follows_and_begins_where_the_policy_does():
+    peft = LORA | {"restore_from_path": "p.lora.safetensors"}
+    config = run(peft)
+    assert config.critic is not None
+    policy = policy_settings(config.model, RunFacts())
+    critic = critic_settings(config.critic, config.model, RunFacts())
+    assert policy.lora == critic.lora == config.model.peft.lora_tuning
+    assert policy.adapters_path == critic.adapters_path == "p.lora.safetensors"
+    other = run(peft, critic={"restore_from_path": "c.nemo"})
+    assert other.critic is not None
+    assert critic_settings(other.critic, other.model, RunFacts()).adapters_path is None
+
+
+def test_continuing_takes_the_adapters_and_leaves_the_frozen_weights():
+    settings = policy_settings(run(LORA).model, RunFacts())
+    begun, whole = continuing(settings, "/run/policy.nemo")
+    assert (begun.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
+    plain = policy_settings(run({}).model, RunFacts())
+    assert continuing(plain, "/run/policy.nemo") == (plain, "/run/policy.nemo")
