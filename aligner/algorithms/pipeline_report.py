@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint.durable import atomic_file, write_json
-from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig
+from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
 from aligner.distributed import accelerator
 from aligner.observe.comparison import Comparison, Learned, Measure, Policy, render_comparison
 from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import read_metrics
 from aligner.observe.samples import read_samples
 
+_REWARD = "val_rollouts/rewards"
 # Metric of a validation, what it is called here, and whether more (1) or less (-1) is better.
 _HELD_OUT = (
     ("val_rollouts/accuracy", "right answers", 1),
-    ("val_rollouts/rewards", "reward", 1),
+    (_REWARD, "reward", 1),
     ("val_optim/accuracy", "pairs ranked right", 1),
     ("val_optim/rewards_margin", "margin", 1),
     ("val_optim/loss", "loss", -1),
@@ -114,8 +115,11 @@ def _measures(result: StageResult, metrics: Sequence[Mapping[str, float]]) -> It
         "val_rollouts/accuracy": last.get("val_rollouts/num_samples"),
         "val_optim/accuracy": result.facts.get("pairs"),
     }
+    config = result.config
+    # There the reward is what the line above it counts.
+    is_counted = isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
     for metric, label, better in _HELD_OUT:
-        if metric in last:
+        if metric in last and not (metric == _REWARD and is_counted):
             count = counts.get(metric)
             share_of = None if count is None else int(count)
             yield Measure(label, first[metric], last[metric], share_of, better)

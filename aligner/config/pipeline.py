@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from aligner.config.load import load_config
 from aligner.config.parse import build
@@ -88,7 +89,7 @@ def load_pipeline(path: Path) -> PipelineConfig:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
         pipeline = build(PipelineConfig, values)
         _check(pipeline)
-    except (OmegaConfBaseException, ConfigError) as error:
+    except (OmegaConfBaseException, YAMLError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return pipeline
 

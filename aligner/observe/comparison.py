@@ -128,9 +128,8 @@ def render_comparison(comparison: Comparison) -> str:
         sections.append(
             section(
                 "Right answers to the same held-out problems",
-                f"One sampled answer to each of {' or '.join(map(str, counts))} prompts, none of "
-                "whose problems any model was trained on, and whether it is right. In brackets: "
-                "95 % confidence interval.",
+                f"One sampled answer to each of {' or '.join(map(str, counts))} prompts that no "
+                "run learned from, and whether it is right. In brackets: 95 % confidence interval.",
                 _policies(comparison.policies),
             )
         )
