@@ -20,3 +20,13 @@ def tiny_nemo(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.nemo"
     write_tiny_nemo(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory) -> Path:
+    """The teacher that the header of the distillation recipe makes."""
+    from aligner.checkpoint.tiny import write_tiny_nemo
+
+    path = tmp_path_factory.mktemp("models") / "tiny_teacher.nemo"
+    write_tiny_nemo(path, seed=1, hidden_size=128, scale=0.06)
+    return path

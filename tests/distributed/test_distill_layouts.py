@@ -11,8 +11,6 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from aligner.checkpoint.tiny import write_tiny_nemo
-
 WORKER = Path(__file__).with_name("distill_worker.py")
 # Tensor, context and pipeline parallelism over two processes; what is left is data parallel.
 SIZES = ("2,1,1", "1,2,1", "1,1,1")
@@ -24,10 +22,8 @@ FURTHER = [
 ]
 
 
-def learned(processes, layouts, folder, model):
-    teacher, output = folder / "teacher.nemo", folder / f"{processes}.pt"
-    if not teacher.exists():
-        write_tiny_nemo(teacher, seed=1, hidden_size=128, scale=0.06)
+def learned(processes, layouts, folder, model, teacher):
+    output = folder / f"{processes}.pt"
     run_ranks(WORKER, processes, [model, teacher, output, *layouts], timeout_s=280)
     return torch.load(output, weights_only=True)
 
@@ -46,9 +42,9 @@ def check(one, other):
 @pytest.mark.parametrize(
     "layouts", [DEFAULT, pytest.param(FURTHER, marks=pytest.mark.extended)], ids=["few", "all"]
 )
-def test_a_layout_equals_one_process(layouts, tiny_nemo, tmp_path):
+def test_a_layout_equals_one_process(layouts, tiny_nemo, teacher, tmp_path):
     kinds = sorted({layout.split(",")[0] for layout in layouts})
-    one = learned(1, [f"{kind},1,1,1,padded" for kind in kinds], tmp_path, tiny_nemo)
-    two = learned(2, layouts, tmp_path, tiny_nemo)
+    one = learned(1, [f"{kind},1,1,1,padded" for kind in kinds], tmp_path, tiny_nemo, teacher)
+    two = learned(2, layouts, tmp_path, tiny_nemo, teacher)
     for layout in layouts:
         check(one[f"{layout.split(',')[0]},1,1,1,padded"], two[layout])

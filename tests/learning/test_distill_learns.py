@@ -10,20 +10,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.checkpoint.tiny import write_tiny_nemo
 from aligner.config import DistillRunConfig, load_config
 from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """That of the recipe's header."""
-    path = tmp_path_factory.mktemp("teacher") / "teacher.nemo"
-    write_tiny_nemo(path, seed=1, hidden_size=128, scale=0.06)
-    return path
 
 
 def validations(folder, nemo, teacher, *overrides):

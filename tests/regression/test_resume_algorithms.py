@@ -7,7 +7,6 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from aligner.checkpoint.nemo import open_nemo
-from aligner.checkpoint.tiny import write_tiny_nemo
 from aligner.config import (
     DistillRunConfig,
     RewardRunConfig,
@@ -34,14 +33,6 @@ RUNS = {
 
 
 OPTIONS = {"distill_tiny_cpu": ["trainer.distill.on_policy=true"]}  # so that sampling resumes too
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    """That of the distillation recipe's header."""
-    path = tmp_path_factory.mktemp("teacher") / "teacher.nemo"
-    write_tiny_nemo(path, seed=1, hidden_size=128, scale=0.06)
-    return path
 
 
 def run(folder, nemo, teacher, recipe, steps):
