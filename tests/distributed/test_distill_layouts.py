@@ -39,6 +39,7 @@ def check(one, other):
         assert difference / weight.abs().max() < 1e-5, name
 
 
+@pytest.mark.timeout(700)  # two starts of ranks, with 280 s each
 @pytest.mark.parametrize(
     "layouts", [DEFAULT, pytest.param(FURTHER, marks=pytest.mark.extended)], ids=["few", "all"]
 )
