@@ -40,6 +40,7 @@ from aligner.config.pipeline import (
 from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
 
 RECORD = "stage.json"
+_FREE = ("arguments", "kwargs")  # mappings whose keys are the user's
 _PATIENCE_S = 120.0  # for a stage that is told to end: it saves its state first
 
 
@@ -81,13 +82,30 @@ class Stage:
         return {**self.config.as_dict(), "models": models}
 
     def changes(self) -> list[str]:
-        """What is not as it was when the stage began, in words."""
-        return config_changes(self.record.get("made_of", self.made_of()), self.made_of())
+        """What is not as it was when the stage began, in words.
+
+        Options that came into the library since then are passed over.
+        """
+        now = self.made_of()
+        before = self.record.get("made_of", now)
+        return config_changes(before, _known_to(before, now))
 
     def is_done(self) -> bool:
         """Whether it came to its end, from what is there now, and what it left is there."""
         there = self.trained is None or self.trained.exists()
         return bool(self.record.get("finished")) and there and not self.changes()
+
+
+def _known_to(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """``now`` without the options that ``before`` has no key for."""
+    kept = {}
+    for key, value in now.items():
+        is_section = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
+        if is_section and key not in _FREE:
+            kept[key] = _known_to(before[key], value)
+        elif key in before:
+            kept[key] = value
+    return kept
 
 
 def run_pipeline(path: Path, conf_dir: Path, scripts: Path) -> Path:

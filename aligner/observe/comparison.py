@@ -167,12 +167,13 @@ def _policies(policies: Sequence[Policy]) -> str:
     for one in policies:
         parent = known.get(one.began_with or "")
         change = "" if parent is None else _change(parent.accuracy, one.accuracy)
-        bar = f'<td class="bar"><div style="width:{100 * one.accuracy:.1f}%"></div></td>'
+        width = f"width:{100 * one.accuracy:.1f}%"
+        bar = f'<td class="bar" style="width:35%"><div style="{width}"></div></td>'
         rows.append(
             f"<tr>{_cell(one.name)}{_cell(one.began_with or '')}{bar}"
             f"{_number(one.accuracy, one.interval)}{change or _cell('')}</tr>"
         )
-    return _table(("model", "made from", "", "right", "change"), rows)
+    return _table(("model", "made from", ""), rows, ("right", "change"))
 
 
 def _measures(runs: Sequence[Learned]) -> str:
@@ -188,14 +189,18 @@ def _measures(runs: Sequence[Learned]) -> str:
                 f"<tr>{''.join(map(_cell, named))}{_cell(one.label)}{before}"
                 f"{_number(one.after, one.interval)}{change}</tr>"
             )
-    return _table(("run", "began with", "held out", "before", "after", "change"), rows)
+    return _table(("run", "began with", "held out"), rows, ("before", "after", "change"))
 
 
 def _curves(runs: Sequence[Learned]) -> str:
     cards = []
     for run in runs:
         series = collect_series(run.metrics)
+        counted, rewarded = (series.get(f"val_rollouts/{n}") for n in ("accuracy", "rewards"))
+        is_same = counted is not None and rewarded is not None and counted == rewarded
         for metric, heading, shows in _CURVES:
+            if metric == "rewards" and is_same:
+                continue
             lines = [
                 Series(label, found.steps, found.values, style)
                 for group, label, style in _LINES
@@ -231,8 +236,10 @@ def _commands(runs: Sequence[Learned]) -> str:
     return facts(rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+def _table(head: Sequence[str], rows: Sequence[str], numbers: Sequence[str] = ()) -> str:
+    """``head``: of the columns of text; ``numbers``: of those of numbers behind them."""
     columns = "".join(f"<th>{escape(name)}</th>" for name in head)
+    columns += "".join(f'<th class="number">{escape(name)}</th>' for name in numbers)
     return (
         f'<div class="card scroll"><table class="samples"><tr>{columns}</tr>{"".join(rows)}'
         "</table></div>"

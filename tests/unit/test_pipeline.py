@@ -187,6 +187,22 @@ def test_a_stage_of_another_model_or_configuration_is_never_gone_on_with(place):
     assert ran() == ["evaluate/sft"]  # which only measures
 
 
+def test_an_option_that_came_with_an_upgrade_makes_nothing_stale(place):
+    run()
+    ran()
+    for record in Path("results").rglob("stage.json"):
+        older = json.loads(record.read_text())
+        del older["made_of"]["model"]["micro_batch_size"]
+        del older["made_of"]["cluster"]
+        record.write_text(json.dumps(older))
+    run()
+    assert ran() == []
+    older["made_of"]["data"]["train"]["arguments"].pop("size")  # these are the user's own
+    record.write_text(json.dumps(older))
+    with pytest.raises(ConfigError, match=r"data\.train\.arguments\.size: None -> "):
+        run()
+
+
 def test_a_directory_with_a_run_of_its_own_is_not_taken_over(place):
     Path("results/stubs/sft").mkdir(parents=True)
     Path("results/stubs/sft/metrics.jsonl").write_text("")
