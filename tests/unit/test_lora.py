@@ -23,9 +23,15 @@ from aligner.distributed.lora_dropout import TokenDropout
 from aligner.distributed.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt import (
+    MegatronGPTActorModel,
+    MegatronGPTCriticModel,
+    MegatronGPTRewardModel,
+    load_from_nemo,
+)
 from aligner.models.gpt.build import transformer_config
 from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.shared_reward import SharedBodyRewardModel
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
 ROWS, WIDTH = 4, 14
@@ -360,6 +366,26 @@ def test_a_head_travels_with_the_adapters_of_a_critic(load, tmp_path):
     assert torch.equal(again.get_values(batch), critic.get_values(batch))
     with pytest.raises(CheckpointError, match=r"a head .* which a policy does not have"):
         load(adapters_path=str(path))
+
+
+def test_a_reward_model_in_the_critics_body_speaks_without_the_critics_adapters(load, tmp_path):
+    path = tmp_path / "reward.nemo"
+    original = load(MegatronGPTRewardModel, lora=None, optim=None, seed=9)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(3)
+        original.gpt.rm_head.weight.normal_(0, 0.1, generator=generator)
+        for parameter in original.gpt.decoder.parameters():
+            parameter.mul_(1.1)  # not the critic's frozen weights
+    original.write_nemo(str(path))
+    critic = trained(load, cls=MegatronGPTCriticModel, loss=PPOValueLoss())
+    batch = make_batch()
+    values = critic.get_values(batch)
+    with open_nemo(path) as checkpoint:
+        shared = SharedBodyRewardModel.in_critic(
+            critic, checkpoint, settings=RoleSettings(), tokenizer=checkpoint.tokenizer
+        )
+    assert torch.equal(shared.infer(batch), original.infer(batch))
+    assert torch.equal(critic.get_values(batch), values)
 
 
 def test_a_mixture_of_experts_takes_adapters_in_its_attention(load):

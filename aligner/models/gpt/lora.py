@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +19,7 @@ from aligner.checkpoint.adapters import (
     read_adapters,
     save_adapters,
 )
-from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, check_shape, split
+from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_tensors
 from aligner.config import LoraConfig
 from aligner.distributed.agreement import on_rank_zero
@@ -64,7 +64,8 @@ class RoleAdapters:
             parameter.requires_grad_(name.endswith((LORA_A, LORA_B)) or name in REWARD_HEAD)
         for name, adapter in _adapters(gpt, architecture).items():
             adapter.dropout, adapter.stream = self.dropout, _seed_of(seed, f"{name}.dropout")
-        self._fill(_fresh(adapter_shapes(architecture, lora), seed))
+        shapes = adapter_shapes(architecture, lora)
+        self._fill(lambda name: _fresh(name, shapes[name], seed) if name in shapes else None)
         if gpt.pre_process and gpt.config.recompute_granularity == "full":
             gpt.embedding.register_forward_hook(_ask_gradient)
 
@@ -82,7 +83,7 @@ class RoleAdapters:
                 f"{str(path)!r} was trained with a head (rm_head), which a policy does not have; "
                 "give adapters of a policy"
             )
-        self._fill(found.tensors)
+        self._fill(found.tensors.get)
         self.are_fresh = False
 
     def save(self, path: str | Path, nemo_keys: Mapping[str, Any]) -> None:
@@ -107,13 +108,13 @@ class RoleAdapters:
         )
 
     @torch.no_grad()
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this process's share of whole tensors; what is not among them stays."""
+    def _fill(self, whole: Callable[[str], Tensor | None]) -> None:
+        """Copy this process's share of the ``whole`` tensors; what has none stays."""
         tp_rank, tp_size = self._parallel.tp_rank, self._parallel.config.tensor
         for name, parameter in canonical_parameters(self._gpt, self._architecture):
-            if not parameter.requires_grad or name not in tensors:
+            share = whole(name) if parameter.requires_grad else None
+            if share is None:
                 continue
-            share = tensors[name]
             if name not in REWARD_HEAD:
                 share = split(name, share, self._architecture, tp_rank, tp_size)
             check_shape(name, share.shape, tuple(parameter.shape))
@@ -162,16 +163,14 @@ def _ask_gradient(_: nn.Module, __: Any, embedded: Tensor) -> None:
         embedded.requires_grad_()
 
 
-def _fresh(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """A uniform in ±1/√in, each from its name, so on every layout the same; B zero."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        tensors[name] = torch.zeros(shape)
-        if name.endswith(LORA_A):
-            bound = 1.0 / math.sqrt(shape[1])
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            tensors[name].uniform_(-bound, bound, generator=generator)
-    return tensors
+def _fresh(name: str, shape: Shape, seed: int) -> Tensor:
+    """A uniform in ±1/√in, drawn by its name, so on every layout the same; B zero."""
+    tensor = torch.zeros(shape)
+    if name.endswith(LORA_A):
+        bound = 1.0 / math.sqrt(shape[1])
+        generator = torch.Generator().manual_seed(_seed_of(seed, name))
+        tensor.uniform_(-bound, bound, generator=generator)
+    return tensor
 
 
 def _seed_of(seed: int, name: str) -> int:
