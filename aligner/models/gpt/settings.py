@@ -100,9 +100,7 @@ def reward_settings(
     return dataclasses.replace(settings, attributes=attributes, optim=optim)
 
 
-def continuing(
-    settings: RoleSettings, weights_path: str | None
-) -> tuple[RoleSettings, str | None]:
+def continuing(settings: RoleSettings, weights_path: str | None) -> tuple[RoleSettings, str | None]:
     """How a role that continues from ``weights_path`` begins, and whole weights to begin with.
 
     With adapters it begins with its frozen weights, and takes the adapters that stand beside.
