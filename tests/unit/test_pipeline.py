@@ -150,7 +150,7 @@ def test_what_failed_is_run_again_and_nothing_before_it(place):
 def test_sigterm_is_for_the_stage_which_saves_and_is_continued(place):
     Path("sft.order").write_text("wait")
     code = f"from test_pipeline import *; CONF = Path({str(CONF)!r}); run()"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True
     )
