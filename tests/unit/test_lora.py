@@ -19,8 +19,6 @@ from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.nemo import open_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
-from aligner.distributed.lora_dropout import TokenDropout
-from aligner.distributed.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from aligner.models.gpt import (
@@ -30,6 +28,8 @@ from aligner.models.gpt import (
     load_from_nemo,
 )
 from aligner.models.gpt.build import transformer_config
+from aligner.models.gpt.lora_dropout import TokenDropout
+from aligner.models.gpt.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.shared_reward import SharedBodyRewardModel
 

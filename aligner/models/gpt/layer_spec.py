@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from aligner.config import LoraConfig
 from aligner.distributed import accelerator
-from aligner.distributed.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.elementwise import SwiGLU, rms_norm
+from aligner.models.gpt.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.models.gpt.short_attention import ShortSelfAttention
 
 

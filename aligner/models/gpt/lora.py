@@ -23,10 +23,10 @@ from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, che
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_tensors
 from aligner.config import LoraConfig
 from aligner.distributed.agreement import on_rank_zero
-from aligner.distributed.lora_dropout import TokenDropout
-from aligner.distributed.lora_linear import Adapter
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
+from aligner.models.gpt.lora_dropout import TokenDropout
+from aligner.models.gpt.lora_linear import Adapter
 
 if TYPE_CHECKING:
     from aligner.models.gpt.pipeline import Microbatch

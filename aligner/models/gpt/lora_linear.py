@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from aligner.checkpoint.adapters import add_product
 from aligner.config import LoraConfig
-from aligner.distributed.lora_dropout import TokenDropout
+from aligner.models.gpt.lora_dropout import TokenDropout
 
 
 class Adapter(nn.Module):
