@@ -4,6 +4,7 @@ Scores, what training reports, the gradient of every adapter and head, and the w
 updates, theirs and the merged ones, within 1e-5 of the largest value (see `test_layouts`).
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,24 +19,33 @@ from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 WORKER = Path(__file__).with_name("lora_worker.py")
 ONE = "1,1,1,0"
 # tensor, pipeline, context, sequence parallel, mode; the rest of the processes is data parallel
-LAYOUTS = {
-    1: [f"{ONE},padded", f"{ONE},dropout,padded", f"{ONE},packed"],
-    2: [
-        f"{ONE},padded",
-        "2,1,1,0,padded",
-        "2,1,1,1,padded",
-        "2,1,1,1,packed",
-        "1,2,1,0,packed",
-        "1,1,2,0,packed",
-        f"{ONE},dropout,packed",
-        "2,1,1,0,dropout,dynamic",
-        "2,1,1,1,dropout,packed",
-        "1,2,1,0,dropout,padded",
-        "1,1,2,0,dropout,packed",
-    ],
-    4: ["2,2,1,0,packed", "2,1,1,1,dropout,packed", "2,1,2,1,packed"],
+FEW = [
+    "2,1,1,1,packed",
+    "1,2,1,0,packed",
+    f"{ONE},dropout,packed",
+    "2,1,1,0,dropout,dynamic",
+    "1,1,2,0,dropout,packed",
+]
+FURTHER = [
+    f"{ONE},padded",
+    "2,1,1,0,padded",
+    "2,1,1,1,padded",
+    "1,1,2,0,packed",
+    "2,1,1,1,dropout,packed",
+    "1,2,1,0,dropout,padded",
+]
+# name: processes, layouts
+RUNS = {
+    "one process": (1, [f"{ONE},padded", f"{ONE},dropout,padded", f"{ONE},packed"]),
+    "two": (2, FEW),
+    "two, further": (2, FURTHER),
+    "four": (4, ["2,2,1,0,packed", "2,1,1,1,dropout,packed", "2,1,2,1,packed"]),
 }
-SIZES = [1, 2, pytest.param(4, marks=pytest.mark.extended)]
+NAMES = [
+    "one process",
+    "two",
+    *(pytest.param(name, marks=pytest.mark.extended) for name in ("two, further", "four")),
+]
 
 
 def tensors_that_do_something():
@@ -49,24 +59,23 @@ def tensors_that_do_something():
 def launch(tiny_nemo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     save_adapters(folder / "begin.lora.safetensors", Adapters(LORA, tensors_that_do_something()))
-    known = {}
 
-    def seen(processes):
-        if processes not in known:
-            output = folder / f"{processes}.pt"
-            arguments = [tiny_nemo, folder / "begin.lora.safetensors", output, *LAYOUTS[processes]]
-            run_ranks(WORKER, processes, arguments, timeout_s=600)
-            known[processes] = torch.load(output, weights_only=True)
-        return known[processes]
+    @cache
+    def seen(name):
+        processes, layouts = RUNS[name]
+        output = folder / f"{name}.pt"
+        arguments = [tiny_nemo, folder / "begin.lora.safetensors", output, *layouts]
+        run_ranks(WORKER, processes, arguments, timeout_s=280)
+        return torch.load(output, weights_only=True)
 
     return seen
 
 
-@pytest.mark.parametrize("processes", SIZES)
-def test_a_layout_equals_one_process(processes, launch):
-    for layout, roles in launch(processes).items():
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layout_equals_one_process(name, launch):
+    for layout, roles in launch(name).items():
         drops = "dropout," if "dropout" in layout else ""
-        one = launch(1)[f"{ONE},{drops}padded"]
+        one = launch("one process")[f"{ONE},{drops}padded"]
         for role, expected in one.items():
             check(expected, roles[role], f"{layout} {role}")
 
@@ -89,7 +98,10 @@ def check(expected, actual, where):
 
 
 def test_dropout_changes_what_is_learned_and_not_what_is_said(launch):
-    kept, dropped = launch(1)[f"{ONE},padded"], launch(1)[f"{ONE},dropout,padded"]
+    kept, dropped = (
+        launch("one process")[f"{ONE},padded"],
+        launch("one process")[f"{ONE},dropout,padded"],
+    )
     for role in ("actor", "critic"):
         assert torch.equal(kept[role]["before"], dropped[role]["before"])
         for name, gradient in kept[role]["gradient"].items():
@@ -98,5 +110,5 @@ def test_dropout_changes_what_is_learned_and_not_what_is_said(launch):
 
 
 def test_the_reference_is_what_training_began_with(launch):
-    actor = launch(1)[f"{ONE},padded"]["actor"]
+    actor = launch("one process")[f"{ONE},padded"]["actor"]
     assert torch.equal(actor["reference"], actor["before"])

@@ -126,9 +126,18 @@ def train_microbatches(
 def infer_microbatches(
     model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep
 ) -> list[Any]:
-    """Forward without gradients; what the head of ``step`` returned, on the last stage."""
-    with torch.no_grad():
-        return _run(model, microbatches, step, forward_only=True)
+    """Forward without gradients or dropout; what the head of ``step`` returned, on the last stage.
+
+    Whatever phase the model is in: what is asked of it before the first phase, or between two
+    updates, is not to be dropped out.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _run(model, microbatches, step, forward_only=True)
+    finally:
+        model.train(training)
 
 
 def _run(
