@@ -36,7 +36,9 @@ from aligner.config import LoraConfig
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 
 SUFFIX = ".lora.safetensors"
-_LORA, _NEMO_KEYS = "lora", "nemo_keys"  # keys of the header
+# The header's only key: safetensors writes several in an order of chance.
+_HEADER = "aligner"
+_LORA, _NEMO_KEYS = "lora", "nemo_keys"
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,8 @@ def adapters_beside(weights_path: str) -> Path:
 def save_adapters(path: str | os.PathLike[str], adapters: Adapters) -> None:
     """Write a file: atomic, and the same bytes for the same adapters."""
     tensors = {name: tensor.contiguous() for name, tensor in adapters.tensors.items()}
-    header = {
-        "format": "pt",
-        _LORA: json.dumps(dataclasses.asdict(adapters.lora)),
-        _NEMO_KEYS: json.dumps(dict(adapters.nemo_keys)),
-    }
-    content = save(tensors, metadata=header)
+    header = {_LORA: dataclasses.asdict(adapters.lora), _NEMO_KEYS: dict(adapters.nemo_keys)}
+    content = save(tensors, metadata={_HEADER: json.dumps(header)})
     with atomic_file(path, len(content)) as stream:
         stream.write(content)
 
@@ -101,9 +99,9 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
         )
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = json.loads((file.metadata() or {})[_HEADER])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        described, nemo_keys = json.loads(header[_LORA]), json.loads(header[_NEMO_KEYS])
+        described, nemo_keys = header[_LORA], header[_NEMO_KEYS]
         targets = tuple(described.pop("target_modules"))
         lora = LoraConfig(target_modules=targets, **described)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:

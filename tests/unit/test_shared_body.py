@@ -146,6 +146,7 @@ def test_another_architecture_is_refused(tmp_path, tiny_nemo):
             tiny_nemo,
             path,
             "critic.global_batch_size=8",
+            "critic.micro_batch_size=8",
             "reward.attribute_weights=null",
             "reward.model.share_body_with_critic=true",
         )
