@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -31,6 +30,12 @@ from aligner.models.gpt.layer_spec import (
 Recompute = Literal["full", "selective"]
 FP8 = Literal["e4m3", "hybrid"]
 
+
+def _squared_relu(x: Tensor) -> Tensor:
+    """megatron-core's is compiled at its first call: many seconds, and a compiler has to be there."""
+    return F.relu(x).square()
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -38,7 +43,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "silu": F.silu,
     "relu": F.relu,
-    "squared_relu": squared_relu,
+    "squared_relu": _squared_relu,
 }
 
 
