@@ -32,7 +32,7 @@ FP8 = Literal["e4m3", "hybrid"]
 
 
 def _squared_relu(x: Tensor) -> Tensor:
-    """megatron-core's is compiled at its first call: many seconds, and a compiler has to be there."""
+    """megatron-core's is compiled at its first call: many seconds, and not without gcc."""
     return F.relu(x).square()
 
 
