@@ -22,30 +22,30 @@ from aligner.data.byte_tokenizer import byte_level_tokenizer
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 TOLERANCE = 1e-5
 ONE, MASKED = "tiny,megatron,1,padded", "tiny,megatron,1,masked"
+# By number of processes; those of `make test-extended` are told apart by a word.
 SPECS = {
-    4: [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
-    2: [
+    "4 further": [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
+    "2": [
         "tiny,dtensor,1,padded",
         "tiny,dtensor,1,packed",
         "tiny,dtensor,1,masked",  # one rank has no valid token
         "tiny,dtensor,2,padded",
         "qwen3,dtensor,2,packed",
-        "biased,dtensor,2,padded",
-        "mistral,dtensor,2,packed",
     ],
-    1: [
+    "2 further": ["biased,dtensor,2,padded", "mistral,dtensor,2,packed"],
+    "1 further": [f"{family},megatron,1,padded" for family in ("biased", "mistral")],
+    "1": [
         *(ONE, MASKED),
-        *(f"{family},megatron,1,padded" for family in ("qwen3", "biased", "mistral")),
+        "qwen3,megatron,1,padded",
         *(f"tiny,dtensor,1,{mode}" for mode in ("padded", "dynamic", "packed")),
         "gpt2,megatron,1,padded",
         "gpt2,dtensor,1,packed",
         "tiny,dtensor,1,padded,2,tiny,dtensor,2,padded",  # resumed
     ],
 }
-FURTHER = pytest.mark.extended  # four processes on a small machine take long
 CASES = [
-    pytest.param(processes, spec, marks=FURTHER if processes == 4 else ())
-    for processes, specs in SPECS.items()
+    pytest.param(run, spec, marks=pytest.mark.extended if "further" in run else ())
+    for run, specs in SPECS.items()
     for spec in specs
     if "dtensor" in spec
 ]
@@ -86,16 +86,17 @@ def write(folder, name, architecture):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """By spec, of a number of processes."""
+    """By spec, of a run."""
     folder = tmp_path_factory.mktemp("dtensor")
     for name, architecture in FAMILIES.items():
         write(folder, name, architecture)
 
     @cache
-    def launch(processes):
-        if processes == 1:
-            launch(2)  # what is resumed
-        run_ranks(WORKER, processes, [folder, *SPECS[processes]], timeout_s=480)
+    def launch(run):
+        if run == "1":
+            launch("2")  # what is resumed
+        processes = int(run[0])
+        run_ranks(WORKER, processes, [folder, *SPECS[run]], timeout_s=280)
         return torch.load(folder / f"{processes}.pt", weights_only=True)
 
     return launch
@@ -124,11 +125,12 @@ def assert_same(one, other, keys):
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize(("processes", "spec"), CASES)
-def test_a_layout_equals_one_megatron_process(processes, spec, role, seen):
+@pytest.mark.parametrize(("run", "spec"), CASES)
+def test_a_layout_equals_one_megatron_process(run, spec, role, seen):
     family = spec.partition(",")[0]
-    one = seen(1)[MASKED if spec.endswith("masked") else f"{family},megatron,1,padded"][role]
-    other = seen(processes)[spec][role]
+    reference = MASKED if spec.endswith("masked") else f"{family},megatron,1,padded"
+    one = seen("1" if reference in SPECS["1"] else "1 further")[reference][role]
+    other = seen(run)[spec][role]
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare
     assert one["first"]["grad_norm"] > 0.1
     resumed = spec.count(",") > 3
