@@ -31,7 +31,7 @@ LAYERS = [
         "aligner.models.generation.vllm_sampling",
     ],
     [
-        "aligner.models.megatron_worker",
+        "aligner.models.role_worker",
         "aligner.models.generation.vllm_worker",
         "aligner.models.policy.workers",
         "aligner.models.value.workers",

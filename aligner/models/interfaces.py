@@ -170,18 +170,8 @@ class BackgroundGeneration(GenerationInterface):
         """Begin to continue prompts; one batch at a time, and no other call until its end."""
 
 
-class PolicyInterface(ABC):
-    """A policy over global batches."""
-
-    @abstractmethod
-    def get_logprobs(self, data: "BatchedDataDict") -> "BatchedDataDict":
-        """See `LogprobOutputSpec`."""
-
-    @abstractmethod
-    def get_reference_policy_logprobs(
-        self, data: "BatchedDataDict", micro_batch_size: int | None = None
-    ) -> "BatchedDataDict":
-        """See `ReferenceLogprobOutputSpec`."""
+class RoleFrontInterface(ABC):
+    """A role that learns, over global batches."""
 
     @abstractmethod
     def train(
@@ -214,6 +204,20 @@ class PolicyInterface(ABC):
     @abstractmethod
     def shutdown(self) -> bool:
         """Stop the workers."""
+
+
+class PolicyInterface(RoleFrontInterface):
+    """A policy over global batches."""
+
+    @abstractmethod
+    def get_logprobs(self, data: "BatchedDataDict") -> "BatchedDataDict":
+        """See `LogprobOutputSpec`."""
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: "BatchedDataDict", micro_batch_size: int | None = None
+    ) -> "BatchedDataDict":
+        """See `ReferenceLogprobOutputSpec`."""
 
 
 class ColocatablePolicyInterface(PolicyInterface):
@@ -254,7 +258,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Take back what was offered."""
 
 
-class ValueInterface(ABC):
+class ValueInterface(RoleFrontInterface):
     """A critic over global batches."""
 
     @abstractmethod
@@ -266,39 +270,7 @@ class ValueInterface(ABC):
         """Leave it."""
 
     @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Enter training."""
-
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Leave training."""
-
-    @abstractmethod
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-    ) -> None:
-        """Write weights and, when asked, optimizer state and tokenizer."""
-
-    @abstractmethod
     def get_values(
         self, data: "BatchedDataDict", micro_batch_size: int | None = None
     ) -> "BatchedDataDict":
         """See `ValueOutputSpec`."""
-
-    @abstractmethod
-    def train(
-        self,
-        data: "BatchedDataDict",
-        loss_fn: "LossFunction",
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """One pass over ``data``; one optimizer step for every ``gbs`` samples."""
-
-    @abstractmethod
-    def shutdown(self) -> bool:
-        """Stop the workers."""

@@ -1,4 +1,4 @@
-"""A reward model on Ray workers of its own gives the rewards it gives beside the policy."""
+"""A reward model elsewhere, on Ray, gives the rewards it gives beside the policy."""
 
 import pytest
 import torch
@@ -22,13 +22,21 @@ def reward_nemo(tmp_path):
     return path
 
 
-def test_workers_of_its_own_give_the_local_runs_numbers(tmp_path, tiny_nemo, reward_nemo, ray):
+@pytest.mark.parametrize(
+    ("place", "roles"),
+    [
+        ("reward.model.workers=1", {"policy", "value", "reward"}),
+        ("reward.model.share_body_with_critic=true", {"policy", "value"}),
+    ],
+    ids=["workers of its own", "the critic's body"],
+)
+def test_gives_the_local_runs_numbers(tmp_path, tiny_nemo, reward_nemo, ray, place, roles):
     reward = ["reward=model", f"reward.model.restore_from_path={reward_nemo}"]
     steps = "trainer.ppo.max_steps=2"
     local = train(tmp_path / "local", tiny_nemo, *reward, steps)
-    on_ray = train(tmp_path / "ray", tiny_nemo, *reward, steps, ON_RAY, "reward.model.workers=1")
+    on_ray = train(tmp_path / "ray", tiny_nemo, *reward, steps, ON_RAY, place)
     assert local[0][1]["train_rollouts/rewards_std"] > 0.1  # there was something to compare
     assert on_ray == local
-    logs = {path.name for path in (tmp_path / "ray" / "workers").iterdir()}
-    assert len(logs) == 3
-    assert any("reward" in name for name in logs)
+    logs = [path.name for path in (tmp_path / "ray" / "workers").iterdir()]
+    assert len(logs) == len(roles)
+    assert all(any(role in name for name in logs) for role in roles)

@@ -59,7 +59,24 @@ class Adapter(nn.Module):
         return add_product(weight, self.a, self.b, self.scale)
 
 
-class LoraColumnParallelLinear(ColumnParallelLinear):
+class AdaptedLinear(nn.Module):
+    """In front of a parallel linear in the order of methods: its output plus the adapter's."""
+
+    lora: Adapter
+
+    def forward(
+        self, input_: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[s, b, in]`` to ``[s, b, out]``, of which ranks hold what the linear's have."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        return output + self.adapted(input_) if self.lora.enabled else output, bias
+
+    def adapted(self, hidden: Tensor) -> Tensor:
+        """What the adapter adds to the output."""
+        raise NotImplementedError
+
+
+class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
     """A linear whose outputs are shared out, with an `Adapter`."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
@@ -71,14 +88,8 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         self.lora.a.sequence_parallel = self.sequence_parallel
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
-    def forward(
-        self, input_: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
+    def adapted(self, hidden: Tensor) -> Tensor:
         """``[s, b, in]`` to ``[s, b, out / tp]``; s is shared out under sequence parallelism."""
-        output, bias = super().forward(input_, *args, **kwargs)
-        return output + self._adapted(input_) if self.lora.enabled else output, bias
-
-    def _adapted(self, hidden: Tensor) -> Tensor:
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
@@ -90,7 +101,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
         return self.lora.up(low)
 
 
-class LoraRowParallelLinear(RowParallelLinear):
+class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
     """A linear whose inputs are shared out, with an `Adapter`."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
@@ -102,14 +113,8 @@ class LoraRowParallelLinear(RowParallelLinear):
         self.lora.b.sequence_parallel = self.sequence_parallel
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
-    def forward(
-        self, input_: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor | None]:
+    def adapted(self, hidden: Tensor) -> Tensor:
         """``[s, b, in / tp]`` to ``[s, b, out]``; s is shared out under sequence parallelism."""
-        output, bias = super().forward(input_, *args, **kwargs)
-        return output + self._adapted(input_) if self.lora.enabled else output, bias
-
-    def _adapted(self, hidden: Tensor) -> Tensor:
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])
         if self.sequence_parallel:

@@ -11,40 +11,23 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.dtensor_actor import DTensorActorModel
-from aligner.models.gpt.settings import RunFacts, policy_settings
+from aligner.models.gpt.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 
 
 class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
-    """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
+    """A policy of `Policy` on this backend."""
 
-    The path may be a Hugging Face directory or a `.nemo`.
-    """
-
-    def __init__(
-        self,
+    @staticmethod
+    def load(
         config: TrainedModelConfig,
+        settings: RoleSettings,
         tokenizer: Tokenizer,
-        run: RunFacts,
         parallel: ParallelState,
-        init_optimizer: bool = True,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        init_reference_model: bool = True,
-        max_optimizer_steps: int | None = None,
-    ) -> None:
-        settings = policy_settings(config, run, max_optimizer_steps)
+    ) -> DTensorActorModel:
+        """From a Hugging Face directory or a `.nemo`."""
         with open_model(config.restore_from_path) as source:
-            model = DTensorActorModel(source, settings, parallel, tokenizer)
-        super().__init__(
-            model,
-            parallel,
-            config,
-            init_optimizer=init_optimizer,
-            init_reference_model=init_reference_model,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
-        )
+            return DTensorActorModel(source, settings, parallel, tokenizer)
 
     def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""

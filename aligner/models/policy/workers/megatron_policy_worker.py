@@ -16,40 +16,27 @@ from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.rs_actor import MegatronGPTRSModel
-from aligner.models.gpt.settings import RunFacts, policy_settings
-from aligner.models.megatron_worker import micro_batches_of, tensors_on_device
+from aligner.models.gpt.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.models.role_worker import micro_batches_of, tensors_on_device
 
 
 class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
-    """Loads the policy from ``config.restore_from_path`` and serves `Policy`."""
+    """A policy of `Policy` on this backend."""
 
-    def __init__(
-        self,
+    @staticmethod
+    def load(
         config: TrainedModelConfig,
+        settings: RoleSettings,
         tokenizer: Tokenizer,
-        run: RunFacts,
         parallel: ParallelState,
-        init_optimizer: bool = True,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        init_reference_model: bool = True,
-        max_optimizer_steps: int | None = None,
-    ) -> None:
-        model = load_from_nemo(
+    ) -> MegatronGPTActorModel:
+        """From a `.nemo`."""
+        return load_from_nemo(
             MegatronGPTRSModel if isinstance(config, RSModelConfig) else MegatronGPTActorModel,
-            policy_settings(config, run, max_optimizer_steps),
+            settings,
             restore_path=config.restore_from_path,
             tokenizer=tokenizer,
-        )
-        super().__init__(
-            model,
-            parallel,
-            config,
-            init_optimizer=init_optimizer,
-            init_reference_model=init_reference_model,
-            weights_path=weights_path,
-            optimizer_path=optimizer_path,
         )
 
     def get_topk_logits(

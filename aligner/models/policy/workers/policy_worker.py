@@ -1,43 +1,51 @@
 """One process's share of a policy, whatever it is built of."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import TrainedModelConfig
+from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.role import PolicyRole
-from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+from aligner.models.gpt.settings import RoleSettings, RunFacts, policy_settings
 from aligner.models.policy.workers.refit_worker import RefitWorker
+from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
 
 Policy = TypeVar("Policy", bound=PolicyRole)
 
 
-class PolicyWorker(RefitWorker, MegatronWorker[Policy]):
-    """What `Policy` asks of its workers; a backend builds the model and makes weights whole.
+class PolicyWorker(RefitWorker, RoleWorker[Policy]):
+    """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
 
     Args:
-        model: the policy, with the weights that ``config`` names; they are the reference's.
+        config: the policy's section; the weights it names are the reference's.
+        tokenizer: packaged when the policy is saved.
+        run: what all roles share.
         parallel: this process's place.
-        config: the policy's section.
         init_optimizer: False for a policy that does not learn.
-        init_reference_model: whether a reference policy is kept.
         weights_path: continue from these weights.
         optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+        init_reference_model: whether a reference policy is kept.
+        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
     """
 
     def __init__(
         self,
-        model: Policy,
-        parallel: ParallelState,
         config: TrainedModelConfig,
-        *,
-        init_optimizer: bool,
-        init_reference_model: bool,
-        weights_path: str | None,
-        optimizer_path: str | None,
+        tokenizer: Tokenizer,
+        run: RunFacts,
+        parallel: ParallelState,
+        init_optimizer: bool = True,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_reference_model: bool = True,
+        max_optimizer_steps: int | None = None,
     ) -> None:
+        settings = policy_settings(config, run, max_optimizer_steps)
+        model = self.load(config, settings, tokenizer, parallel)
         super().__init__(model, parallel)
         rollout = config.rollout
         model.configure_generation(
@@ -51,6 +59,16 @@ class PolicyWorker(RefitWorker, MegatronWorker[Policy]):
             model.setup_training()
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
+
+    @staticmethod
+    @abstractmethod
+    def load(
+        config: TrainedModelConfig,
+        settings: RoleSettings,
+        tokenizer: Tokenizer,
+        parallel: ParallelState,
+    ) -> Policy:
+        """The backend's policy, from ``config.restore_from_path``."""
 
     def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""

@@ -11,10 +11,10 @@ from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.reward import MegatronGPTRewardModel, Standardization
 from aligner.models.gpt.settings import RunFacts, continuing, reward_settings
-from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
 
 
-class MegatronRewardWorker(MegatronWorker[MegatronGPTRewardModel]):
+class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
     """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
 
     Args:

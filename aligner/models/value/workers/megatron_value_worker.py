@@ -4,59 +4,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from aligner.checkpoint.nemo import open_nemo
-from aligner.config import CriticConfig, ModelConfig, TrainedModelConfig
+from aligner.config import TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
-from aligner.models.gpt.settings import RunFacts, continuing, critic_settings, reward_settings
+from aligner.models.gpt.settings import RoleSettings, RunFacts, continuing, reward_settings
 from aligner.models.gpt.shared_reward import SharedBodyRewardModel
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights_after_updates
-from aligner.models.megatron_worker import micro_batches_of, tensors_on_device
+from aligner.models.role_worker import micro_batches_of, tensors_on_device
 from aligner.models.value.workers.value_worker import ValueWorker
 
 __all__ = ["MegatronValueWorker", "MegatronValueWorkerImpl", "ValueHead", "forward_step_value"]
 
 
 class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
-    """Loads the critic's body (the policy's, by default) and serves `Value`.
+    """A critic of `Value` on this backend, which may lend its body to a reward model."""
 
-    Args:
-        config: the critic's section.
-        model: the policy's; its layout is the critic's.
-        tokenizer: packaged when the critic is saved.
-        run: what all roles share.
-        parallel: this process's place.
-        weights_path: load these weights and this head instead of what ``config`` names.
-        optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
-        init_optimizer: False for a critic that only predicts.
-        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
-    """
+    _reward: SharedBodyRewardModel | None = None
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        model: ModelConfig,
+    @staticmethod
+    def load(
+        settings: RoleSettings,
+        body_path: str,
+        whole_path: str | None,
         tokenizer: Tokenizer,
-        run: RunFacts,
         parallel: ParallelState,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
-        init_optimizer: bool = True,
-        max_optimizer_steps: int | None = None,
-    ) -> None:
-        settings = critic_settings(config, model, run, max_optimizer_steps)
-        settings, whole_path = continuing(settings, weights_path)
-        critic = load_from_nemo(
+    ) -> MegatronGPTCriticModel:
+        """From a `.nemo`."""
+        settings, whole_path = continuing(settings, whole_path)
+        return load_from_nemo(
             MegatronGPTCriticModel,
             settings,
-            restore_path=whole_path or config.restore_from_path or model.restore_from_path,
+            restore_path=whole_path or body_path,
             tokenizer=tokenizer,
         )
-        super().__init__(critic, parallel, config, init_optimizer, optimizer_path)
-        self._reward: SharedBodyRewardModel | None = None
 
     # A reward model in the same body ----------------------------------------------------------
 

@@ -1,43 +1,69 @@
 """One process's share of a critic, whatever it is built of."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from aligner.checkpoint.role_files import load_optimizer_state
-from aligner.config import CriticConfig
+from aligner.config import CriticConfig, ModelConfig
+from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.role import CriticRole
-from aligner.models.megatron_worker import MegatronWorker, micro_batches_of, tensors_on_device
+from aligner.models.gpt.settings import RoleSettings, RunFacts, critic_settings
+from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
 
 Critic = TypeVar("Critic", bound=CriticRole)
 
 
-class ValueWorker(MegatronWorker[Critic]):
-    """What `Value` asks of its workers; a backend builds the model.
+class ValueWorker(RoleWorker[Critic]):
+    """Loads the critic's body (the policy's, by default) and serves `Value`.
 
     Args:
-        model: the critic.
-        parallel: this process's place.
         config: the critic's section.
-        init_optimizer: False for a critic that only predicts.
+        model: the policy's; its layout is the critic's.
+        tokenizer: packaged when the critic is saved.
+        run: what all roles share.
+        parallel: this process's place.
+        weights_path: load these weights and this head instead of what ``config`` names.
         optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+        init_optimizer: False for a critic that only predicts.
+        max_optimizer_steps: what a schedule without ``max_steps`` decays over.
     """
 
     def __init__(
         self,
-        model: Critic,
-        parallel: ParallelState,
         config: CriticConfig,
-        init_optimizer: bool,
-        optimizer_path: str | None,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        run: RunFacts,
+        parallel: ParallelState,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        max_optimizer_steps: int | None = None,
     ) -> None:
-        super().__init__(model, parallel)
+        body_path = config.restore_from_path or model.restore_from_path
+        settings = critic_settings(config, model, run, max_optimizer_steps)
+        super().__init__(
+            self.load(settings, body_path, weights_path, tokenizer, parallel), parallel
+        )
         if init_optimizer:
-            model.setup_training()
+            self.model.setup_training()
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
         self._offloads = config.offload_weights
+
+    @staticmethod
+    @abstractmethod
+    def load(
+        settings: RoleSettings,
+        body_path: str,
+        whole_path: str | None,
+        tokenizer: Tokenizer,
+        parallel: ParallelState,
+    ) -> Critic:
+        """The backend's critic, on the body at ``body_path`` or whole from ``whole_path``."""
 
     def get_values(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None
@@ -109,7 +135,7 @@ class ValueWorker(MegatronWorker[Critic]):
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write body and head, and what else is asked for; see `MegatronWorker`."""
+        """Write body and head, and what else is asked for; see `RoleWorker`."""
         self._settle()
         super().save_checkpoint(weights_path, optimizer_path, tokenizer_path)
 

@@ -49,7 +49,7 @@ def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches 
     return size if brought is None else brought[0]
 
 
-class MegatronWorker(Generic[Served]):
+class RoleWorker(Generic[Served]):
     """What policy and value workers share: training, phases, and run state."""
 
     def __init__(self, model: Served, parallel: ParallelState) -> None:
