@@ -1,6 +1,6 @@
 """One process's share of a critic, whatever it is built of."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_
 Critic = TypeVar("Critic", bound=CriticRole)
 
 
-class ValueWorker(RoleWorker[Critic]):
+class ValueWorker(RoleWorker[Critic], ABC):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
     Args:
