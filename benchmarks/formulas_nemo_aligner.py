@@ -13,7 +13,13 @@ from torch import Tensor
 from aligner.algorithms.advantages import generalized_advantage_estimate
 from aligner.algorithms.group_advantages import group_advantages
 from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, PairwiseLoss, RPOLoss
+from aligner.algorithms.losses.preference import (
+    DPOLoss,
+    IPOLoss,
+    PairwiseLoss,
+    RPODistance,
+    RPOLoss,
+)
 from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from benchmarks.formulas_cases import ROWS, Comparisons, Inputs, main, without
 
@@ -31,7 +37,7 @@ def compare(table: Comparisons) -> None:
 
 
 def pair_losses(table: Comparisons, inputs: Inputs) -> None:
-    module = importlib.import_module(f"{MODELS}.megatron_gpt_dpo_model")
+    module: Any = importlib.import_module(f"{MODELS}.megatron_gpt_dpo_model")
     peer = module.MegatronGPTDPOModel
     module.parallel_state = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
     labels = torch.where(inputs.mask.bool(), 1, -100)[CHOSEN_FIRST]
@@ -67,17 +73,18 @@ def pair_losses(table: Comparisons, inputs: Inputs) -> None:
     add("DPO, averaged", DPOLoss(0.2, average_logprobs=True), lambda x: preference(x, "dpo", True))
     add("DPO with SFT term, averaged", DPOLoss(0.2, 0.3), with_sft)
     add("IPO", IPOLoss(0.2), lambda leaf: preference(leaf, "ipo"))
-    for distance, kind in (
-        ("square", "rpo_sq"),
-        ("forward_kl", "rpo_fwd_kl"),
-        ("backward_kl", "rpo_bwd_kl"),
-    ):
+    distances: dict[RPODistance, str] = {
+        "square": "rpo_sq",
+        "forward_kl": "rpo_fwd_kl",
+        "backward_kl": "rpo_bwd_kl",
+    }
+    for distance, kind in distances.items():
         loss = RPOLoss(0.2, distance=distance, reward_scale=1.5)
         add(f"RPO, {distance}", loss, lambda leaf, kind=kind: preference(leaf, kind))
 
 
 def kto(table: Comparisons, inputs: Inputs) -> None:
-    module = importlib.import_module(f"{MODELS}.megatron_gpt_kto_model")
+    module: Any = importlib.import_module(f"{MODELS}.megatron_gpt_kto_model")
     peer = module.MegatronGPTKTOModel
     module.average_losses_across_data_parallel_group = lambda losses: losses[0]  # one rank
     desirable = torch.arange(ROWS) % 3 == 0

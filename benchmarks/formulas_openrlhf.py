@@ -1,6 +1,7 @@
 """Our formulas against OpenRLHF's; run by `benchmarks.formulas`."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,8 @@ def token_losses(table: Comparisons, inputs: Inputs) -> None:
             inputs.logprobs,
         )
 
-    clip = {"ratio_eps_low": 0.1, "ratio_eps_high": 0.25, "needs_entropy": False}
-    row_wise = {**clip, "aggregation": "sequence_mean"}
+    clip: dict[str, Any] = {"ratio_eps_low": 0.1, "ratio_eps_high": 0.25, "needs_entropy": False}
+    row_wise: dict[str, Any] = {**clip, "aggregation": "sequence_mean"}
     token, row = inputs.token_advantages, inputs.row_advantages
     add("policy", PPOPolicyLoss(**clip), PolicyLoss(0.1, 0.25), token)
     dual = PPOPolicyLoss(**clip, dual_clip=1.5)

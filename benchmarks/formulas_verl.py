@@ -1,12 +1,13 @@
 """Our formulas against verl's; run by `benchmarks.formulas`."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
-from aligner.algorithms.group_advantages import token_advantages
+from aligner.algorithms.group_advantages import CriticFreeEstimator, token_advantages
 from aligner.algorithms.kl import kl_estimate
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
@@ -36,7 +37,7 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
         clip_ratio_high=0.25,
         clip_ratio_c=1.5,
     )
-    clip = {"ratio_eps_low": 0.1, "ratio_eps_high": 0.25, "needs_entropy": False}
+    clip: dict[str, Any] = {"ratio_eps_low": 0.1, "ratio_eps_high": 0.25, "needs_entropy": False}
 
     def add(
         name: str, ours: PPOPolicyLoss, verl: str, mode: str, rows: bool, why: str = ""
@@ -134,7 +135,13 @@ def group_advantages(table: Comparisons, inputs: Inputs) -> None:
     alone = "its group of one keeps the reward, ours gets 0"
     functions = core_algos.ADV_ESTIMATOR_REGISTRY
 
-    def add(estimator: str, verl: str, groups: Tensor, why: str = "", **options: float) -> None:
+    def add(
+        estimator: CriticFreeEstimator,
+        verl: str,
+        groups: Tensor,
+        why: str = "",
+        **options: float,
+    ) -> None:
         rewards = token_rewards(inputs.rewards, None, inputs.mask, 0.0)
         uneven = groups is inputs.uneven_groups
         name = f"{estimator}, uneven groups" if uneven else estimator

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ def update(policy: Policy, batch: BatchedDataDict) -> tuple[float, float, float]
     return loss, time.perf_counter() - wall, time.process_time() - cpu
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both in turn, after one update of each that is not counted."""
     architecture = GPTArchitecture(
         num_layers=options.layers,
@@ -152,7 +153,7 @@ def main() -> None:
         result = measure(options)
         shutdown_parallel()
     print(json.dumps(result))
-    kept = float(result["ratio"]) >= MARK
+    kept = result["ratio"] >= MARK
     log(f"packed over padded {result['ratio']} (mark {MARK}: {'kept' if kept else 'MISSED'})")
 
 

@@ -16,6 +16,7 @@ import torch
 
 from aligner.algorithms.assembly import describe_model
 from aligner.algorithms.build import build_roles, load_prompts
+from aligner.algorithms.engine import Clusters
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.config import (
     CriticConfig,
@@ -106,7 +107,9 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
     tokenizer, _ = describe_model(config.model)
     prompts = load_prompts(config, config.data.train, tokenizer)
-    policy, value = build_roles(config, tokenizer, LocalCluster(parallel), steps=1)
+    clusters = Clusters.shared(LocalCluster(parallel))
+    policy, value = build_roles(config, tokenizer, clusters, steps=1)
+    assert value is not None
     fill_head(value)
     return PPOTrainer(
         config,
@@ -134,7 +137,7 @@ def configuration(model: str, layout: str) -> RunConfig:
         critic=CriticConfig(
             micro_batch_size=2, global_batch_size=ROWS, forward_micro_batch_size=4, optim=OPTIM
         ),
-        reward=RewardConfig("benchmarks.parity_worker:letters"),
+        reward=RewardConfig(function="benchmarks.parity_worker:letters"),
         data=DataConfig(
             PromptSourceConfig("benchmarks.parity_worker:prompt_rows"), ground_truth_column=None
         ),

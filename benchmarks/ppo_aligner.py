@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 
 from aligner.algorithms.assembly import describe_model
 from aligner.algorithms.build import build_roles, load_prompts
+from aligner.algorithms.engine import Clusters
 from aligner.algorithms.ppo import PPOTrainer
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo import save_nemo
@@ -76,7 +77,8 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
     tokenizer, _ = describe_model(config.model)
     prompts = load_prompts(config, config.data.train, tokenizer)
     assert prompts.max_length == shape.prompt
-    policy, value = build_roles(config, tokenizer, LocalCluster(parallel), shape.steps + 1)
+    clusters = Clusters.shared(LocalCluster(parallel))
+    policy, value = build_roles(config, tokenizer, clusters, shape.steps + 1)
     return PPOTrainer(
         config,
         policy,

@@ -33,6 +33,11 @@ class Clusters:
     generation: Cluster
     reward: Cluster
 
+    @classmethod
+    def shared(cls, cluster: Cluster) -> "Clusters":
+        """One cluster for all roles."""
+        return cls(cluster, cluster, cluster, cluster)
+
     def describe(self, config: BaseRunConfig) -> str:
         """The layout in words, the critic's too where it is another."""
         layout = config.model.parallel
@@ -82,7 +87,7 @@ class LocalEngine:
     def clusters(self, closing: ExitStack) -> Clusters:
         """The same processes for every role; nothing of them is to be closed."""
         del closing
-        return Clusters(self._cluster, self._cluster, self._cluster, self._cluster)
+        return Clusters.shared(self._cluster)
 
 
 class RayEngine:
