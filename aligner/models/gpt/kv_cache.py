@@ -41,7 +41,7 @@ class _Prefill:
 
     ``frame`` int64 [m, P]: the row of each prompt's token (any row in padding). ``rows`` int64 [n]:
     the place of each row in the flattened frame. ``sources`` int64 [k]: rows whose key and value
-    are kept, ``places`` int64 [k * G]: the rows of the flat cache they go to.
+    are kept, ``places`` int64 [k * G, 2]: the rows of the flat cache they go to.
     """
 
     frame: Tensor
@@ -54,7 +54,7 @@ class _Prefill:
 class _Decode:
     """The first n slots take one token each and see up to ``span`` tokens.
 
-    ``places`` int64 [n * G]: rows of the flat cache for the new tokens. ``bias`` float
+    ``places`` int64 [n * G, 2]: rows of the flat cache for the new tokens. ``bias`` float
     [n * G, 1, span]: 0 where visible, -inf elsewhere.
     """
 
@@ -64,10 +64,10 @@ class _Decode:
 
 
 class KVCache:
-    """Keys and values of every layer on this process, rows [slots * G * C, D] each.
+    """Keys and values of every layer on this process.
 
-    They are stores of their own: side by side in one row, products on either would run at half the
-    speed, for they are bound by memory.
+    A layer's store is [2 * slots * G * C, D]: the keys of all slots, then the values. Side by side
+    in one row, products on either would run at half the speed, for they are bound by memory.
     """
 
     def __init__(
@@ -97,10 +97,11 @@ class KVCache:
         # Narrow heads see some masked positions more, so that all spans are computed alike.
         self._least_span = aligned(-(-_SMALL_PRODUCT // head_dim))
         self._capacity = max(aligned(capacity), self._least_span)
-        shape = (num_slots * groups * self._capacity, head_dim)
+        self._rows = num_slots * groups * self._capacity  # of the keys, and of the values
+        shape = (2 * self._rows, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not undo a NaN.
-        self._keys = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
-        self._values = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
+        self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
+        self._dtype = dtype
         self._head_dim = head_dim
         self._scale = 1.0 / math.sqrt(head_dim)
         self._window = window
@@ -143,8 +144,7 @@ class KVCache:
         visible = index <= positions[:, None]
         if self._window is not None:
             visible &= index > positions[:, None] - self._window
-        dtype = next(iter(self._keys.values())).dtype
-        bias = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=positions.device)
         bias.masked_fill_(~visible, -torch.inf)
         slots = torch.arange(positions.shape[0], device=positions.device)
         self._pass = _Decode(
@@ -155,9 +155,9 @@ class KVCache:
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``source`` int64 [k] to slots ``target``."""
-        for store in (*self._keys.values(), *self._values.values()):
-            slots = store.view(-1, self._groups, self._capacity, store.shape[1])
-            slots[target, :, :length] = slots[source, :, :length]
+        for store in self._stores.values():
+            slots = store.view(2, -1, self._groups, self._capacity, store.shape[1])
+            slots[:, target, :, :length] = slots[:, source, :, :length]
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value and attend over everything the query may see.
@@ -187,23 +187,18 @@ class KVCache:
         """`attend` on rows: ``heads`` [n, G, R + 2, D], contiguous, to [n, G * R * D]."""
         plan = self._pass
         assert plan is not None
+        store = self._stores[layer_number]
         if isinstance(plan, _Prefill):
-            for store, new in zip(self._stores_of(layer_number), (-2, -1), strict=True):
-                store.index_copy_(0, plan.places, heads[:, :, new][plan.sources].flatten(0, 1))
+            store[plan.places] = heads[:, :, -2:][plan.sources].flatten(0, 1)
             return self._prefill(plan, heads)
         rows, groups, count, width = heads.shape
         by_group = heads.view(rows * groups, count, width)
-        seen = []
-        for store, new in zip(self._stores_of(layer_number), (-2, -1), strict=True):
-            store.index_copy_(0, plan.places, by_group[:, new])
-            seen.append(store.view(-1, self._capacity, width)[: rows * groups, : plan.span])
+        store[plan.places] = by_group[:, -2:]
         # [n * G, R, D] against views [n * G, span, D]: nothing is repeated for grouped queries.
-        keys, values = seen
+        by_slot = store.view(2, -1, self._capacity, width)[:, : rows * groups, : plan.span]
+        keys, values = by_slot.unbind()
         scores = torch.baddbmm(plan.bias, by_group[:, :-2], keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
-
-    def _stores_of(self, layer_number: int) -> tuple[Tensor, Tensor]:
-        return self._keys[layer_number], self._values[layer_number]
 
     def _prefill(self, plan: _Prefill, heads: Tensor) -> Tensor:
         framed = heads[plan.frame]  # [m, P, G, R + 2, D]
@@ -222,7 +217,8 @@ class KVCache:
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)
 
     def _places(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Rows of the flat cache for all heads of tokens, int64 [k] each, to int64 [k * G]."""
+        """Where all heads' keys and values of tokens, int64 [k] each, stand: int64 [k * G, 2]."""
         heads = torch.arange(self._groups, device=slots.device)
         first = (slots * self._groups)[:, None] + heads
-        return (first * self._capacity + positions[:, None]).flatten()
+        keys = (first * self._capacity + positions[:, None]).flatten()
+        return torch.stack((keys, keys + self._rows), dim=1)
