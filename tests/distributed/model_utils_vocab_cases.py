@@ -1,0 +1,226 @@
+"""Cases of `model_utils_worker`: softmax, log-probs, entropy, top-k over a sharded vocabulary."""
+
+import torch
+from model_utils_case import DTYPES, check_fused, filtered, gradient, picked, shifted
+
+from aligner.distributed import model_utils as mu
+
+
+def softmaxes(case):
+    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
+    for function, plain in (
+        (mu._compute_distributed_log_softmax, torch.log_softmax),
+        (mu._compute_distributed_softmax, torch.softmax),
+    ):
+        wanted = plain(logits, -1)
+        upstream = case.upstream(*wanted.shape)
+        local = case.local(logits.detach())
+        output = function(local, case.layout.tp_group)
+        assert output.dtype == local.dtype
+        rounding = {torch.bfloat16: 2**-8}.get(case.dtype, 2e-5)
+        torch.testing.assert_close(
+            output.double(), case.layout.columns(wanted.detach()), rtol=rounding, atol=rounding
+        )
+        if case.dtype == torch.bfloat16:
+            upstream = upstream.bfloat16().double()
+        (actual,) = torch.autograd.grad(
+            output, local, case.layout.columns(upstream).to(output.dtype)
+        )
+        torch.testing.assert_close(
+            actual.double(),
+            case.layout.columns(gradient(wanted, logits, upstream)),
+            **DTYPES[case.dtype][1],
+        )
+
+
+def logprobs(case):
+    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
+    tokens = case.tokens(case.batch, case.length)
+    wanted, upstream = picked(logits, tokens), case.upstream(case.batch, case.length)
+    whole = case.layout.columns(gradient(wanted, logits, upstream))
+    span = (case.start, case.end)
+    for apply in (
+        lambda x: mu.DistributedLogprob.apply(x, tokens, *span, case.layout.tp_group),
+        lambda x: mu.ChunkedDistributedLogprob.apply(
+            x, tokens, *span, case.chunk, case.layout.tp_group
+        ),
+    ):
+        local = case.local(logits.detach())
+        case.compare(apply(local), wanted, local, whole, upstream)
+    silent = mu.DistributedLogprob.apply(local, tokens, *span, case.layout.tp_group, True)
+    torch.testing.assert_close(silent.double(), wanted.detach(), **DTYPES[case.dtype][0])
+
+
+def padded_columns(case):
+    """The last shard ends in padding whose logits would swallow the softmax."""
+    real = case.vocab - case.integer(1, case.columns + 2)  # a whole shard may be padding
+    logits = case.normal(case.batch, case.length, case.vocab)
+    logits[..., real:] = 1e3
+    logits.requires_grad_()
+    tokens = case.tokens(case.batch, case.length) % real
+    wanted, upstream = picked(logits[..., :real], tokens), case.upstream(case.batch, case.length)
+    whole = case.layout.columns(gradient(wanted, logits, upstream))
+    span = (case.start, max(case.start, min(case.end, real)))
+    local = case.local(logits.detach())
+    output = mu.ChunkedDistributedLogprob.apply(
+        local, tokens, *span, case.chunk, case.layout.tp_group
+    )
+    case.compare(output, wanted, local, whole, upstream)
+    k = min(real, 3)
+    values, ids = mu.distributed_vocab_topk(
+        local.detach(),
+        k,
+        case.layout.tp_group,
+        vocab_start_index=span[0],
+        vocab_end_index=span[1],
+    )
+    torch.testing.assert_close(values.double(), logits.detach()[..., :real].topk(k).values)
+    assert (ids < real).all()
+    for sampling in ({"top_k": 2}, {"top_p": 0.7}, {"temperature": 2.0}):
+        wanted = shifted(filtered, logits[..., :real], tokens, **sampling)
+        if case.length < 2:
+            continue
+        upstream = case.upstream(case.batch, case.length - 1)
+        local = case.local(logits.detach())
+        output = mu.from_parallel_logits_to_logprobs(
+            local,
+            tokens,
+            *span,
+            case.layout.tp_group,
+            sampling_params=mu.TrainingSamplingParams(**sampling),
+        )
+        whole = case.layout.columns(gradient(wanted, logits, upstream))
+        case.compare(output, wanted, local, whole, upstream)
+
+
+def sampling(case):
+    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
+    tokens = case.tokens(case.batch, case.length)
+    best = logits.detach().argmax(-1)
+    half = torch.rand(tokens.shape, generator=case.random) < 0.5
+    tokens = torch.where(half, best, tokens)  # inside and outside of the kept set
+    for top_k, top_p in ((2, 1.0), (None, 0.7), (4, 0.8), (-1, 1.0), (10**6, 0.5)):
+        wanted = filtered(logits, tokens, top_k, top_p)
+        upstream = case.upstream(case.batch, case.length)
+        whole = case.layout.columns(gradient(wanted, logits, upstream))
+        group = case.layout.tp_group
+        for apply in (
+            lambda x, k=top_k, p=top_p, g=group: mu.DistributedLogprobWithSampling.apply(
+                x, tokens, g, k, p
+            ),
+            lambda x, k=top_k, p=top_p, g=group: mu.ChunkedDistributedLogprobWithSampling.apply(
+                x, tokens, g, k, p, case.chunk
+            ),
+        ):
+            local = case.local(logits.detach())
+            case.compare(apply(local), wanted, local, whole, upstream)
+
+
+def gathers(case):
+    count = case.integer(1, 5)
+    logits = case.normal(case.batch, case.length, case.vocab).requires_grad_()
+    ids = case.tokens(case.batch, case.length, count)  # may repeat
+    wanted = logits.log_softmax(-1).gather(-1, ids)
+    upstream = case.upstream(*wanted.shape)
+    local = case.local(logits.detach())
+    output = mu.ChunkedDistributedGatherLogprob.apply(
+        local, ids, case.start, case.end, case.chunk, case.layout.tp_group
+    )
+    whole = case.layout.columns(gradient(wanted, logits, upstream))
+    case.compare(output, wanted, local, whole, upstream)
+
+
+def entropies(case):
+    logits = case.normal(case.batch, case.length, case.vocab)
+    logits[..., 0, 1] = -torch.inf  # an excluded token counts 0
+    logits.requires_grad_()
+    logprob = logits.log_softmax(-1)
+    wanted = (logprob.exp() * logprob.masked_fill(logprob.isneginf(), 0)).sum(-1)
+    upstream = case.upstream(*wanted.shape)
+    local = case.local(logits.detach())
+    output = mu.ChunkedDistributedEntropy.apply(local, case.chunk, case.layout.tp_group)
+    whole = case.layout.columns(gradient(wanted, logits, upstream))
+    case.compare(output, wanted, local, whole, upstream)
+
+
+def cross_entropies(case):
+    student, target = (case.normal(case.batch, case.length, case.vocab) for _ in range(2))
+    target[..., 0, 1] = -torch.inf
+    student[..., 0, 1] = -torch.inf
+    student += 100
+    student.requires_grad_()
+    logprob = student.log_softmax(-1)
+    wanted = -(target.softmax(-1) * logprob.masked_fill(target.isneginf(), 0)).sum(-1)
+    upstream = case.upstream(*wanted.shape)
+    local, teacher = case.local(student.detach()), case.local(target)
+    if case.dtype == torch.bfloat16:  # + 100 was rounded
+        student = student.detach().bfloat16().double().requires_grad_()
+        logprob = student.log_softmax(-1)
+        wanted = -(target.softmax(-1) * logprob.masked_fill(target.isneginf(), 0)).sum(-1)
+    output = mu.DistributedCrossEntropy.apply(local, teacher, case.layout.tp_group)
+    whole = case.layout.columns(gradient(wanted, student, upstream))
+    forward, backward = DTYPES[case.dtype]
+    loose = {"atol": max(forward["atol"], 5e-5 * (case.dtype != torch.float64)), "rtol": 1e-5}
+    torch.testing.assert_close(output.double(), wanted.detach(), **loose)
+    grads = torch.autograd.grad(
+        output, (local, teacher), upstream.to(output.dtype), allow_unused=True
+    )
+    assert grads[1] is None
+    torch.testing.assert_close(
+        grads[0].double(), whole, rtol=backward["rtol"], atol=max(backward["atol"], 5e-5)
+    )
+
+
+def exchanges(case):
+    ranks, rank = case.layout.tp, case.layout.tp_rank
+    rows = ranks * case.batch
+    logits = case.normal(rows, case.vocab)
+    local = case.local(logits)
+    mine = mu.all_to_all_vp2sq(local, case.layout.tp_group)
+    assert torch.equal(mine.double(), logits.chunk(ranks)[rank])
+    assert torch.equal(mu.all_to_all_sq2vp(mine, case.layout.tp_group), local)
+    factors = case.normal(rows, case.vocab)
+    (back,) = torch.autograd.grad(mine, local, factors.chunk(ranks)[rank].to(mine.dtype))
+    assert torch.equal(back.double(), case.layout.columns(factors))
+    share = logits.chunk(ranks)[rank].to(case.dtype).requires_grad_()
+    there = mu.all_to_all_sq2vp(share, case.layout.tp_group)
+    (back,) = torch.autograd.grad(there, share, case.layout.columns(factors).to(there.dtype))
+    assert torch.equal(back.double(), factors.chunk(ranks)[rank])
+
+
+def topk(case):
+    logits = case.normal(case.batch, case.length, case.vocab)
+    logits = logits + torch.rand(logits.shape, generator=case.random).double() * 1e-6  # no ties
+    logits = logits.to(case.dtype)
+    local = case.layout.columns(logits).contiguous()
+    for k in (1, 3, case.columns + 1, case.vocab + 5):
+        values, ids = mu.distributed_vocab_topk(
+            local,
+            k,
+            case.layout.tp_group,
+            vocab_start_index=case.start,
+            vocab_end_index=case.end,
+            chunk_size=case.chunk,
+        )
+        best = logits.double().topk(min(k, case.vocab))
+        torch.testing.assert_close(values.double(), best.values, rtol=0, atol=0)
+        assert torch.equal(logits.gather(-1, ids), values.to(logits.dtype))
+        assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
+
+
+def fused(case):
+    """[S / TP, B, H] of a sequence of S x TP, already shifted."""
+    hidden = case.normal(case.length * case.layout.tp, case.batch, 5, scale=1.0).requires_grad_()
+    weight = case.normal(case.vocab, 5, scale=1.0).requires_grad_()
+    tokens = case.tokens(case.batch, case.length * case.layout.tp)
+    wanted = picked((hidden @ weight.t()).transpose(0, 1), tokens)
+    upstream = case.upstream(*wanted.shape)
+    wanted_grads = torch.autograd.grad(wanted, (hidden, weight), upstream)
+    rank = case.layout.tp_rank
+    mine = hidden.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
+    rows = weight.detach().chunk(case.layout.tp)[rank].to(case.dtype).clone().requires_grad_()
+    output = mu.ChunkedDistributedHiddenStatesToLogprobs.apply(
+        mine, tokens, rows, case.start, case.end, case.chunk, case.layout.tp_group
+    )
+    parts = [whole.chunk(case.layout.tp)[rank] for whole in wanted_grads]
+    check_fused(case, output, wanted, (mine, rows), upstream, parts, ranks=1)
