@@ -104,7 +104,7 @@ def test_swiglu_in_low_precision(dtype):
         torch.testing.assert_close(ours.double(), plain, atol=tolerance, rtol=tolerance)
 
 
-def loss_and_gradients(groups):
+def small_model(groups):
     architecture = GPTArchitecture(
         num_layers=2,
         hidden_size=32,
@@ -117,10 +117,19 @@ def loss_and_gradients(groups):
         family="llama",
     )
     torch.manual_seed(0)
-    model = build_gpt(architecture).train()
+    return build_gpt(architecture).train()
+
+
+def hidden_states(model):
+    torch.manual_seed(1)
     ids, positions = torch.randint(0, 64, (3, 9)), torch.arange(9).expand(3, 9)
     with bypassed_output_layer(model):
-        hidden = model(ids, positions, None)
+        return model(ids, positions, None)
+
+
+def loss_and_gradients(groups):
+    model = small_model(groups)
+    hidden = hidden_states(model)
     loss = (hidden * torch.randn_like(hidden)).mean()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -150,6 +159,16 @@ def test_a_model_computes_the_same_without_them(groups, monkeypatch):
     assert gradients.keys() == plain_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_scoring_computes_what_training_does():
+    """Else the ratio of an unchanged policy would not be 1."""
+    initialize_parallel()
+    model = small_model(groups=2)
+    training = hidden_states(model)
+    assert training.requires_grad
+    with torch.no_grad():
+        assert torch.equal(hidden_states(model), training)
 
 
 def test_freed_memory_is_kept_or_nothing_happens(monkeypatch):

@@ -63,7 +63,7 @@ class Norm(nn.Module):
         if self.is_rms:
             # In bf16 torch's own computes in float32 inside.
             single = hidden.dtype == weight.dtype == torch.float32
-            if single and hidden.requires_grad and hidden.device.type == "cpu":
+            if single and hidden.device.type == "cpu":
                 return rms_norm(hidden, weight, self.eps)
             return F.rms_norm(hidden, weight.shape, weight, self.eps)
         return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
