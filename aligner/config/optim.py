@@ -27,7 +27,7 @@ class OptimConfig:
 
     name: Literal["adam", "sgd"] = "adam"  # adam is AdamW (decoupled weight decay)
     lr: Positive = 1e-6
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0  # of matrices; biases and norms have none
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # adam only
     eps: Positive = 1e-8  # adam only
     sched: SchedConfig = field(default_factory=SchedConfig)

@@ -205,6 +205,23 @@ def test_optimizers_do_as_megatrons_do(optim, tiny_nemo):
         assert torch.allclose(weight, theirs[name], atol=1e-6), name
 
 
+@pytest.mark.parametrize("kind", [DTensorActorModel, MegatronGPTActorModel])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_norms_do_not_decay(kind, name, tiny_nemo):
+    weights = []
+    for weight_decay in (0.0, 0.1):
+        optim = OptimConfig(name=name, lr=1e-2, weight_decay=weight_decay)
+        if kind is DTensorActorModel:
+            role = load(kind, tiny_nemo, optim=optim)
+        else:
+            settings = RoleSettings(optim=optim, micro_batch_size=2)
+            role = load_from_nemo(kind, settings, restore_path=tiny_nemo)
+        trained(role, PPOPolicyLoss())
+        weights.append(role.whole_weights())
+    for parameter, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][parameter]) == (weight.dim() == 1), parameter
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_recomputed_activations_give_the_same_update(recompute, packed, tiny_nemo):

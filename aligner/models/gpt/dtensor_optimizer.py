@@ -6,6 +6,7 @@ AdamW (or SGD) in float32.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,13 +43,23 @@ class ShardOptimizer:
             for shard in self._shards
             if shard.local.numel() > 0
         }
-        self._inner = _make_optimizer(config, list(self._mains.values()))
+        self._inner = _make_optimizer(config, self._groups())
         self._offloaded = False
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return learning_rate(self.steps, self.config.lr, self.config.sched, self.total_steps)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Local elements with and without weight decay, as megatron-core parts them."""
+        held = [shard for shard in self._shards if shard.name in self._mains]
+
+        def group(is_matrix: bool, weight_decay: float) -> dict[str, Any]:
+            mains = [self._mains[s.name] for s in held if (len(s.shape) > 1) == is_matrix]
+            return {"params": mains, "weight_decay": weight_decay}
+
+        return [group(True, self.config.weight_decay), group(False, 0.0)]
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -138,14 +149,7 @@ class ShardOptimizer:
         self._offloaded = False
 
 
-def _make_optimizer(config: OptimConfig, mains: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if config.name == "sgd":
-        return torch.optim.SGD(mains, lr=config.lr, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        mains,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -154,6 +154,8 @@ class RoleOptimizer:
                 use_gloo_process_groups=False,
             )
         for group in self.inner.param_groups:
+            # What megatron-core's scheduler would do, which the learning rate here does not use.
+            group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
             if "foreach" in group and not accelerator.has_gpu():
                 # torch's AdamW walks the parameters one operation at a time on CPU unless fused.
                 group.update(foreach=False, fused=True)
