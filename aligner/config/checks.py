@@ -196,7 +196,10 @@ def _check_data(config: SamplingRunConfig | SupervisedRunConfig) -> None:
     if config.data.validation is not None:
         _check_source("data.validation", config.data.validation)
     if not config.model.restore_from_path:
-        raise ConfigError("model.restore_from_path: empty; give the path of a .nemo file")
+        raise ConfigError(
+            "model.restore_from_path: empty; give the path of a .nemo file (or, with "
+            "policy.backend=dtensor, of a Hugging Face directory)"
+        )
     path = config.exp_manager.explicit_log_dir
     if os.path.exists(path) and not os.path.isdir(path):
         raise ConfigError(f"exp_manager.explicit_log_dir={path}: is a file; give a directory")
