@@ -54,12 +54,12 @@ class ShardOptimizer:
     def _groups(self) -> list[dict[str, Any]]:
         """Local elements with and without weight decay, as megatron-core parts them."""
         held = [shard for shard in self._shards if shard.name in self._mains]
-
-        def group(is_matrix: bool, weight_decay: float) -> dict[str, Any]:
-            mains = [self._mains[s.name] for s in held if (len(s.shape) > 1) == is_matrix]
-            return {"params": mains, "weight_decay": weight_decay}
-
-        return [group(True, self.config.weight_decay), group(False, 0.0)]
+        matrices = [self._mains[shard.name] for shard in held if len(shard.shape) > 1]
+        vectors = [self._mains[shard.name] for shard in held if len(shard.shape) < 2]
+        return [
+            {"params": matrices, "weight_decay": self.config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
