@@ -25,20 +25,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from aligner.distributed.linear_product import has_onednn
+
 # oneDNN chooses the layout by an expected number of rows. Layouts chosen for many rows are as fast
 # as any from 1 to 64 rows here, and unlike the layout chosen for 1 they give the same bits.
 _EXPECTED_ROWS = 512
 _CACHED_BYTES = 2**20  # weights up to this size stay in the cache between products
 _ROWS = 16  # products on such weights run on a multiple of so many rows: one kernel, one rounding
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch and this processor have packed products for the weight."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
 
 
 class Product:
@@ -54,7 +47,7 @@ class Product:
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
         self._in_cache = weight.device.type == "cpu" and size <= _CACHED_BYTES
-        self.packed = not self._in_cache and can_pack(weight)
+        self.packed = not self._in_cache and has_onednn(weight)
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
             if self.packed

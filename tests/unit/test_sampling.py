@@ -191,7 +191,7 @@ def test_banned_end_tokens_are_never_drawn_and_only_in_banned_rows():
     logits[:, 3] = 50.0
     banned = torch.arange(200) < 100
     drawn = sample_tokens(
-        logits, even_uniforms(200), PLAIN, greedy=False, banned=banned, end_ids=(3, 1)
+        logits, even_uniforms(200), PLAIN, greedy=False, banned=banned, end_ids=torch.tensor([3, 1])
     )
     assert set(drawn.tokens[:100].tolist()) <= {0, 2}
     assert set(drawn.tokens[100:].tolist()) == {3}
@@ -208,7 +208,7 @@ def test_with_a_kept_set_the_ban_is_part_of_the_log_prob():
         SamplingParams(top_k=2),
         greedy=False,
         banned=torch.ones(1, dtype=torch.bool),
-        end_ids=(3,),
+        end_ids=torch.tensor([3]),
     )
     assert drawn.tokens.tolist() == [1]
     assert drawn.logprobs.item() == pytest.approx(math.log(0.5), abs=1e-6)

@@ -9,11 +9,12 @@ the same weights; sequences are not split, so each of them computes the whole.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from aligner.models.gpt.hidden_states import output_weight
 from aligner.models.gpt.incremental_layers import (
     IncrementalLayer,
     Rotation,
+    fast_norm,
     incremental_layers,
 )
 from aligner.models.gpt.kv_cache import KVCache, aligned
@@ -68,15 +70,17 @@ class IncrementalModel:
             device=parameter.device,
             window=architecture.window_size,
         )
-        self._queries_per_group = architecture.num_attention_heads // architecture.num_query_groups
         self._rope: Tensor | None = None
         self._rotation: Rotation | None = None
         if architecture.position_embedding == "rope":
             # Not through the module's own cache: that would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
-            self._rotation = Rotation.table(self._rope, architecture.kv_channels, parameter.dtype)
+            queries = architecture.num_attention_heads // architecture.num_query_groups
+            shape = queries, architecture.kv_channels
+            self._rotation = Rotation.table(self._rope, *shape, parameter.dtype)
         self._project: Product | None = None
         self._layers: list[IncrementalLayer] | None = None
+        self._final_norm: Callable[[Tensor], Tensor] | None = None  # the last stage's
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -96,9 +100,11 @@ class IncrementalModel:
                 if self._shard is not None:
                     self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
                 self._layers = incremental_layers(self._gpt, products)
+                if self.stages.is_last:
+                    self._final_norm = fast_norm(self._gpt.decoder.final_layernorm)
                 yield
         finally:
-            self._project = self._layers = None
+            self._project = self._layers = self._final_norm = None
             self._gpt.train(was_training)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
@@ -151,7 +157,7 @@ class IncrementalModel:
         if self._shard.group is None:
             return local
         width = output_weight(self._gpt).shape[0]
-        padded = torch.nn.functional.pad(local, (0, width - local.shape[1]))
+        padded = F.pad(local, (0, width - local.shape[1]))
         by_rank = self._shard.stack_ranks(padded)  # [ranks, n, columns]
         return by_rank.transpose(0, 1).flatten(1)[:, : self._vocab_size]
 
@@ -160,15 +166,13 @@ class IncrementalModel:
     ) -> Tensor:
         """Rows, int64 [n] each, to final hidden states [n, H], or of the rows ``kept`` [m, H]."""
         assert self._layers is not None
-        hidden = self._enter(tokens[:, None], positions[:, None])[0]
-        rotation = None
-        if self._rotation is not None:
-            rotation = self._rotation.at(positions, self._queries_per_group + 1)
+        hidden = self._enter_rows(tokens, positions)
+        rotation = None if self._rotation is None else self._rotation.at(positions)
         for layer in self._layers[:-1]:
             hidden = layer(hidden, rotation, self.cache)
-        if self.stages.is_last:
+        if self._final_norm is not None:
             hidden = self._layers[-1](hidden, rotation, self.cache, kept)
-            return self._gpt.decoder.final_layernorm(hidden)
+            return self._final_norm(hidden)
         hidden = self._layers[-1](hidden, rotation, self.cache)
         self.stages.pass_on(hidden)
         return hidden if kept is None else hidden[kept]
@@ -192,6 +196,16 @@ class IncrementalModel:
         rows, length = tokens.shape
         config = self._gpt.config
         return self.stages.receive(length, rows, config.hidden_size, dtype=config.params_dtype)
+
+    def _enter_rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """int64 [n] to what this stage's first layer reads, [n, H]; the vocabulary is whole."""
+        if not self.stages.is_first:
+            return self._enter(tokens[:, None], positions[:, None])[0]
+        embedding = self._gpt.embedding
+        hidden = F.embedding(tokens, embedding.word_embeddings.weight)
+        if embedding.add_position_embedding:
+            hidden += embedding.position_embeddings(positions)
+        return hidden
 
     @contextlib.contextmanager
     def _attached_cache(self) -> Iterator[None]:

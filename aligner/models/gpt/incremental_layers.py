@@ -12,6 +12,7 @@ Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads
 queries, its key, its value.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -27,36 +28,40 @@ from torch import Tensor, nn
 
 from aligner.distributed.packed_linear import Product
 from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.elementwise import rms_norm_rows
 from aligner.models.gpt.kv_cache import KVCache
 from aligner.models.gpt.layer_spec import Norm
 from aligner.models.gpt.rotary import add_turned
 
 
 class Rotation(NamedTuple):
-    """``cos`` [n, 1, 1, D], 1 beyond ``D_rot``; ``sin`` [n, 1, 1, D_rot / 2].
+    """Factors of all of a row's heads, one row per position or per token.
 
-    After `at` the third dimension is R + 2, with the angle 0 for the value.
+    ``cos`` [n, 1, R + 2, D], 1 where nothing is rotated; ``sin`` [n, 1, R + 2, D_rot / 2], 0 for
+    the value.
     """
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def table(cls, angles: Tensor, head_dim: int, dtype: torch.dtype) -> "Rotation":
-        """For all positions, from megatron-core's rotary table [positions, 1, 1, D_rot].
+    def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
+        """For all positions and R ``queries``, from megatron-core's table [positions, 1, 1, D_rot].
 
         Made once for all rows: the vector and the scalar cosine of a CPU differ in the last bit,
         and which of them a row gets would depend on the size of the batch.
         """
         cos = F.pad(angles.cos(), (0, head_dim - angles.shape[-1]), value=1.0)
-        return cls(cos.to(dtype), angles[..., : angles.shape[-1] // 2].sin().to(dtype))
+        sin = angles[..., : angles.shape[-1] // 2].sin()
+        wide = (x.to(dtype).expand(-1, -1, queries + 1, -1) for x in (cos, sin))
+        cos, sin = (
+            F.pad(x, (0, 0, 0, 1), value=still) for x, still in zip(wide, (1.0, 0.0), strict=True)
+        )
+        return cls(cos, sin)
 
-    def at(self, positions: Tensor, turned: int) -> "Rotation":
-        """One row per position, int64 [n], for ``turned`` = R + 1 heads and one that stays."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        still = (torch.ones_like(cos), torch.zeros_like(sin))
-        wide = (x.expand(-1, -1, turned, -1) for x in (cos, sin))
-        return Rotation(*(torch.cat(pair, dim=2) for pair in zip(wide, still, strict=True)))
+    def at(self, positions: Tensor) -> "Rotation":
+        """Of one row per position, int64 [n]."""
+        return Rotation(self.cos[positions], self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
         """Rotate ``heads`` (the first half of ``D_rot`` against the second); contiguous."""
@@ -74,8 +79,8 @@ class IncrementalLayer:
         self._number: int = attention.core_attention.layer_number
         self._groups: int = attention.num_query_groups_per_partition
         self._head_dim: int = attention.hidden_size_per_attention_head
-        self._input_norm = _fast_norm(layer.input_layernorm)
-        self._mlp_norm = _fast_norm(layer.pre_mlp_layernorm)
+        self._input_norm = fast_norm(layer.input_layernorm)
+        self._mlp_norm = fast_norm(layer.pre_mlp_layernorm)
         self._query_norm = _optional(attention.q_layernorm)
         self._key_norm = _optional(attention.k_layernorm)
         self._qkv, self._qkv_bias = products[attention.linear_qkv], attention.linear_qkv.bias
@@ -155,17 +160,9 @@ def _optional(norm: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
     return None if norm is None or isinstance(norm, IdentityOp) else norm
 
 
-def _fast_norm(norm: Norm) -> Callable[[Tensor], Tensor]:
+def fast_norm(norm: nn.Module) -> Callable[[Tensor], Tensor]:
     """``norm`` itself, or for float32 RMSNorm the same in fewer operations than torch's."""
-    if not norm.is_rms or norm.zero_centered or norm.weight.dtype != torch.float32:
+    plain = isinstance(norm, Norm) and norm.is_rms and not norm.zero_centered
+    if not plain or norm.weight.dtype != torch.float32:
         return norm
-    weight = norm.weight.detach()
-    epsilon = torch.full((1, 1), norm.eps, device=weight.device)
-    share = 1.0 / weight.shape[0]
-
-    def rms_norm(hidden: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        inverse = torch.addcmul(epsilon, length, length, value=share).rsqrt_()
-        return (hidden * inverse).mul_(weight)
-
-    return rms_norm
+    return functools.partial(rms_norm_rows, weight=norm.weight.detach(), eps=norm.eps)

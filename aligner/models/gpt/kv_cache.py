@@ -97,12 +97,16 @@ class KVCache:
         # Narrow heads see some masked positions more, so that all spans are computed alike.
         self._least_span = aligned(-(-_SMALL_PRODUCT // head_dim))
         self._capacity = max(aligned(capacity), self._least_span)
-        self._rows = num_slots * groups * self._capacity  # of the keys, and of the values
-        shape = (2 * self._rows, head_dim)
+        rows = num_slots * groups * self._capacity  # of the keys, and of the values
+        shape = (2 * rows, head_dim)
         # Zeros: a masked position's value is multiplied by 0, which would not undo a NaN.
         self._stores = {n: torch.zeros(shape, dtype=dtype, device=device) for n in layer_numbers}
-        self._dtype = dtype
-        self._head_dim = head_dim
+        # What every pass needs: where each slot's and head's keys and values begin, [slots * G, 2].
+        first_keys = torch.arange(0, rows, self._capacity, device=device)
+        self._firsts = torch.stack((first_keys, first_keys + rows), dim=1)
+        self._columns = torch.arange(self._capacity, device=device)
+        self._seen = torch.zeros((), dtype=dtype, device=device)
+        self._unseen = torch.full((), -torch.inf, dtype=dtype, device=device)
         self._scale = 1.0 / math.sqrt(head_dim)
         self._window = window
         self._groups = groups
@@ -140,17 +144,15 @@ class KVCache:
             longest: ``positions.max() + 1``, known to the caller without asking the device.
         """
         span = max(aligned(longest), self._least_span)
-        index = torch.arange(span, device=positions.device)
-        visible = index <= positions[:, None]
+        by_group = positions.repeat_interleave(self._groups)[:, None]  # [n * G, 1]
+        index = self._columns[:span]
+        visible = index <= by_group
         if self._window is not None:
-            visible &= index > positions[:, None] - self._window
-        bias = torch.zeros(visible.shape, dtype=self._dtype, device=positions.device)
-        bias.masked_fill_(~visible, -torch.inf)
-        slots = torch.arange(positions.shape[0], device=positions.device)
+            visible &= index > by_group - self._window
         self._pass = _Decode(
-            self._places(slots, positions),
+            self._firsts[: by_group.shape[0]] + by_group,
             span,
-            bias.repeat_interleave(self._groups, dim=0)[:, None],
+            torch.where(visible, self._seen, self._unseen)[:, None],
         )
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
@@ -218,7 +220,5 @@ class KVCache:
 
     def _places(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where all heads' keys and values of tokens, int64 [k] each, stand: int64 [k * G, 2]."""
-        heads = torch.arange(self._groups, device=slots.device)
-        first = (slots * self._groups)[:, None] + heads
-        keys = (first * self._capacity + positions[:, None]).flatten()
-        return torch.stack((keys, keys + self._rows), dim=1)
+        firsts = self._firsts.view(-1, self._groups, 2)[slots]
+        return (firsts + positions[:, None, None]).flatten(0, 1)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -31,6 +30,7 @@ from aligner.distributed import accelerator
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.elementwise import SwiGLU, rms_norm
 from aligner.models.gpt.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
+from aligner.models.gpt.parallel_linear import ColumnLinear, RowLinear
 from aligner.models.gpt.short_attention import ShortSelfAttention
 
 
@@ -89,10 +89,10 @@ def local_layer_spec(config: TransformerConfig, lora: LoraConfig | None = None) 
         return ModuleSpec(module=adapted, params={"lora": lora})
 
     def column(name: str) -> type | ModuleSpec:
-        return linear(name, ColumnParallelLinear, LoraColumnParallelLinear)
+        return linear(name, ColumnLinear, LoraColumnParallelLinear)
 
     def row(name: str) -> type | ModuleSpec:
-        return linear(name, RowParallelLinear, LoraRowParallelLinear)
+        return linear(name, RowLinear, LoraRowParallelLinear)
 
     linears = MLPSubmodules(
         linear_fc1=column("mlp.linear_fc1"),

@@ -13,11 +13,7 @@ The names of the linear's own parameters stay, so that checkpoints fit with and 
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,6 +25,7 @@ from torch import Tensor, nn
 from aligner.checkpoint.adapters import add_product
 from aligner.config import LoraConfig
 from aligner.models.gpt.lora_dropout import TokenDropout
+from aligner.models.gpt.parallel_linear import ColumnLinear, RowLinear
 
 
 class Adapter(nn.Module):
@@ -76,7 +73,7 @@ class AdaptedLinear(nn.Module):
         raise NotImplementedError
 
 
-class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
+class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
     """A linear whose outputs are shared out, with an `Adapter`."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:
@@ -101,7 +98,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnParallelLinear):
         return self.lora.up(low)
 
 
-class LoraRowParallelLinear(AdaptedLinear, RowParallelLinear):
+class LoraRowParallelLinear(AdaptedLinear, RowLinear):
     """A linear whose inputs are shared out, with an `Adapter`."""
 
     def __init__(self, *args: object, lora: LoraConfig, **kwargs: object) -> None:

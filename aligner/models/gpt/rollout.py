@@ -4,6 +4,7 @@ Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible s
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from aligner.models.gpt.sampling import SampledTokens, counter_uniforms, sample_
 from aligner.models.gpt.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
+
+
+@dataclass
+class _Batch:
+    """Samples whose next tokens are drawn together, and what a step knows for the one after it.
+
+    All int64 [n]: ``rows``, the samples; ``starts``, lengths of their prompts; ``positions``, where
+    their next tokens go; ``tokens``, the last ones drawn (None: look them up).
+    """
+
+    samples: list[int]
+    rows: Tensor
+    starts: Tensor
+    positions: Tensor
+    tokens: Tensor | None = None
 
 
 class Rollout:
@@ -63,7 +79,7 @@ class Rollout:
         )
         self._greedy = greedy
         self._length, self._sampling, self._stop = length, sampling, stop
-        self._eos_ids = tuple(eos_ids)
+        self._end_ids = torch.tensor(eos_ids, dtype=torch.int64, device=device)
         self._eos = set(eos_ids)
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
@@ -72,7 +88,7 @@ class Rollout:
         self._waiting = list(range(batch))[::-1]
         self._flight: list[int | None] = []  # sample in each slot; None: the slot is free
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
-        self._rows: tuple[list[int], Tensor] | None = None  # of the flight, while it stays
+        self._batch: _Batch | None = None  # the flight, while it stays as it is
 
     def run(self, model: IncrementalModel, num_slots: int) -> None:
         """Generate until every sample has ended."""
@@ -87,15 +103,13 @@ class Rollout:
 
     def _advance(self, model: IncrementalModel) -> None:
         """One more token for every sequence in flight."""
-        if self._rows is None:
-            flight = [sample for sample in self._flight if sample is not None]
-            self._rows = flight, self._index(flight)
-        samples, rows = self._rows
-        positions = self.lengths[rows] - 1
-        hidden = model.decode(
-            self.tokens[rows, positions], positions, max(map(self._length_of, samples))
-        )
-        self._draw(model, samples, rows, hidden)
+        if self._batch is None:
+            self._batch = self._make_batch([s for s in self._flight if s is not None])
+        batch = self._batch
+        last = batch.positions - 1
+        tokens = self.tokens[batch.rows, last] if batch.tokens is None else batch.tokens
+        longest = max(map(self._length_of, batch.samples))
+        self._draw(model, batch, model.decode(tokens, last, longest))
 
     def _fill_slots(self, model: IncrementalModel, num_slots: int) -> bool:
         """Prompts of waiting samples into free slots, and their first tokens; False: no slot."""
@@ -109,12 +123,12 @@ class Rollout:
         self._flight += [None] * (max(placed) + 1 - len(self._flight))
         for slot, sample in placed.items():
             self._flight[slot] = sample
-        self._rows = None
+        self._batch = None
         samples = list(placed.values())
         hidden = torch.stack([self._last_hidden[self._prompts[sample]] for sample in samples])
         still_waiting = {self._prompts[sample] for sample in self._waiting}
         self._last_hidden = {p: h for p, h in self._last_hidden.items() if p in still_waiting}
-        self._draw(model, samples, self._index(samples), hidden)
+        self._draw(model, self._make_batch(samples), hidden)
         return True
 
     def _copy_known_prompts(self, model: IncrementalModel, placed: dict[int, int]) -> None:
@@ -166,35 +180,33 @@ class Rollout:
             self._flight[target] = self._flight[source]
         del self._flight[count:]
 
-    def _draw(
-        self, model: IncrementalModel, samples: list[int], rows: Tensor, hidden: Tensor
-    ) -> None:
+    def _draw(self, model: IncrementalModel, batch: _Batch, hidden: Tensor) -> None:
         """Sample the next token of each row, write it down, free the slots of ended samples."""
-        positions = self.lengths[rows]
-        made = [self._made[sample] for sample in samples]
+        rows, positions = batch.rows, batch.positions
+        made = positions - batch.starts
         banned = None
-        if min(made) + 1 < self._length.min_length:
-            banned = torch.tensor([n + 1 < self._length.min_length for n in made])
-            banned = banned.to(rows.device)
+        if min(self._made[sample] for sample in batch.samples) + 1 < self._length.min_length:
+            banned = made + 1 < self._length.min_length
 
         def draw() -> SampledTokens:
             return sample_tokens(
                 model.logits(hidden),
-                self._uniforms[rows, self._index(made)],
+                self._uniforms[rows, made],
                 self._sampling,
                 greedy=self._greedy,
                 seen=None if self._seen is None else self._seen[rows],
                 banned=banned,
-                end_ids=self._eos_ids,
+                end_ids=self._end_ids,
             )
 
-        drawn = model.stages.drawn_by_last(len(samples), draw)
+        drawn = model.stages.drawn_by_last(len(batch.samples), draw)
         self.tokens[rows, positions] = drawn.tokens
         self.logprobs[rows, positions] = drawn.logprobs
-        self.lengths[rows] = positions + 1
+        batch.positions, batch.tokens = positions + 1, drawn.tokens
+        self.lengths[rows] = batch.positions
         if self._seen is not None:
             self._seen[rows, drawn.tokens] = True
-        self._note(samples, drawn.tokens.tolist())
+        self._note(batch.samples, drawn.tokens.tolist())
 
     def _note(self, samples: list[int], tokens: list[int]) -> None:
         """Free the slots of the samples that their newest tokens end."""
@@ -209,7 +221,7 @@ class Rollout:
             self.is_end[self._index(ended)] = True
         for sample in ended + full:
             self._flight[self._flight.index(sample)] = None
-            self._rows = None
+            self._batch = None
 
     def _ends(self, sample: int, token: int) -> bool:
         """Whether the response ends by itself with its newest token."""
@@ -230,6 +242,11 @@ class Rollout:
         if pairs:
             source, target = zip(*pairs, strict=True)
             model.cache.copy(self._index(source), self._index(target), length)
+
+    def _make_batch(self, samples: list[int]) -> _Batch:
+        rows = self._index(samples)
+        starts = self._index([self._prompt_lengths[sample] for sample in samples])
+        return _Batch(samples, rows, starts, self.lengths[rows])
 
     def _length_of(self, sample: int) -> int:
         return self._prompt_lengths[sample] + self._made[sample]

@@ -15,7 +15,6 @@ Shape legend: ``b`` rows, ``V`` vocabulary without padding columns.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from aligner.errors import NonFiniteError
 
 _BLOCK = 128  # probabilities are added up in blocks of so many tokens,
 _ONE_LEVEL = 2048  # unless the vocabulary is as small as this
+_BELOW_ONE = 1.0 - 2.0**-53  # times any float64 is, rounded, the next number below it
 _NUCLEUS = 1024  # so many tokens hold a nucleus nearly always; else the row is sorted whole
 
 
@@ -73,7 +73,7 @@ def sample_tokens(
     greedy: bool,
     seen: Tensor | None = None,
     banned: Tensor | None = None,
-    end_ids: Sequence[int] = (),
+    end_ids: Tensor | None = None,
 ) -> SampledTokens:
     """Draw one token per row.
 
@@ -85,7 +85,7 @@ def sample_tokens(
             distribution described by ``sampling``.
         seen: bool [b, V], tokens that occurred; required for a repetition penalty other than 1.
         banned: bool [b], rows in which ``end_ids`` cannot be drawn.
-        end_ids: the end-of-sequence tokens.
+        end_ids: int64 [e], the end-of-sequence tokens; needed with ``banned``.
 
     Raises:
         NonFiniteError: the logits of a row are NaN, or infinite so that no distribution is left.
@@ -97,7 +97,7 @@ def sample_tokens(
     if sampling.temperature != 1.0:
         scores = scores / sampling.temperature
     allowed = None
-    if banned is not None and end_ids:
+    if banned is not None and end_ids is not None and end_ids.numel() > 0:
         allowed = _ban(scores, banned, end_ids)
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         limit = _keep_threshold(scores, sampling.top_k, sampling.top_p)
@@ -122,15 +122,16 @@ def sample_tokens(
     return SampledTokens(tokens, logprobs.float())
 
 
-def _ban(scores: Tensor, banned: Tensor, end_ids: Sequence[int]) -> Tensor:
+def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
     """Take ``end_ids`` out of the rows ``banned``, in place.
 
     Returns their log-sum-exp before, float64 [b], -inf in the other rows.
     """
-    columns = torch.tensor(end_ids, device=scores.device)
-    before = scores[:, columns]
-    scores[:, columns] = before.masked_fill(banned[:, None], -torch.inf)
-    return before.double().logsumexp(dim=1).masked_fill(~banned, -torch.inf)
+    before = scores[:, end_ids]
+    scores[:, end_ids] = before.masked_fill(banned[:, None], -torch.inf)
+    mass = before.double()
+    mass = mass.logsumexp(dim=1) if len(end_ids) > 1 else mass.squeeze(1)
+    return mass.masked_fill(~banned, -torch.inf)
 
 
 def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -180,10 +181,10 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     A target beyond the total, which only rounding makes, is taken as the largest number below the
     total: the index is then that of the last step up, so it never points at an added zero.
     """
-    below_total = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
+    below_total = cumulative[:, -1] * _BELOW_ONE
     limit = torch.minimum(target, below_total)[:, None]
-    # Broadcast comparison instead of searchsorted: few columns, and it runs on every device.
-    return (cumulative <= limit).sum(dim=-1)
+    index = torch.searchsorted(cumulative, limit, right=True).squeeze(1)
+    return index.clamp_(max=cumulative.shape[1] - 1)  # beyond it where the sums are NaN
 
 
 def _keep_threshold(scores: Tensor, top_k: int, top_p: float) -> Tensor:
