@@ -6,8 +6,7 @@ the product runs 1.3 to 2 times as fast at these sizes (figures: benchmarks/LOG.
 takes as much memory as the weight, for as long as it is kept.
 
 A weight that stays in the processor's cache is not packed: there the call around oneDNN's product
-costs more than the rearranging. Its product is ``weight @ x^T``, which has more parallel work than
-``x @ weight^T`` and is up to twice as fast on few rows.
+costs more than the rearranging; it is only transposed once, the order that MKL likes best.
 
 The result of a row is the same, bit for bit, whatever the number of rows.
 """
@@ -30,7 +29,7 @@ from aligner.distributed.linear_product import has_onednn
 # oneDNN chooses the layout by an expected number of rows. Layouts chosen for many rows are as fast
 # as any from 1 to 64 rows here, and unlike the layout chosen for 1 they give the same bits.
 _EXPECTED_ROWS = 512
-_CACHED_BYTES = 2**20  # weights up to this size stay in the cache between products
+_CACHED_BYTES = 2**18  # weights up to this size stay in the cache between products
 _ROWS = 16  # products on such weights run on a multiple of so many rows: one kernel, one rounding
 
 
@@ -48,20 +47,19 @@ class Product:
         size = weight.numel() * weight.element_size()
         self._in_cache = weight.device.type == "cpu" and size <= _CACHED_BYTES
         self.packed = not self._in_cache and has_onednn(weight)
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
-            if self.packed
-            else weight
-        )
+        if self.packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
+        self._weight = weight.t().contiguous() if self._in_cache else weight
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [..., in] to [..., out]."""
         if x.numel() == 0:  # an expert that no token was sent to
             return x.new_zeros(*x.shape[:-1], self._outputs)
         if self._in_cache:
-            rows = x.reshape(-1, x.shape[-1])
-            product = torch.mm(self._weight, _whole(rows).t()).t()[: rows.shape[0]].contiguous()
-            product = product.view(*x.shape[:-1], -1)
+            rows = x.flatten(0, -2)
+            product = torch.mm(_whole(rows), self._weight)
+            if product.shape[:-1] != x.shape[:-1]:
+                product = product[: rows.shape[0]].view(*x.shape[:-1], -1)
             return product if bias is None else product + bias
         if not self.packed:
             return F.linear(x, self._weight, bias)
@@ -70,8 +68,7 @@ class Product:
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight^T`` [n, out] in one pass over the result."""
         if self._in_cache:
-            total = torch.addmm(_whole(residual).t(), self._weight, _whole(x).t())
-            return total.t()[: x.shape[0]].contiguous()
+            return torch.addmm(_whole(residual), _whole(x), self._weight)[: x.shape[0]]
         if not self.packed:
             return residual + F.linear(x, self._weight)
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, None, "add")

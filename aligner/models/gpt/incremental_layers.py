@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -31,18 +30,18 @@ from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.elementwise import rms_norm_rows
 from aligner.models.gpt.kv_cache import KVCache
 from aligner.models.gpt.layer_spec import Norm
-from aligner.models.gpt.rotary import add_turned
 
 
 class Rotation(NamedTuple):
     """Factors of all of a row's heads, one row per position or per token.
 
-    ``cos`` [n, 1, R + 2, D], 1 where nothing is rotated; ``sin`` [n, 1, R + 2, D_rot / 2], 0 for
-    the value.
+    ``cos`` [n, 1, R + 2, D], 1 where nothing is rotated; ``sin`` of the same shape, 0 there, and
+    negative in the first half of ``D_rot``. ``half`` is ``D_rot / 2``.
     """
 
     cos: Tensor
     sin: Tensor
+    half: int
 
     @classmethod
     def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
@@ -51,23 +50,27 @@ class Rotation(NamedTuple):
         Made once for all rows: the vector and the scalar cosine of a CPU differ in the last bit,
         and which of them a row gets would depend on the size of the batch.
         """
-        cos = F.pad(angles.cos(), (0, head_dim - angles.shape[-1]), value=1.0)
-        sin = angles[..., : angles.shape[-1] // 2].sin()
-        wide = (x.to(dtype).expand(-1, -1, queries + 1, -1) for x in (cos, sin))
-        cos, sin = (
-            F.pad(x, (0, 0, 0, 1), value=still) for x, still in zip(wide, (1.0, 0.0), strict=True)
-        )
-        return cls(cos, sin)
+        half = angles.shape[-1] // 2
+        shape = (angles.shape[0], 1, queries + 2, head_dim)
+        cos = torch.ones(shape, dtype=dtype, device=angles.device)
+        sin = torch.zeros_like(cos)
+        cos[:, :, :-1, : 2 * half] = angles.cos()  # the value is not rotated
+        sin[:, :, :-1, : 2 * half] = angles.sin()
+        sin[..., :half].neg_()
+        return cls(cos, sin, half)
 
     def at(self, positions: Tensor) -> "Rotation":
         """Of one row per position, int64 [n]."""
-        return Rotation(self.cos[positions], self.sin[positions])
+        return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
         """Rotate ``heads`` (the first half of ``D_rot`` against the second); contiguous."""
-        rotated = torch.mul(heads, self.cos, out=heads.new_empty(heads.shape))
-        add_turned(heads, rotated, self.sin)
-        return rotated
+        if heads.shape[-1] == 2 * self.half:
+            turned = heads.roll(self.half, dims=-1)
+        else:
+            first, second, rest = heads.tensor_split((self.half, 2 * self.half), dim=-1)
+            turned = torch.cat((second, first, rest), dim=-1)
+        return (heads * self.cos).addcmul_(turned, self.sin)
 
 
 class IncrementalLayer:
