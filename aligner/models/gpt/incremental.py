@@ -60,11 +60,14 @@ class IncrementalModel:
         self._shard: VocabShard | None = None  # the last stage's
         if self.stages.is_last:
             self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
+        ranks = dist.get_world_size(tp_group)
+        groups = max(1, architecture.num_query_groups // ranks)
         self.cache = KVCache(
             [module.layer_number for module in self._attention],
             num_slots,
             capacity,
-            groups=max(1, architecture.num_query_groups // dist.get_world_size(tp_group)),
+            groups=groups,
+            queries=architecture.num_attention_heads // ranks // groups,
             head_dim=architecture.kv_channels,
             dtype=parameter.dtype,
             device=parameter.device,
