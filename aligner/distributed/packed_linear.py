@@ -12,6 +12,7 @@ The result of a row is the same, bit for bit, whatever the number of rows.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,20 +37,24 @@ _ROWS = 16  # products on such weights run on a multiple of so many rows: one ke
 class Product:
     """``x @ weight^T``, in the form that is fast for few rows of ``x``.
 
-    Packed where torch can and the weight is large; later changes to the weight do not reach the
-    packed copy.
+    Packed where torch can and the weight is large, on the first call; later changes to the weight
+    do not reach the packed copy.
     """
 
     def __init__(self, weight: Tensor) -> None:
-        """Pack ``weight`` [out, in] or keep it."""
-        weight = weight.detach()
+        """Of ``weight`` [out, in]."""
+        self.weight = weight.detach()
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
         self._in_cache = weight.device.type == "cpu" and size <= _CACHED_BYTES
         self.packed = not self._in_cache and has_onednn(weight)
+
+    @functools.cached_property
+    def ready(self) -> Tensor:
+        """The weight as it is multiplied with."""
         if self.packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
-        self._weight = weight.t().contiguous() if self._in_cache else weight
+            return torch.ops.mkldnn._reorder_linear_weight(self.weight, _EXPECTED_ROWS)
+        return self.weight.t().contiguous() if self._in_cache else self.weight
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x`` [..., in] to [..., out]."""
@@ -57,21 +62,37 @@ class Product:
             return x.new_zeros(*x.shape[:-1], self._outputs)
         if self._in_cache:
             rows = x.flatten(0, -2)
-            product = torch.mm(_whole(rows), self._weight)
+            product = torch.mm(_whole(rows), self.ready)
             if product.shape[:-1] != x.shape[:-1]:
                 product = product[: rows.shape[0]].view(*x.shape[:-1], -1)
             return product if bias is None else product + bias
         if not self.packed:
-            return F.linear(x, self._weight, bias)
-        return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, bias, "none", [], "")
+            return F.linear(x, self.ready, bias)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.ready, bias, "none", [], "")
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight^T`` [n, out] in one pass over the result."""
         if self._in_cache:
-            return torch.addmm(_whole(residual), _whole(x), self._weight)[: x.shape[0]]
+            return torch.addmm(_whole(residual), _whole(x), self.ready)[: x.shape[0]]
         if not self.packed:
-            return residual + F.linear(x, self._weight)
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, None, "add")
+            return residual + F.linear(x, self.ready)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.ready, None, "add")
+
+
+class GatedProduct:
+    """``silu(x @ gate^T) * (x @ up^T)``: SwiGLU as two products that end in its two steps."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Of ``weight`` [2 * F, in], the gate in the first half."""
+        self._gate, self._up = (Product(half) for half in weight.chunk(2))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` [n, in] to [n, F]."""
+        if not self._gate.packed:
+            return F.silu(self._gate(x)).mul_(self._up(x))
+        multiply = torch.ops.mkldnn._linear_pointwise
+        gate = multiply.default(x, self._gate.ready, None, "swish", [], "")
+        return multiply.binary(x, gate, self._up.ready, None, "mul")
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -25,7 +26,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from aligner.distributed.packed_linear import Product
+from aligner.distributed.packed_linear import GatedProduct, Product
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.elementwise import rms_norm_rows
 from aligner.models.gpt.kv_cache import KVCache
@@ -92,6 +93,9 @@ class IncrementalLayer:
         self._fc2, self._fc2_bias = products[mlp.linear_fc2], mlp.linear_fc2.bias
         self._activation: Callable[[Tensor], Tensor] = mlp.config.activation_func
         self._gated: bool = mlp.config.gated_linear_unit
+        self._swiglu: GatedProduct | None = None
+        if self._gated and self._activation is F.silu and self._fc1_bias is None:
+            self._swiglu = GatedProduct(self._fc1.weight)
 
     def __call__(
         self,
@@ -116,16 +120,20 @@ class IncrementalLayer:
         hidden = self._proj.added_to(hidden, attended)
         if self._proj_bias is not None:
             hidden += self._proj_bias
-        inner = self._fc1(self._mlp_norm(hidden), self._fc1_bias)
-        if self._gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self._activation(gate).mul_(up)
-        else:
-            inner = self._activation(inner)
-        hidden = self._fc2.added_to(hidden, inner)
+        hidden = self._fc2.added_to(hidden, self._inner(self._mlp_norm(hidden)))
         if self._fc2_bias is not None:
             hidden += self._fc2_bias
         return hidden
+
+    def _inner(self, normal: Tensor) -> Tensor:
+        """What the second half of the MLP reads."""
+        if self._swiglu is not None:
+            return self._swiglu(normal)
+        inner = self._fc1(normal, self._fc1_bias)
+        if not self._gated:
+            return self._activation(inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self._activation(gate).mul_(up)
 
 
 def incremental_layers(
