@@ -63,6 +63,16 @@ def without_short_cut(request, monkeypatch):
     return make_model(VARIANTS[request.param])
 
 
+@pytest.fixture(params=["packed weights", "values in products"])
+def other_way(request, monkeypatch):
+    """What larger weights, and other processors, take in place of the tiny model's way."""
+    limits = {
+        "packed weights": "aligner.distributed.packed_linear._CACHED_BYTES",
+        "values in products": "aligner.models.gpt.kv_cache._MOST_INT32",
+    }
+    monkeypatch.setattr(limits[request.param], 0)
+
+
 @pytest.fixture(scope="module")
 def llama():
     return make_model(LLAMA)
@@ -132,6 +142,11 @@ def test_megatron_layers_equal_the_full_forward_pass(without_short_cut):
     check_against_full_forward(without_short_cut, greedy=False)
 
 
+@pytest.mark.usefixtures("other_way")
+def test_other_ways_equal_the_full_forward_pass(variant):
+    check_against_full_forward(variant, greedy=False)
+
+
 def check_against_full_forward(variant, greedy):
     prompts, lengths = make_prompts()
     output = run(variant, prompts, lengths, greedy=greedy, temperature=1.3)
@@ -190,6 +205,15 @@ def by_row(output):
 
 
 def test_results_do_not_depend_on_the_batch(variant):
+    check_independence(variant)
+
+
+@pytest.mark.usefixtures("other_way")
+def test_other_ways_do_not_depend_on_the_batch(variant):
+    check_independence(variant)
+
+
+def check_independence(variant):
     """Slots, order, company: the same bits. EOS is likely, so sequences leave and enter."""
     prompts, lengths = make_prompts(12)
     prompts[7] = prompts[4]

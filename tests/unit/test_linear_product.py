@@ -1,0 +1,100 @@
+"""Products of the linear layers on CPU, in training and packed for decoding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from aligner.distributed import linear_product as products
+from aligner.distributed import packed_linear
+from aligner.distributed.linear_product import linear_product
+from aligner.distributed.packed_linear import GatedProduct, Product
+
+INPUTS, OUTPUTS = 48, 80
+
+
+@pytest.fixture(params=[0, 2**40], ids=["onednn", "mkl"])
+def least_work(request, monkeypatch):
+    monkeypatch.setattr(products, "_LEAST_WORK", request.param)
+
+
+@pytest.fixture(params=[0, 2**30], ids=["packed", "in cache"])
+def cached_bytes(request, monkeypatch):
+    monkeypatch.setattr(packed_linear, "_CACHED_BYTES", request.param)
+
+
+def leaves(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.usefixtures("least_work")
+@pytest.mark.parametrize("rows", [(7,), (3, 5), (0, 4)])
+def test_product_and_gradients(rows):
+    x, weight = leaves((*rows, INPUTS), (OUTPUTS, INPUTS))
+    grad = torch.randn(*rows, OUTPUTS)
+    out = linear_product(x, weight)
+    expected = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    pairs = zip(
+        torch.autograd.grad(out, (x, weight), grad),
+        torch.autograd.grad(expected, (x, weight), grad.double()),
+        strict=True,
+    )
+    for ours, plain in pairs:
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("least_work")
+def test_a_frozen_weight_gets_no_gradient_and_keeps_no_input():
+    x, weight = leaves((7, INPUTS), (OUTPUTS, INPUTS))
+    out = linear_product(x, weight.detach())
+    kept = [tensor for tensor in out.grad_fn.saved_tensors if tensor is not None]
+    assert [tensor.shape for tensor in kept] == [weight.shape]
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, weight.sum(dim=0).expand_as(x))
+
+
+def test_large_products_are_onednn_s(monkeypatch):
+    assert products.has_onednn(torch.zeros(1))
+    monkeypatch.setattr(products, "_LEAST_WORK", 7 * INPUTS * OUTPUTS)
+    called = []
+    monkeypatch.setattr(products, "has_onednn", lambda weight: called.append(weight))
+    for rows in (6, 7):
+        products.multiply(torch.zeros(rows, INPUTS), torch.zeros(OUTPUTS, INPUTS))
+    assert len(called) == 1
+
+
+@pytest.mark.usefixtures("cached_bytes")
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_has_the_same_bits_in_any_company(gated):
+    torch.manual_seed(1)
+    x, weight = torch.randn(70, INPUTS), torch.randn(2 * OUTPUTS, INPUTS)
+    product = GatedProduct(weight) if gated else Product(weight)
+    together = product(x)
+    plain = F.linear(x.double(), weight.double())
+    if gated:
+        gate, up = plain.chunk(2, dim=-1)
+        plain = F.silu(gate) * up
+    torch.testing.assert_close(together.double(), plain, atol=2e-5, rtol=1e-5)
+    for count in (1, 2, 15, 16, 17, 64, 69):
+        assert torch.equal(product(x[:count]), together[:count]), count
+
+
+@pytest.mark.usefixtures("cached_bytes")
+def test_added_to_a_residual():
+    torch.manual_seed(2)
+    x, weight, residual = torch.randn(9, INPUTS), torch.randn(OUTPUTS, INPUTS), torch.randn(9, 80)
+    expected = residual.double() + F.linear(x.double(), weight.double())
+    sums = Product(weight).added_to(residual, x)
+    torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_weight_is_packed_when_first_multiplied_with(monkeypatch):
+    monkeypatch.setattr(packed_linear, "_CACHED_BYTES", 0)
+    weight = torch.randn(OUTPUTS, INPUTS)
+    product, x = Product(weight), torch.randn(3, INPUTS)
+    weight.mul_(2.0)
+    first = product(x)
+    torch.testing.assert_close(first, F.linear(x, weight))
+    weight.mul_(2.0)  # too late
+    assert torch.equal(product(x), first)
