@@ -1,8 +1,10 @@
 """``x @ weight^T`` with gradients, on CPU by oneDNN.
 
 torch gives products of float32 matrices to MKL. For the shapes of a transformer's linear layers
-oneDNN takes a sixth to a third less time on the processors tried (figures: benchmarks/LOG.md).
-The gradient of the weight, a product over rows, stays with MKL, which is the faster one there.
+oneDNN takes a sixth to a third less time on the processors tried (figures: benchmarks/LOG.md), but
+adds up all terms of a sum one after the other, which rounds twice as much where they are many. So
+it makes the gradients of inputs, and outputs of few terms. The gradient of the weight, a product
+over rows, stays with MKL, which is the faster one there.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 # Below so many multiplications the call around oneDNN's product costs more than it gains.
 _LEAST_WORK = 2**22
+_MOST_TERMS = 512  # of a sum in the forward pass
 
 
 def has_onednn(tensor: Tensor) -> bool:
@@ -37,7 +40,8 @@ class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return multiply(x, weight)
+        few = weight.shape[1] <= _MOST_TERMS
+        return multiply(x, weight) if few else torch.matmul(x, weight.t())
 
     @staticmethod
     @once_differentiable
