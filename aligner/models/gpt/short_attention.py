@@ -12,6 +12,7 @@ head, ``D`` head width, ``D_rot`` its rotated part. Packed heads are ``[B, G, R 
 key-value head's queries, then its key, then its value.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class _ShortAttention(torch.autograd.Function):
         packed = mixed.new_empty(batch, groups, heads, length, width)
         HeadRotation(cos, sin).apply(mixed, packed.permute(3, 0, 1, 2, 4))
         query, key, value = _parts(packed)
-        causal = mixed.new_full((length, length), -math.inf).triu_(1).repeat(heads - 2, 1)
+        causal = _causal_bias(length, heads - 2, mixed.dtype)
         scores = torch.baddbmm(causal, query, key.transpose(1, 2))
         shares = torch.softmax(scores, dim=-1, out=scores)
         ctx.save_for_backward(packed, shares, cos, sin)
@@ -107,6 +108,23 @@ class _ShortAttention(torch.autograd.Function):
         return mixed, None, None
 
 
+@functools.lru_cache(maxsize=8)
+def _causal_bias(length: int, queries: int, dtype: torch.dtype) -> Tensor:
+    """``[R * S, S]``: 0 where a query may look, -inf elsewhere."""
+    with torch.inference_mode(False):
+        bias = torch.full((length, length), -math.inf, dtype=dtype)
+        return bias.triu_(1).repeat(queries, 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _head_rotation(
+    angles: Tensor, queries: int, width: int, scale: float, dtype: torch.dtype
+) -> HeadRotation:
+    """The same for all layers of a pass, which hand on one table: a tensor is its own key."""
+    with torch.inference_mode(False), torch.no_grad():
+        return HeadRotation.of(angles.to(dtype), queries, width, scale)
+
+
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query ``[B * G, R * S, D]``, key and value ``[B * G, S, D]``: views of packed heads."""
     rows = packed.flatten(0, 1)
@@ -124,7 +142,8 @@ def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
     Returns:
         ``[S, B, G * R * D]``.
     """
-    rotation = HeadRotation.of(angles.to(mixed.dtype), mixed.shape[3] - 2, mixed.shape[4], scale)
+    queries, width = mixed.shape[3] - 2, mixed.shape[4]
+    rotation = _head_rotation(angles, queries, width, scale, mixed.dtype)
     return _ShortAttention.apply(mixed, *rotation)
 
 
