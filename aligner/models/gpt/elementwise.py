@@ -61,14 +61,15 @@ class SwiGLU(nn.Module):
 
 
 @functools.cache
-def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.full((1, 1), value, device=device)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, 1), value, dtype=dtype, device=device)
 
 
 def _inverse_rms(rows: Tensor, eps: float) -> Tensor:
     """[n, H] to [n, 1], in as few operations as it takes: decoding calls this on few rows."""
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    epsilon = _constant(eps, rows.device)
+    epsilon = _constant(eps, rows.dtype, rows.device)
     return torch.addcmul(epsilon, length, length, value=1.0 / rows.shape[-1]).rsqrt_()
 
 
