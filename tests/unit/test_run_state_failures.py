@@ -248,11 +248,14 @@ def test_killed_at_a_random_moment_a_complete_state_remains(tmp_path, seed):
     store.save(1, state_of(1, 1_000_000))
     child = CONTEXT.Process(target=_save_for_ever, args=(str(tmp_path),))
     child.start()
-    while store.states()[-1].step == 1:
-        time.sleep(0.002)
-    time.sleep(random.Random(seed).uniform(0, 0.05))
-    child.kill()
-    child.join()
+    try:
+        # None at all is seen where the first goes while the list is read.
+        while all(state.step == 1 for state in store.states()):
+            time.sleep(0.002)
+        time.sleep(random.Random(seed).uniform(0, 0.05))
+    finally:
+        child.kill()
+        child.join()
     seen = max(int(path.name[-6:]) for path in tmp_path.glob("step_*"))
     assert assert_complete(store.latest(), 1_000_000) == seen
     assert not list(tmp_path.glob(".*"))
