@@ -62,12 +62,13 @@ class IncrementalModel:
             self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
         ranks = dist.get_world_size(tp_group)
         groups = max(1, architecture.num_query_groups // ranks)
+        queries = architecture.num_attention_heads // ranks // groups
         self.cache = KVCache(
             [module.layer_number for module in self._attention],
             num_slots,
             capacity,
             groups=groups,
-            queries=architecture.num_attention_heads // ranks // groups,
+            queries=queries,
             head_dim=architecture.kv_channels,
             dtype=parameter.dtype,
             device=parameter.device,
@@ -78,7 +79,6 @@ class IncrementalModel:
         if architecture.position_embedding == "rope":
             # Not through the module's own cache: that would keep this table for training passes.
             self._rope = gpt.rotary_pos_emb.get_emb(aligned(capacity)).to(parameter.device)
-            queries = architecture.num_attention_heads // architecture.num_query_groups
             shape = queries, architecture.kv_channels
             self._rotation = Rotation.table(self._rope, *shape, parameter.dtype)
         self._project: Product | None = None

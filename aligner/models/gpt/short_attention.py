@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.models.gpt.attention import CoreAttention
-from aligner.models.gpt.rotary import add_turned
 
 MAX_LENGTH = 128
 
@@ -54,14 +53,31 @@ class HeadRotation(NamedTuple):
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
         """Rotate and scale ``[S, B, G, R + 2, D]`` into ``rotated``."""
         torch.mul(heads, self.cos, out=rotated)
-        add_turned(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
+        _add_turned(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
         """Take a gradient ``[S, B, G, n, D]`` of rotated heads ``first``, … back to ``heads``."""
         place = slice(first, first + rotated.shape[3])
         target = heads[..., place, :]
         torch.mul(rotated, self.cos[..., place, :], out=target)
-        add_turned(rotated, target, self.sin[..., place, :], sign=-1.0)
+        _add_turned(rotated, target, self.sin[..., place, :], sign=-1.0)
+
+
+def _add_turned(source: Tensor, target: Tensor, sin: Tensor, sign: float = 1.0) -> None:
+    """Add ``source`` turned by a right angle, times ``sin``, to ``target``, in place.
+
+    With ``target = source * cos`` before, it is the rotation after; ``sign=-1`` turns back.
+
+    Args:
+        source: ``[..., D]``; its first ``D_rot / 2`` columns pair with the next.
+        target: the same shape.
+        sin: ``[..., D_rot / 2]``, broadcast.
+        sign: 1 or -1.
+    """
+    half = sin.shape[-1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    target[..., first].addcmul_(source[..., second], sin, value=-sign)
+    target[..., second].addcmul_(source[..., first], sin, value=sign)
 
 
 class _ShortAttention(torch.autograd.Function):
