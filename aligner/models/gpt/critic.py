@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -76,9 +77,39 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
                 ``forward_micro_batch_size``.
 
         Returns:
-            float32 ``[B, S]``; 0 beyond a sequence's length.
+            float32 ``[B, S]``; 0 beyond a sequence's length. Where these rows are all of the next
+            update and one micro-batch of it, the pass is kept for it (`KeptPass`).
         """
-        return self.infer_tokens(batch, micro_batches)
+        if micro_batches is not None or not self._trains_in_one_pass(batch):
+            return self.infer_tokens(batch, micro_batches)
+
+        def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
+            self.kept_pass.keep(microbatch, hidden)
+            with torch.no_grad():
+                outputs = self.token_outputs(self.gpt, hidden, microbatch, False)
+            return (outputs.values_or_logprobs,)
+
+        values = self.empty_frame(batch)
+        self.infer_frames(batch, head, [values], self.settings.micro_batch_size, with_graph=True)
+        return values
+
+    def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether an update on these rows is one pass that draws no random numbers.
+
+        Left out is also what has more than one graph: pipeline stages, a body that another model's
+        weights move into, experts, which count their tokens in training.
+        """
+        rows, architecture = batch["input_ids"].shape[0], self.architecture
+        return (
+            self.optimizer is not None
+            and rows * self.parallel.dp_size == self.settings.global_batch_size
+            and rows <= self.settings.micro_batch_size
+            and self.settings.parallel.pipeline == 1
+            and self.adapters is None
+            and self.rewards_of is None
+            and architecture.num_moe_experts is None
+            and architecture.hidden_dropout == architecture.attention_dropout == 0
+        )
 
     def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Same as `get_values`."""

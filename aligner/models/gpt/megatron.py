@@ -32,6 +32,7 @@ from aligner.distributed.collectives import broadcast_floats, combine_metrics, r
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.kept_pass import KeptPass
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.pipeline import (
@@ -108,6 +109,7 @@ class MegatronGPTModel(ModelPT):
                 seed=self.settings.seed,
                 has_head=self.has_head,
             )
+        self.kept_pass = KeptPass(self.gpt)
 
     # What a role adds -------------------------------------------------------------------------
 
@@ -197,11 +199,14 @@ class MegatronGPTModel(ModelPT):
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
             return (self.token_outputs(model, hidden, microbatch, False).values_or_logprobs,)
 
-        frame = torch.zeros(
-            (*batch["input_ids"].shape, *self.output_shape), device=batch["input_ids"].device
-        )
+        frame = self.empty_frame(batch)
         self.infer_frames(batch, head, [frame], micro_batches, model)
         return frame
+
+    def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Zeros of the shape that `infer_tokens` returns."""
+        ids = batch["input_ids"]
+        return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
 
     def infer_frames(
         self,
@@ -210,15 +215,18 @@ class MegatronGPTModel(ModelPT):
         frames: Sequence[Tensor],
         micro_batches: MicroBatches | None = None,
         gpt: GPTModel | None = None,
+        *,
+        with_graph: bool = False,
     ) -> None:
         """Fill ``frames`` ``[B, S, ...]`` with what ``head`` makes of hidden states.
 
         ``head`` returns as many tensors ``[b, s, ...]`` for a micro-batch. The frames are the same
-        on every process of the model-parallel group. Other arguments as of `infer_tokens`.
+        on every process of the model-parallel group. ``with_graph`` is that of
+        `infer_microbatches`; other arguments as of `infer_tokens`.
         """
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
-        results = infer_microbatches(gpt or self.gpt, microbatches, step)
+        results = infer_microbatches(gpt or self.gpt, microbatches, step, with_graph=with_graph)
         if self.parallel.is_last_stage:
             start = 0
             for parts in results:
@@ -263,7 +271,7 @@ class MegatronGPTModel(ModelPT):
         if forward_only:
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
-            results = train_microbatches(self.model, microbatches, step)
+            results = train_microbatches(self.model, self.kept_pass.take(microbatches), step)
         metrics = self._reduce(results)
         return metrics["loss"], metrics
 
@@ -292,6 +300,7 @@ class MegatronGPTModel(ModelPT):
 
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""
+        self.kept_pass.drop()
         if self.optimizer is not None and self.settings.offload_adam_states:
             self.optimizer.offload()
         self.model.eval()

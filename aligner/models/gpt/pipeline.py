@@ -32,6 +32,7 @@ class Microbatch:
 
     columns: Mapping[str, Tensor]
     layout: TokenLayout
+    hidden: Tensor | None = None  # of the last stage, where its pass was made before
 
 
 # Sequences per micro-batch, or [first row, last row + 1] of each; a micro-batch may be empty.
@@ -83,10 +84,7 @@ def forward_step(
     bypassed) and what the schedule calls with it, which asks ``head``.
     """
     microbatch = next(data_iterator)
-    layout, gpt = microbatch.layout, unwrap_model(model)
-    packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
-    with bypassed_output_layer(gpt), placed_positions(gpt, layout), dropped_out(gpt, microbatch):
-        hidden = model(layout.input_ids, layout.positions, None, packed_seq_params=packed)
+    hidden = microbatch.hidden if microbatch.hidden is not None else _forward(microbatch, model)
 
     def closure(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, Tensor, Any] | Any:
         if non_loss_data:
@@ -96,6 +94,13 @@ def forward_step(
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
     return hidden, closure
+
+
+def _forward(microbatch: Microbatch, model: nn.Module) -> Tensor:
+    layout, gpt = microbatch.layout, unwrap_model(model)
+    packed = None if layout.segments is None else SegmentParams(segments=layout.segments)
+    with bypassed_output_layer(gpt), placed_positions(gpt, layout), dropped_out(gpt, microbatch):
+        return model(layout.input_ids, layout.positions, None, packed_seq_params=packed)
 
 
 def loss_head(
@@ -124,17 +129,24 @@ def train_microbatches(
 
 
 def infer_microbatches(
-    model: nn.Module, microbatches: Sequence[Microbatch], step: ForwardStep
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    step: ForwardStep,
+    *,
+    with_graph: bool = False,
 ) -> list[Any]:
     """Forward without gradients or dropout; what the head of ``step`` returned, on the last stage.
 
     Whatever phase the model is in: what is asked of it before the first phase, or between two
     updates, is not to be dropped out.
+
+    ``with_graph``: the head gets hidden states that can be differentiated, as training makes them;
+    for models without dropout.
     """
     training = model.training
-    model.eval()
+    model.train(with_graph)
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(with_graph):
             return _run(model, microbatches, step, forward_only=True)
     finally:
         model.train(training)

@@ -1,0 +1,64 @@
+"""A scoring pass that training goes on with.
+
+Where a rollout is one micro-batch of one update, the critic's values and the first forward pass of
+its training read the same rows with the same weights. Then the values' pass keeps its graph:
+
+    get_values ─► hidden states with their graph ─► values
+                              │
+    training_update ──────────┴─► loss ─► backward
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from aligner.models.gpt.pipeline import Microbatch
+
+
+class KeptPass:
+    """Hidden states of one micro-batch, with their graph, until they are used or not wanted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model`` is whose pass is kept; nothing is yet."""
+        self._model = model
+        self._microbatch: Microbatch | None = None
+        self._versions: list[int] = []
+
+    def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
+        """Keep ``hidden``, which ``model`` made of ``microbatch``."""
+        self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
+        self._versions = self._weight_versions()
+
+    def drop(self) -> None:
+        """Free the graph."""
+        self._microbatch = None
+
+    def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """``microbatches``, with hidden states where these are the rows that were kept.
+
+        Whatever they are, nothing is kept afterwards.
+        """
+        kept, self._microbatch = self._microbatch, None
+        same = (
+            kept is not None
+            and len(microbatches) == 1
+            and _same_rows(kept, microbatches[0])
+            and self._versions == self._weight_versions()
+        )
+        if kept is None or not same:
+            return list(microbatches)
+        return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
+
+    def _weight_versions(self) -> list[int]:
+        """How often each weight was written to."""
+        return [parameter._version for parameter in self._model.parameters()]
+
+
+def _same_rows(one: Microbatch, other: Microbatch) -> bool:
+    """Whether two micro-batches hold the same sequences, in the same order and frame."""
+    return all(
+        torch.equal(one.columns[name], other.columns[name])
+        for name in ("input_ids", "input_lengths")
+    )
