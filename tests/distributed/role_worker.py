@@ -1,10 +1,11 @@
-"""One rank of `test_moe_layouts` and `test_recompute_layouts`: actor and critic in each layout.
+"""One rank of tests of layouts (moe, recompute, kept pass): actor and critic in each layout.
 
     torchrun --nproc-per-node N role_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
 
 A layout is ``tensor,pipeline,expert,recompute``, with sequence parallelism where tensor is more
-than 1; what is left of the world is data parallel. Rank 0 writes what it saw to OUTPUT, and the
-roles after training beside it.
+than 1; what is left of the world is data parallel. With ``,whole`` after it an update is one
+micro-batch, which the critic values first, as PPO does. Rank 0 writes what it saw to OUTPUT, and
+the roles after training beside it.
 """
 
 import sys
@@ -78,16 +79,27 @@ def train(
     share = {key: value.chunk(ranks)[rank] for key, value in whole.items()}
     before = role.infer_tokens(whole)
     generated = generate(role, whole) if isinstance(role, MegatronGPTActorModel) else []
+    if settings.micro_batch_size == ROWS and isinstance(role, MegatronGPTCriticModel):
+        role.get_values(share)
+    passes: list[None] = []
+    role.gpt.decoder.register_forward_hook(lambda *_: passes.append(None))
     role.prepare_for_training()
     updates = [role.training_update(share, number) for number in range(2)]
+    passes_of_updates = len(passes)
     role.write_nemo(save_to)
     after = role.infer_tokens(whole)
-    return {"updates": updates, "before": before, "after": after, "generated": generated}
+    return {
+        "updates": updates,
+        "before": before,
+        "after": after,
+        "generated": generated,
+        "passes": passes_of_updates,
+    }
 
 
 def train_both(model: str, output: str, layout: str) -> dict[str, dict[str, object]]:
     """Actor and critic in one layout."""
-    *sizes, recompute = layout.split(",")
+    sizes, (recompute, *whole) = layout.split(",")[:3], layout.split(",")[3:]
     tensor, pipeline, expert = (int(size) for size in sizes)
     settings = RoleSettings(
         parallel=ParallelConfig(
@@ -95,7 +107,8 @@ def train_both(model: str, output: str, layout: str) -> dict[str, dict[str, obje
         ),
         recompute=None if recompute == "none" else recompute,
         optim=OptimConfig(lr=5e-3, eps=1e-2),  # a small eps turns rounding into updates
-        micro_batch_size=1,
+        micro_batch_size=ROWS if whole else 1,
+        global_batch_size=ROWS,
         gradient_clip_val=0.1,
     )
     roles = {
