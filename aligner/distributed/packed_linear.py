@@ -68,7 +68,11 @@ class Product:
             return product if bias is None else product + bias
         if not self.packed:
             return F.linear(x, self.ready, bias)
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.ready, bias, "none", [], "")
+        rows = _accompanied(x.flatten(0, -2))
+        product = torch.ops.mkldnn._linear_pointwise.default(
+            rows, self.ready, bias, "none", [], ""
+        )
+        return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight^T`` [n, out] in one pass over the result."""
@@ -76,7 +80,9 @@ class Product:
             return torch.addmm(_whole(residual), _whole(x), self.ready)[: x.shape[0]]
         if not self.packed:
             return residual + F.linear(x, self.ready)
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.ready, None, "add")
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            _accompanied(x), _accompanied(residual), self.ready, None, "add"
+        )[: x.shape[0]]
 
 
 class GatedProduct:
@@ -94,15 +100,20 @@ class GatedProduct:
             # otherwise than the rest.
             gate, up = self._both(x).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        gate = multiply.default(x, self._gate.ready, None, "swish", [], "")
-        return multiply.binary(x, gate, self._up.ready, None, "mul")
+        multiply, rows = torch.ops.mkldnn._linear_pointwise, _accompanied(x)
+        gate = multiply.default(rows, self._gate.ready, None, "swish", [], "")
+        return multiply.binary(rows, gate, self._up.ready, None, "mul")[: x.shape[0]]
 
 
 def _whole(x: Tensor) -> Tensor:
     """[n, in] with zero rows added up to a multiple of `_ROWS`."""
     missing = -x.shape[0] % _ROWS
     return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _accompanied(x: Tensor) -> Tensor:
+    """[n, in]; a single row gets one of zeros: oneDNN sums it up otherwise if terms are many."""
+    return F.pad(x, (0, 0, 0, 1)) if x.shape[0] == 1 else x
 
 
 @contextlib.contextmanager

@@ -64,11 +64,13 @@ def test_large_products_are_onednn_s(monkeypatch):
     assert len(called) == 1
 
 
+# Where many terms are added up, oneDNN has another way for a single row.
 @pytest.mark.usefixtures("cached_bytes")
+@pytest.mark.parametrize("inputs", [INPUTS, 1536])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_row_has_the_same_bits_in_any_company(gated):
+def test_a_row_has_the_same_bits_in_any_company(gated, inputs):
     torch.manual_seed(1)
-    x, weight = torch.randn(70, INPUTS), torch.randn(2 * OUTPUTS, INPUTS)
+    x, weight = torch.randn(70, inputs), torch.randn(2 * OUTPUTS, inputs) / inputs**0.5
     product = GatedProduct(weight) if gated else Product(weight)
     together = product(x)
     plain = F.linear(x.double(), weight.double())
@@ -81,12 +83,16 @@ def test_a_row_has_the_same_bits_in_any_company(gated):
 
 
 @pytest.mark.usefixtures("cached_bytes")
-def test_added_to_a_residual():
+@pytest.mark.parametrize("inputs", [INPUTS, 1536])
+def test_added_to_a_residual(inputs):
     torch.manual_seed(2)
-    x, weight, residual = torch.randn(9, INPUTS), torch.randn(OUTPUTS, INPUTS), torch.randn(9, 80)
+    x, weight = torch.randn(9, inputs), torch.randn(OUTPUTS, inputs) / inputs**0.5
+    product, residual = Product(weight), torch.randn(9, OUTPUTS)
     expected = residual.double() + F.linear(x.double(), weight.double())
-    sums = Product(weight).added_to(residual, x)
+    sums = product.added_to(residual, x)
     torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
+    for count in (1, 2, 8):
+        assert torch.equal(product.added_to(residual[:count], x[:count]), sums[:count]), count
 
 
 def test_a_weight_is_packed_when_first_multiplied_with(monkeypatch):

@@ -48,9 +48,10 @@ def make_batch():
 
 @pytest.fixture
 def start(tiny_nemo):
-    def start(**model):
+    def start(critic=None, **model):
+        critic = {"micro_batch_size": 2, **(critic or {})}
         return MegatronValueWorker(
-            config=CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM),
+            config=CriticConfig(global_batch_size=ROWS, optim=OPTIM, **critic),
             model=ModelConfig(restore_from_path=str(tiny_nemo), **model),
             tokenizer=None,
             run=RunFacts(gradient_clip_val=CLIP, precision="bf16" if model.get("fp8") else "32"),
@@ -112,6 +113,20 @@ def test_eval_mode_reports_the_loss_and_changes_nothing(start):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     trained = worker.train(make_batch(), PPOValueLoss(value_clip=None), mbs=1)
     assert seen["global_loss"] == pytest.approx(trained["global_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("offload_weights", [False, True])
+def test_a_pass_is_kept_from_values_to_training_unless_everything_leaves(start, offload_weights):
+    worker = start(critic={"micro_batch_size": ROWS, "offload_weights": offload_weights})
+    passes = []
+    worker.model.gpt.decoder.register_forward_hook(lambda *_: passes.append(None))
+    worker.prepare_for_inference()
+    worker.get_values(make_batch())
+    worker.finish_inference()
+    worker.prepare_for_training()
+    worker.train(make_batch(), PPOValueLoss(value_clip=None))
+    worker.finish_training()
+    assert len(passes) == (2 if offload_weights else 1)
 
 
 def test_alone_a_worker_has_no_weights_to_wait_for(start):

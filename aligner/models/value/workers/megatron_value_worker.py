@@ -74,6 +74,14 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
         assert self._reward is not None, "lend_body comes first"
         return self._reward
 
+    # Phases -----------------------------------------------------------------------------------
+
+    def finish_inference(self) -> None:
+        """Leave inference; with ``offload_weights`` nothing stays on the device."""
+        if self._offloads:
+            self.model.kept_pass.drop()
+        super().finish_inference()
+
     # When weights are gathered ----------------------------------------------------------------
 
     def enable_forward_pre_hook(self) -> None:
