@@ -69,9 +69,7 @@ class Product:
         if not self.packed:
             return F.linear(x, self.ready, bias)
         rows = _accompanied(x.flatten(0, -2))
-        product = torch.ops.mkldnn._linear_pointwise.default(
-            rows, self.ready, bias, "none", [], ""
-        )
+        product = torch.ops.mkldnn._linear_pointwise.default(rows, self.ready, bias, "none", [], "")
         return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
