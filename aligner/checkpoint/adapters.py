@@ -171,6 +171,9 @@ class MergedWeights(Mapping[str, Tensor]):
             return weight
         return add_product(weight, a, b, self._adapters.lora.scale)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

@@ -64,6 +64,9 @@ class GatheredWeights(Mapping[str, Tensor]):
         dist.broadcast(tensor, group=self._pp, group_src=stage)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 

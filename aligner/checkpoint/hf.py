@@ -107,6 +107,9 @@ class SafetensorsFolder(Mapping[str, Tensor]):
             tensor: Tensor = self._open(name).get_tensor(key)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

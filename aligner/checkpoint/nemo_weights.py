@@ -60,6 +60,9 @@ class LazyWeights(Mapping[str, Tensor]):
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
 

@@ -1,0 +1,71 @@
+"""Weights that are read when indexed: loading a model reads each tensor once."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from aligner.checkpoint.canonical import EMBEDDING
+from aligner.checkpoint.gathered_weights import GatheredWeights
+from aligner.checkpoint.gpt_weights import load_weights
+from aligner.checkpoint.hf import SafetensorsFolder, save_hf
+from aligner.checkpoint.model_source import open_model
+from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo_weights import LazyWeights
+from aligner.distributed.parallel import initialize_parallel
+from aligner.models.gpt.build import build_gpt
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often each tensor is read by instances of a class."""
+
+    def reads_of(cls):
+        seen, plain = Counter(), cls.__getitem__
+
+        def read(self, name):
+            seen[name] += 1
+            return plain(self, name)
+
+        monkeypatch.setattr(cls, "__getitem__", read)
+        return seen
+
+    return reads_of
+
+
+@pytest.fixture
+def folder(tiny_nemo, tmp_path):
+    with open_nemo(tiny_nemo) as nemo:
+        save_hf(tmp_path / "hf", nemo.weights, nemo.architecture, nemo.tokenizer_files)
+    return tmp_path / "hf"
+
+
+def load(path):
+    initialize_parallel()
+    with open_model(path) as source:
+        gpt = build_gpt(source.architecture, initialize=False)
+        load_weights(gpt, source.weights, source.architecture)
+    return gpt, source.architecture
+
+
+def test_a_nemo_is_read_once(tiny_nemo, reads):
+    seen = reads(LazyWeights)
+    load(tiny_nemo)
+    assert seen[EMBEDDING] == 1
+    assert set(seen.values()) == {1}
+
+
+def test_a_hugging_face_directory_is_read_once(folder, reads):
+    seen = reads(SafetensorsFolder)
+    load(folder)
+    assert len(seen) > 10
+    assert set(seen.values()) == {1}
+
+
+def test_no_rank_gathers_to_find_out_what_there_is(tiny_nemo, reads):
+    gathered = GatheredWeights(*load(tiny_nemo))
+    seen = reads(GatheredWeights)
+    assert EMBEDDING in gathered
+    assert "no such weight" not in gathered
+    assert not seen
+    assert isinstance(gathered[EMBEDDING], torch.Tensor)
