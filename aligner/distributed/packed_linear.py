@@ -68,9 +68,9 @@ class Product:
             return product if bias is None else product + bias
         if not self.packed:
             return F.linear(x, self.ready, bias)
-        rows = _accompanied(x.flatten(0, -2))
-        product = torch.ops.mkldnn._linear_pointwise.default(rows, self.ready, bias, "none", [], "")
-        return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
+        if x.numel() == x.shape[-1]:
+            return self(_accompanied(x.reshape(1, -1)), bias)[:1].view(*x.shape[:-1], -1)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.ready, bias, "none", [], "")
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight^T`` [n, out] in one pass over the result."""
@@ -78,9 +78,9 @@ class Product:
             return torch.addmm(_whole(residual), _whole(x), self.ready)[: x.shape[0]]
         if not self.packed:
             return residual + F.linear(x, self.ready)
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            _accompanied(x), _accompanied(residual), self.ready, None, "add"
-        )[: x.shape[0]]
+        if x.shape[0] == 1:
+            return self.added_to(_accompanied(residual), _accompanied(x))[:1]
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.ready, None, "add")
 
 
 class GatedProduct:
@@ -98,9 +98,11 @@ class GatedProduct:
             # otherwise than the rest.
             gate, up = self._both(x).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
-        multiply, rows = torch.ops.mkldnn._linear_pointwise, _accompanied(x)
-        gate = multiply.default(rows, self._gate.ready, None, "swish", [], "")
-        return multiply.binary(rows, gate, self._up.ready, None, "mul")[: x.shape[0]]
+        if x.shape[0] == 1:
+            return self(_accompanied(x))[:1]
+        multiply = torch.ops.mkldnn._linear_pointwise
+        gate = multiply.default(x, self._gate.ready, None, "swish", [], "")
+        return multiply.binary(x, gate, self._up.ready, None, "mul")
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -109,9 +111,9 @@ def _whole(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _accompanied(x: Tensor) -> Tensor:
-    """[n, in]; a single row gets one of zeros: oneDNN sums it up otherwise if terms are many."""
-    return F.pad(x, (0, 0, 0, 1)) if x.shape[0] == 1 else x
+def _accompanied(row: Tensor) -> Tensor:
+    """[1, in] and a row of zeros: oneDNN adds up the terms of a single row in another order."""
+    return F.pad(row, (0, 0, 0, 1))
 
 
 @contextlib.contextmanager
