@@ -109,7 +109,7 @@ class MegatronGPTModel(ModelPT):
                 seed=self.settings.seed,
                 has_head=self.has_head,
             )
-        self.kept_pass = KeptPass(self.gpt)
+        self.kept_pass = KeptPass(self.gpt)  # a role may score and train in one
 
     # What a role adds -------------------------------------------------------------------------
 
