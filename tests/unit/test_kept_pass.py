@@ -48,7 +48,7 @@ def make_batch():
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes():
     """Counts forward passes of the bodies of critics that it is given."""
     counts = []
 
@@ -171,5 +171,13 @@ def test_what_takes_several_passes_is_not_kept(changes, tiny_nemo):
 def test_what_draws_or_counts_in_training_is_not_kept(changes, tiny_nemo):
     critic = make_critic(tiny_nemo)
     critic.architecture = dataclasses.replace(critic.architecture, **changes)
+    critic.get_values(make_batch())
+    assert critic.kept_pass._microbatch is None
+
+
+@pytest.mark.parametrize("name", ["adapters", "rewards_of"])
+def test_a_body_that_holds_other_weights_at_times_is_not_kept(name, tiny_nemo):
+    critic = make_critic(tiny_nemo)
+    setattr(critic, name, lambda batch: None)  # anything: it is there
     critic.get_values(make_batch())
     assert critic.kept_pass._microbatch is None

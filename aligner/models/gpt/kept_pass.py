@@ -41,13 +41,12 @@ class KeptPass:
         Whatever they are, nothing is kept afterwards.
         """
         kept, self._microbatch = self._microbatch, None
-        same = (
-            kept is not None
-            and len(microbatches) == 1
-            and _same_rows(kept, microbatches[0])
-            and self._versions == self._weight_versions()
-        )
-        if kept is None or not same:
+        if (
+            kept is None
+            or len(microbatches) != 1
+            or not _same_rows(kept, microbatches[0])
+            or self._versions != self._weight_versions()
+        ):
             return list(microbatches)
         return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
 
