@@ -5,6 +5,7 @@
 and megatron-core's ``TransformerConfig`` is made out of it (``models/gpt/build.py``).
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +74,12 @@ class GPTArchitecture:
     def expert_ffn_hidden_size(self) -> int:
         """Inner width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def with_dropout(self, probability: float | None) -> "GPTArchitecture":
+        """The same with this dropout, of attention and of hidden states; None: with its own."""
+        if probability is None:
+            return self
+        return dataclasses.replace(self, attention_dropout=probability, hidden_dropout=probability)
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
         """Rows of the embedding: the vocabulary rounded up to a multiple every rank can share."""

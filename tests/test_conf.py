@@ -112,7 +112,7 @@ def test_yaml_defaults_equal_dataclass_defaults():
 # What a supervised run has no better default for than its own.
 DIFFERS = {"trainer.{}.val_check_interval", "trainer.{}.save_interval", "exp_manager.monitor"}
 SUPERVISED = {
-    "gpt_sft": {*DIFFERS, "model.optim.lr", "exp_manager.mode"},
+    "gpt_sft": {*DIFFERS, "model.optim.lr", "model.dropout", "exp_manager.mode"},
     "gpt_dpo": DIFFERS,
     "gpt_distill": {*DIFFERS, "model.optim.lr", "exp_manager.mode"},
 }

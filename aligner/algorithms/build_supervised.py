@@ -17,7 +17,7 @@ from aligner.algorithms.assembly import (
 )
 from aligner.algorithms.engine import Engine
 from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.startup import role_memory, training_activations
+from aligner.algorithms.startup import dropout_in_words, role_memory, training_activations
 from aligner.algorithms.supervised import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
@@ -201,6 +201,7 @@ def run_lesson(
                 },
                 free_bytes=accelerator.free_memory_bytes(),
                 packages=find_packages(),
+                dropout=dropout_in_words(config.model, inputs.architecture),
                 restored=restored,
                 notes=notes,
             ),

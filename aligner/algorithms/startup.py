@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.config import BaseRunConfig, SamplingRunConfig
+from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed import accelerator
@@ -47,6 +47,18 @@ def check_lengths(
         f"{config.model.rollout_key}.length_params.max_length={response} more may follow, but the "
         f"model has {positions} positions; {remedy}"
     )
+
+
+def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -> str:
+    """What is dropped in training, and where the checkpoint says something else, that."""
+    own = f"{architecture.hidden_dropout:g} of hidden states, {architecture.attention_dropout:g} "
+    own += "of attention weights"
+    if model.dropout is None:
+        return f"dropout as in the checkpoint: {own}"
+    dropout = f"dropout {model.dropout:g}"
+    if architecture.with_dropout(model.dropout) == architecture:
+        return dropout
+    return f"{dropout} (in the checkpoint: {own}; model.dropout=null brings it back)"
 
 
 def startup_facts(
@@ -95,6 +107,7 @@ def startup_facts(
         working_bytes=_working_memory(config, architecture, prompts),
         free_bytes=accelerator.free_memory_bytes(),
         packages=find_packages(),
+        dropout=dropout_in_words(config.model, architecture),
         restored=restored,
         notes=notes,
     )

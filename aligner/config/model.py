@@ -146,6 +146,9 @@ class TrainedModelConfig:
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
     # full: recompute whole layers in backward; selective: the attention only; null: nothing.
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
+    # Probability of dropping hidden states and attention weights while training, critic too; null:
+    # what the checkpoint says.
+    dropout: Annotated[float, Range(low=0.0, high=0.9)] | None = 0.0
     # Format of 8-bit matrix products, on GPUs with Transformer Engine; hybrid: e5m2 backward.
     fp8: Literal["e4m3", "hybrid"] | None = None
     peft: PeftConfig = field(default_factory=PeftConfig)

@@ -60,6 +60,7 @@ class StartupFacts:
     working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
     free_bytes: int  # memory per process that is still free
     packages: Sequence[PackageStatus]
+    dropout: str = ""  # of the models that are trained, in words
     restored: Restored | None = None
     notes: Sequence[str] = field(default_factory=tuple)  # e.g. prompts that were dropped
 
@@ -132,6 +133,7 @@ def startup_report(facts: StartupFacts) -> Group:
             f"aligner on {_count(facts.processes, 'process', 'processes')}: {facts.device}", "bold"
         ),
         Text(f"policy from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
+        *([Text(facts.dropout)] if facts.dropout else []),
         *(Text(note, "yellow") for note in facts.notes),
         Text("\nBatches", "bold"),
         *(_indented(Text(sentence)) for sentence in facts.batches),

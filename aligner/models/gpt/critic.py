@@ -99,7 +99,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         Left out is also what has more than one graph: pipeline stages, a body that another model's
         weights move into, experts, which count their tokens in training.
         """
-        rows, architecture = batch["input_ids"].shape[0], self.architecture
+        rows = batch["input_ids"].shape[0]
+        architecture = self.architecture.with_dropout(self.settings.dropout)
         return (
             self.optimizer is not None
             and rows * self.parallel.dp_size == self.settings.global_batch_size

@@ -26,6 +26,7 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor_build import build_sharded
 from aligner.models.gpt.dtensor_generation import canonical_weights
 from aligner.models.gpt.dtensor_model import TransformersModel
+from aligner.models.gpt.dtensor_plan import check_dropout
 from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor_shards import ParameterShard
 from aligner.models.gpt.dtensor_state import load_shard_state, shard_state
@@ -84,8 +85,9 @@ class DTensorModel:
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
         """This process's share, filled where ``weights`` (Hugging Face's names) are given."""
+        check_dropout(self.settings.dropout, self.architecture)
         return build_sharded(
-            self.architecture,
+            self.architecture.with_dropout(self.settings.dropout),
             weights,
             self.parallel,
             dtype=self.settings.dtype,

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.hf_families import config_to_hf
 from aligner.config import ParallelConfig
-from aligner.errors import LayoutError
+from aligner.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +30,16 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
             f"model.tensor_model_parallel_size={parallel.tensor}: policy.backend=dtensor has no "
             f"tensor parallelism for {family} models, only for {', '.join(LLAMA_LIKE)}; use 1 "
             "(weights are sharded over data-parallel ranks anyway), or policy.backend=megatron"
+        )
+
+
+def check_dropout(dropout: float | None, architecture: GPTArchitecture) -> None:
+    """Refuse ``model.dropout`` where transformers' layers would leave half of it out."""
+    family = config_to_hf(architecture)[0].model_type
+    if dropout and family in LLAMA_LIKE:
+        raise ConfigError(
+            f"model.dropout={dropout:g}: policy.backend=dtensor has no dropout of hidden states for "
+            f"{family} models; set it to 0, or use policy.backend=megatron"
         )
 
 

@@ -141,7 +141,7 @@ class MegatronGPTModel(ModelPT):
     def build_gpt(self, initialize: bool) -> GPTModel:
         """This process's share of the architecture, with the role's head."""
         gpt = build_gpt(
-            self.architecture,
+            self.architecture.with_dropout(self.settings.dropout),
             dtype=self.settings.dtype,
             fp8=self.settings.fp8,
             parallel=self.settings.parallel,

@@ -31,6 +31,7 @@ class RoleSettings:
     precision: Precision = "32"
     fp8: Literal["e4m3", "hybrid"] | None = None
     recompute: Literal["full", "selective"] | None = None
+    dropout: float | None = None  # while training; None: the architecture's own
     micro_batch_size: int = 8
     global_batch_size: int = 64
     forward_micro_batch_size: int = 16
@@ -124,6 +125,7 @@ def _settings(
         precision=run.precision,
         fp8=model.fp8,
         recompute=model.activations_checkpoint_granularity,
+        dropout=model.dropout,
         micro_batch_size=trained.micro_batch_size,
         global_batch_size=trained.global_batch_size,
         forward_micro_batch_size=scoring.forward_micro_batch_size,
