@@ -26,8 +26,8 @@ from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor_build import build_sharded
 from aligner.models.gpt.dtensor_generation import canonical_weights
 from aligner.models.gpt.dtensor_model import TransformersModel
-from aligner.models.gpt.dtensor_plan import check_dropout
 from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
+from aligner.models.gpt.dtensor_plan import check_dropout
 from aligner.models.gpt.dtensor_shards import ParameterShard
 from aligner.models.gpt.dtensor_state import load_shard_state, shard_state
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches

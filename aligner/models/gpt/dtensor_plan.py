@@ -38,8 +38,8 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture) -> None:
     family = config_to_hf(architecture)[0].model_type
     if dropout and family in LLAMA_LIKE:
         raise ConfigError(
-            f"model.dropout={dropout:g}: policy.backend=dtensor has no dropout of hidden states for "
-            f"{family} models; set it to 0, or use policy.backend=megatron"
+            f"model.dropout={dropout:g}: policy.backend=dtensor has no dropout of hidden states "
+            f"for {family} models; set it to 0, or use policy.backend=megatron"
         )
 
 
