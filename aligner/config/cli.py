@@ -1,26 +1,36 @@
 """Entry of every training script: hydra in front, typed configuration behind.
 
-Hydra's own message for a misspelt override names no alternative, so overrides are checked
-against the dataclasses before hydra sees them.
+Hydra knows a key by the YAML it has composed, and its own messages name no alternative. What can be
+set is what the dataclasses have, so overrides are held against them before hydra sees them.
 """
 
 import dataclasses
+import difflib
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from aligner.config.load import Root, load_config
 from aligner.config.parse import field_types, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
+
+# Options of hydra whose value is the argument after them.
+OPTIONS_WITH_VALUE = (
+    *("--config-name", "-cn", "--config-dir", "-cd", "--config-path", "-cp"),
+    *("--package", "-p", "--cfg", "-c", "--info", "-i", "--experimental-rerun"),
+)
 
 
 def launch(
@@ -40,9 +50,13 @@ def launch(
     _quiet_imports()
 
     def main(config: DictConfig) -> None:
+        sys.argv[:] = given  # what a report shows and further processes are started with
         _report_errors(lambda: fit(load_config(config, root)))
 
-    _report_errors(lambda: check_overrides(sys.argv[1:], root))
+    given = list(sys.argv)
+    accepted: list[str] = []
+    _report_errors(lambda: accepted.extend(check_overrides(given[1:], root, conf_dir)))
+    sys.argv[1:] = accepted
     hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
         main
     )()
@@ -58,38 +72,160 @@ def _quiet_imports() -> None:
     logging.getLogger("nv_one_logger").setLevel(logging.ERROR)
 
 
-def check_overrides(arguments: Sequence[str], root: type = RunConfig) -> None:
-    """Refuse ``key=value`` arguments whose key no dataclass has, suggesting the nearest."""
+def check_overrides(
+    arguments: Sequence[str], root: type = RunConfig, conf_dir: Path | None = None
+) -> list[str]:
+    """The command line as hydra accepts it, once what hydra would not has been refused.
+
+    Any key in the tree of dataclasses below ``root`` can be set, whether or not the composed YAML
+    has it, and whatever stands on the way to it: ``key=value`` and ``+key=value`` become
+    ``++key=value``. Choices of a config group, ``~key``, ``hydra.*`` and options stay as they are.
+
+    Args:
+        arguments: what follows the name of the script.
+        root: what the configuration describes.
+        conf_dir: where the config groups are; None: none is known.
+
+    Raises:
+        ConfigError: an argument that is no override, a key that no dataclass has (with the nearest
+            that one has), an option that a group does not have.
+    """
+    searched = None if _elsewhere(arguments) else conf_dir
+    sweeps = any(argument in ("-m", "--multirun") for argument in arguments)
+    accepted, is_value = [], False
     for argument in arguments:
-        key, separator, _ = argument.partition("=")
-        key = key.lstrip("+~")
-        if argument.startswith("-") or not separator or key.startswith("hydra"):
-            continue
-        if "@" in key or "/" in key:  # a choice of a config group
-            continue
-        check_key(key, root)
+        is_override = not (is_value or argument.startswith("-"))
+        accepted.append(
+            _accepted(argument, root, conf_dir, searched, sweeps) if is_override else argument
+        )
+        is_value = argument in OPTIONS_WITH_VALUE
+    return accepted
+
+
+def _elsewhere(arguments: Sequence[str]) -> bool:
+    """Whether configuration may come from further directories."""
+    return any(
+        argument.split("=")[0] in ("-cd", "--config-dir", "-cp", "--config-path")
+        or "hydra.searchpath" in argument
+        for argument in arguments
+    )
+
+
+def _accepted(
+    argument: str, root: type, conf_dir: Path | None, searched: Path | None, sweeps: bool
+) -> str:
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException as error:
+        raise ConfigError(_malformed(argument, error)) from error
+    if override.is_sweep_override() and not sweeps:
+        raise ConfigError(
+            f"{argument}: several values; write a list as "
+            f"'{override.key_or_group}=[...]', or add --multirun for a run of each"
+        )
+    key = override.key_or_group
+    if re.match(r"hydra\b", key):
+        return argument
+    value = None if override.is_sweep_override() else override.value()
+    if not key:
+        raise ConfigError(f"{_short(argument)}: names no key; write it as key=value")
+    is_choice = _is_group(key, conf_dir) or override.package is not None or "/" in key
+    if is_choice and not isinstance(value, dict):
+        if not (override.is_delete() or override.is_sweep_override()):
+            _check_choice(argument, key, value, searched)
+        return argument
+    check_key(key, root)
+    return argument if override.is_delete() else "++" + argument.lstrip("+")
+
+
+def _malformed(argument: str, error: HydraException) -> str:
+    if "=" not in argument:
+        return (
+            f"{argument}: is not of the form key=value; a recipe is chosen with "
+            "--config-name recipes/NAME"
+        )
+    key, _, value = argument.partition("=")
+    reason = str(error).splitlines()[0]
+    return (
+        f"{_short(argument)}: hydra cannot read it ({_short(reason)}); put a value with spaces or "
+        f"any of ,:{{}}[]()= into quotes of its own: '{key}=\"{_short(value)}\"'"
+    )
+
+
+def _is_group(key: str, conf_dir: Path | None) -> bool:
+    return conf_dir is not None and (conf_dir / key).is_dir()
+
+
+def _check_choice(argument: str, group: str, value: Any, conf_dir: Path | None) -> None:
+    """Refuse a value of a config group that is not one of its options."""
+    if conf_dir is None:
+        return
+    known = sorted(path.stem for path in (conf_dir / group).glob("*.yaml"))
+    if not known:
+        near = difflib.get_close_matches(
+            group, [path.name for path in conf_dir.iterdir() if path.is_dir()], n=1
+        )
+        hint = f"did you mean {near[0]}?" if near else f"see the folders of {conf_dir}"
+        raise ConfigError(f"{_short(argument)}: there is no config group {group}; {hint}")
+    for choice in value if isinstance(value, list) else [value]:
+        if choice not in known:
+            near = difflib.get_close_matches(str(choice)[:64], known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"{_short(argument)}: {group} is a group of settings, chosen by name; {hint}"
+                f"Options: {', '.join(known)}. Single settings are keys below it, {group}.KEY=VALUE"
+            )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def check_key(key: str, root: type = RunConfig) -> None:
     """Refuse a dotted key that is not in the tree of dataclasses below ``root``."""
-    level: Any = root
+    hint: Any = root
     prefix = ""
     for name in key.split("."):
-        level = _dataclass_of(level)
-        if level is None:  # below a free-form mapping
-            return
-        hints = field_types(level)
-        if name not in hints:
-            raise ConfigError(unknown_key(f"{prefix}.{name}".lstrip("."), list(hints), prefix))
+        arms = list(_arms(hint))
+        level = _dataclass_of(hint)
+        if level is not None:
+            hints = field_types(level)
+            if name not in hints:
+                wrong = f"{prefix}.{name}".lstrip(".")
+                raise ConfigError(unknown_key(wrong, list(hints), prefix, list(_keys(root))))
+            hint = hints[name]
+        elif any(arm in (Any, dict) or get_origin(arm) in (dict, Mapping) for arm in arms):
+            return  # a free-form mapping
+        else:
+            raise ConfigError(
+                f"{key}: {prefix} has no keys below it; give its value as {prefix}=..."
+            )
         prefix = f"{prefix}.{name}".lstrip(".")
-        level = hints[name]
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key in the tree of dataclasses below ``cls``."""
+    for name, hint in field_types(cls).items():
+        yield f"{prefix}{name}"
+        level = _dataclass_of(hint)
+        if level is not None:
+            yield from _keys(level, f"{prefix}{name}.")
 
 
 def _dataclass_of(hint: Any) -> type | None:
-    if get_origin(hint) in (Union, UnionType, Annotated):
-        found = (_dataclass_of(arm) for arm in get_args(hint))
-        return next((arm for arm in found if arm is not None), None)
-    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
+    arms = (arm for arm in _arms(hint) if isinstance(arm, type))
+    return next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
+
+
+def _arms(hint: Any) -> Iterator[Any]:
+    """The types that a field may have."""
+    if get_origin(hint) is Annotated:
+        yield from _arms(get_args(hint)[0])
+    elif get_origin(hint) in (Union, UnionType):
+        for arm in get_args(hint):
+            yield from _arms(arm)
+    else:
+        yield hint
 
 
 def _report_errors(action: Callable[[], None]) -> None:

@@ -16,18 +16,20 @@ Root = TypeVar("Root", bound=BaseRunConfig)
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
     """Resolve interpolations and validate hydra's configuration as a ``root``."""
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(
-            f"{missing[0]}: required and not set; give it as {missing[0]}=... on the command line"
-            + (f" (also missing: {', '.join(missing[1:])})" if missing[1:] else "")
-        )
     try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(_not_given(missing))
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "the configuration"
-        raise ConfigError(f"{key}: cannot be resolved: {error}") from error
+        raise ConfigError(f"{key}: cannot be resolved: {str(error).splitlines()[0]}") from error
     return parse_config(plain, root)  # type: ignore[arg-type]
+
+
+def _not_given(keys: list[str]) -> str:
+    others = f" (also missing: {', '.join(keys[1:])})" if keys[1:] else ""
+    return f"{keys[0]}: required and not set; give it as {keys[0]}=... on the command line{others}"
 
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]

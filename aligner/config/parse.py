@@ -6,7 +6,7 @@ Every refusal is a ``ConfigError`` that starts with the full dotted key and ends
 import dataclasses
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from aligner.config.fields import Range
@@ -47,11 +47,27 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def unknown_key(key: str, known: list[str], prefix: str) -> str:
-    """Message for a key that no dataclass has, with the nearest that one has."""
+def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str] = ()) -> str:
+    """Message for a key that no dataclass has, with the nearest that one has.
+
+    Args:
+        key: the dotted key as it was given.
+        known: the names that are known where it stands.
+        prefix: the dotted key of that place.
+        elsewhere: dotted keys of other places, where its last name may belong.
+    """
     name = key.rsplit(".", 1)[-1]
+    initials = "".join(word[:1] for word in name.split("_"))  # learning_rate: lr
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {_join(prefix, near[0])}?" if near else "remove it or correct its name."
+    near = near or [other for other in known if other == initials]
+    places = [other for other in elsewhere if other.rsplit(".", 1)[-1] == name]
+    section = f"{key.split('.')[0]}."
+    places = [other for other in places if other.startswith(section)] or places
+    if near and not places:
+        places = [_join(prefix, near[0])]
+    hint = (
+        f"did you mean {' or '.join(places[:3])}?" if places else "remove it or correct its name."
+    )
     return f"{key}: unknown key; {hint} Keys here: {', '.join(sorted(known))}"
 
 

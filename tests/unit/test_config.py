@@ -2,15 +2,18 @@
 
 import copy
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import ParallelConfig, check_layout, parse_config
 from aligner.config.checks import check_batch_layout
-from aligner.config.cli import check_overrides
+from aligner.config.cli import check_overrides, launch
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
+CONF = Path(__file__).parents[2] / "conf"
 MINIMAL = {
     "model": {"restore_from_path": "m.nemo"},
     "reward": {"function": "a.b:reward"},
@@ -204,17 +207,89 @@ def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
         check_overrides([argument])
 
 
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("model=1.5", "model is a group of settings"),
+        ("data=[nan]", "Options: arithmetic"),
+        ("critic=null", "chosen by name"),
+        (f"exp_manager={'x' * 5000}", "Options: default"),
+        ("data=gsm8", "did you mean gsm8k"),
+        ("paralel@model=tensor2", "did you mean parallel"),
+        ("reward.function=a(b", "into quotes of its own: 'reward.function=\"a\\(b\"'"),
+        ("seed=1,2", "write a list as"),
+        ("recipes/ppo_tiny_cpu", "--config-name recipes/NAME"),
+        ("=3", "names no key"),
+        ("trainer.ppo.max_steps.first=1", "trainer.ppo.max_steps has no keys below it"),
+        ("model.optim.learning_rate=1", "did you mean model.optim.lr"),
+        ("trainer.max_steps=1", "did you mean trainer.ppo.max_steps"),
+    ],
+)
+def test_what_hydra_cannot_take_is_refused_in_one_line(argument, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_overrides([argument], conf_dir=CONF)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
 def test_free_form_keys_groups_and_options_pass():
-    check_overrides(
-        [
-            "data.train.arguments.size=3",
-            "+reward.kwargs.anything=x",
-            "optim@model.optim=sgd",
-            "hydra.run.dir=x",
-            "--config-name=recipes/ppo_tiny_cpu",
-            "--help",
-        ]
+    untouched = [
+        "optim@model.optim=sgd",
+        "data=gsm8k",
+        "~model.peft",
+        "hydra.run.dir=x",
+        "--config-name=recipes/ppo_tiny_cpu",
+        "--config-name",
+        "recipes/ppo_tiny_cpu",
+        "--help",
+    ]
+    assert check_overrides(untouched, conf_dir=CONF) == untouched
+    check_overrides(["data.train.arguments.size=3", "+reward.kwargs.anything=x"])
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """``launched(*arguments)``: the configuration that a script's ``fit`` is given."""
+
+    def run(*arguments):
+        given = ["script.py", "model.restore_from_path=m.nemo", "reward.function=a.b:c", *arguments]
+        monkeypatch.setattr("sys.argv", list(given))
+        seen = []
+        launch(lambda config: seen.append((config, list(sys.argv))), CONF, "gpt_ppo")
+        assert seen[0][1] == given  # what a report shows as its command
+        return seen[0][0]
+
+    return run
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_any_key_can_be_set_with_and_without_a_plus(launched, plus):
+    config = launched(
+        "data.train.source=t.jsonl",
+        f"{plus}data.validation.source=v.jsonl",  # null in the YAML
+        f"{plus}generation.vllm.kwargs.max_num_seqs=3",  # an empty mapping there
+        f"{plus}reward.kwargs={{partial: 0.2}}",
+        f"{plus}data.train.arguments.size=500",
+        f"{plus}seed=7",
     )
+    assert config.data.validation.source == "v.jsonl"
+    assert config.generation.vllm.kwargs == {"max_num_seqs": 3}
+    assert config.reward.kwargs == {"partial": 0.2}
+    assert config.data.train.arguments == {"size": 500}
+    assert config.seed == 7
+
+
+def test_a_key_that_a_recipe_has_can_be_given_with_a_plus(launched):
+    config = launched("data=arithmetic", "+data.validation.source=v.jsonl")
+    assert config.data.validation.source == "v.jsonl"
+    assert config.data.validation.arguments["split"] == "validation"  # merged, as hydra merges
+
+
+def test_a_variable_that_is_not_set_is_refused(launched, capsys):
+    with pytest.raises(SystemExit) as ended:
+        launched("data.train.source=${oc.env:ALIGNER_NOT_SET}")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("ConfigError: data.train.source: cannot be resolved")
 
 
 def architecture(**changes):
