@@ -6,20 +6,20 @@ python examples/convert_nemo_to_hf.py --input FILE.nemo --output DIR
 import argparse
 import sys
 
-from aligner.checkpoint.hf import save_hf
-from aligner.checkpoint.nemo import open_nemo
 from aligner.errors import AlignerError
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", required=True, help="the .nemo file")
     parser.add_argument("--output", required=True, help="directory to write; must not exist yet")
     options = parser.parse_args()
-    with open_nemo(options.input) as nemo:
-        save_hf(options.output, nemo.weights, nemo.architecture, nemo.tokenizer_files)
-        print(f"wrote {options.output}: {nemo.architecture}")
+    from aligner.checkpoint import convert  # imports torch: not for --help
+
+    print(convert.nemo_to_hf(options.input, options.output))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ LAYERS = [
         "aligner.models.reward",
     ],
     ["aligner.algorithms"],
+    ["aligner.commands"],
 ]
 CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],

@@ -9,7 +9,7 @@ from aligner.algorithms.build_preference import load_pairs, single_format
 from aligner.algorithms.build_supervised import Lesson, run_lesson
 from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.algorithms.supervised import Examples, Task
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.model_source import open_model
 from aligner.config import PromptSourceConfig, RewardRunConfig
 from aligner.config.checks import check_longest_example
 from aligner.data.preferences import PairDataset, collate_pairs
@@ -122,7 +122,7 @@ def measure(
 
 def check_head(config: RewardRunConfig) -> None:
     """Refuse to go on from a reward model that rates something else."""
-    with open_nemo(config.model.restore_from_path) as checkpoint:
+    with open_model(config.model.restore_from_path) as checkpoint:
         known = saved_attributes(checkpoint)
     wanted = config.data.attribute_columns
     if known is not None and max(1, len(known)) != max(1, len(wanted)):

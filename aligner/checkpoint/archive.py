@@ -108,7 +108,15 @@ class ArchiveReader:
     def open(self, name: str) -> IO[bytes]:
         """Binary, seekable stream of member ``name``."""
         if name not in self.names:
-            raise CheckpointError(f"{str(self.path)!r} holds no {name!r}; is it a .nemo file?")
+            raise CheckpointError(
+                f"{str(self.path)!r} holds no {name!r}; "
+                + (
+                    "it looks like a Hugging Face directory, and here a .nemo is needed: "
+                    f"`aligner convert --input {self.path} --output FILE.nemo` makes one"
+                    if "config.json" in self.names
+                    else "is it a .nemo file?"
+                )
+            )
         if self._tar is None:
             return open(self.path / name, "rb")
         stream = self._tar.extractfile(self._members[name])

@@ -23,6 +23,7 @@ from aligner.checkpoint.hf_families import (
     family_of,
 )
 from aligner.checkpoint.hf_tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
+from aligner.checkpoint.nemo_config import Config, config_from_architecture
 from aligner.data.tokenizer import Tokenizer, tokenizer_from_files
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
@@ -41,6 +42,11 @@ class HuggingFaceModel:
     architecture: GPTArchitecture
     weights: HuggingFaceWeights
     tokenizer_files: dict[str, bytes]
+
+    @property
+    def config(self) -> Config:
+        """The architecture under NeMo's keys."""
+        return config_from_architecture(self.architecture)
 
     @property
     def tokenizer(self) -> Tokenizer:

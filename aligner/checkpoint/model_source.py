@@ -10,11 +10,22 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.hf import read_hf
 from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo_config import Config
 from aligner.data.tokenizer import Tokenizer
 
 
 class ModelSource(Protocol):
     """Valid while it is open; weights are read one by one when they are indexed."""
+
+    @property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name; none where no tokenizer is packaged."""
+        ...
+
+    @property
+    def config(self) -> Config:
+        """The architecture, and what else is known of the model, under NeMo's keys."""
+        ...
 
     @property
     def architecture(self) -> GPTArchitecture:

@@ -197,8 +197,8 @@ def _check_data(config: SamplingRunConfig | SupervisedRunConfig) -> None:
         _check_source("data.validation", config.data.validation)
     if not config.model.restore_from_path:
         raise ConfigError(
-            "model.restore_from_path: empty; give the path of a .nemo file (or, with "
-            "policy.backend=dtensor, of a Hugging Face directory)"
+            "model.restore_from_path: empty; give the path of a .nemo file or of a Hugging Face "
+            "directory"
         )
     path = config.exp_manager.explicit_log_dir
     if os.path.exists(path) and not os.path.isdir(path):

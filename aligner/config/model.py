@@ -133,7 +133,7 @@ class DynamicBatchingConfig:
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
-    restore_from_path: str  # a .nemo file; policy.backend=dtensor: or a Hugging Face directory
+    restore_from_path: str  # a .nemo file, or a Hugging Face directory
     tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
     micro_batch_size: Count = 8  # sequences per forward-backward, per data-parallel rank
     global_batch_size: Count = 64  # sequences per optimizer step, over all ranks

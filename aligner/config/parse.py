@@ -14,6 +14,26 @@ from aligner.errors import ConfigError
 
 T = TypeVar("T")
 
+# What other libraries call a key that has another name here; suggested where it is known.
+_OTHER_NAMES = {
+    "learning_rate": ("lr",),
+    "max_new_tokens": ("max_length",),
+    "max_tokens": ("max_length",),
+    "min_new_tokens": ("min_length",),
+    "stop": ("end_strings",),
+    "stop_strings": ("end_strings",),
+    "do_sample": ("use_greedy", "greedy"),
+    "model_name_or_path": ("restore_from_path",),
+    "output_dir": ("explicit_log_dir",),
+    "num_train_epochs": ("max_epochs",),
+    "num_generations": ("num_rollouts_per_prompt",),
+    "per_device_train_batch_size": ("micro_batch_size",),
+    "train_batch_size": ("global_batch_size",),
+    "lora_rank": ("adapter_dim",),
+    "r": ("adapter_dim",),
+    "lora_alpha": ("alpha",),
+}
+
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
     """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of the mapping itself."""
@@ -57,9 +77,8 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
         elsewhere: dotted keys of other places, where its last name may belong.
     """
     name = key.rsplit(".", 1)[-1]
-    initials = "".join(word[:1] for word in name.split("_"))  # learning_rate: lr
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    near = near or [other for other in known if other == initials]
+    near = [other for other in _OTHER_NAMES.get(name, ()) if other in known]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     places = [other for other in elsewhere if other.rsplit(".", 1)[-1] == name]
     section = f"{key.split('.')[0]}."
     places = [other for other in places if other.startswith(section)] or places

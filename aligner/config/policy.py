@@ -13,8 +13,7 @@ class BackendConfig:
     """The library behind policy and critic."""
 
     # megatron: megatron-core's GPT, all layouts; dtensor: transformers' models, sharded by FSDP2
-    # over data-parallel ranks and by DTensor over tensor-parallel ones. dtensor also starts from a
-    # Hugging Face directory.
+    # over data-parallel ranks and by DTensor over tensor-parallel ones.
     backend: Literal["megatron", "dtensor"] = "megatron"
 
 

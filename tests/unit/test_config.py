@@ -200,6 +200,9 @@ def test_batches_must_divide_over_data_parallel_ranks():
         ("+model.ppo.entropy=1", "model.ppo.entropy_bonus"),
         ("modle.micro_batch_size=1", "model"),
         ("data.validation.sauce=1", "data.validation.source"),
+        ("model.optim.learning_rate=1e-6", r"model\.optim\.lr\?"),
+        ("model.ppo.length_params.max_new_tokens=9", "model.ppo.length_params.max_length"),
+        ("model.model_name_or_path=x", "model.restore_from_path"),
     ],
 )
 def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner.checkpoint import hf
+from aligner.checkpoint.convert import convert
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.hf import read_hf, save_hf
 from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf
@@ -22,7 +23,8 @@ from aligner.checkpoint.nemo import open_nemo, save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
-from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
+from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.build import build_gpt
 
 ROOT = Path(__file__).parents[2]
@@ -308,7 +310,11 @@ def test_conversion_scripts(tmp_path):
         TINY_ARCHITECTURE,
         {**byte_level_tokenizer().files()},
     )
-    assert run("convert_nemo_to_hf.py", nemo, folder).returncode == 0
+    done = run("convert_nemo_to_hf.py", nemo, folder)
+    assert done.returncode == 0
+    # A person reads it: no dataclass of 25 fields.
+    assert done.stdout.startswith(f"wrote {folder}: llama, ")
+    assert len(done.stdout) < len(str(folder)) + 120
     assert run("convert_hf_to_nemo.py", folder, tmp_path / "again.nemo").returncode == 0
     with open_nemo(nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
         assert one.tokenizer_files == two.tokenizer_files
@@ -317,6 +323,38 @@ def test_conversion_scripts(tmp_path):
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: checkpoint")
     assert "Traceback" not in failed.stderr
+
+
+def test_convert_tells_the_direction_by_the_suffix(tmp_path, tiny_nemo):
+    assert "wrote" in convert(tiny_nemo, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "again.nemo")
+    with open_nemo(tiny_nemo) as one, open_nemo(tmp_path / "again.nemo") as two:
+        assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    with pytest.raises(ConfigError, match=r"both are a \.nemo"):
+        convert(tiny_nemo, tmp_path / "b.nemo")
+    with pytest.raises(ConfigError, match=r"neither is a \.nemo"):
+        convert(tmp_path / "hf", tmp_path / "other")
+
+
+def test_a_directory_is_loaded_as_its_nemo_is(tmp_path, tiny_nemo):
+    """By megatron-core's roles too; what reads `.nemo` files alone names the converter."""
+    convert(tiny_nemo, tmp_path / "hf")
+    tokens = torch.arange(3, 15).view(1, -1)
+    roles = [
+        load_from_nemo(MegatronGPTActorModel, restore_path=path)
+        for path in (tiny_nemo, tmp_path / "hf")
+    ]
+    one, two = (role.get_inference_log_probs(tokens) for role in roles)
+    assert torch.equal(one, two)
+    assert roles[1].tokenizer.encode("12+3=") == roles[0].tokenizer.encode("12+3=")
+    roles[1].save_to(str(tmp_path / "again.nemo"))
+    with open_nemo(tiny_nemo) as first, open_nemo(tmp_path / "again.nemo") as second:
+        assert all(torch.equal(first.weights[n], second.weights[n]) for n in first.weights)
+    with (
+        pytest.raises(CheckpointError, match=r"aligner convert --input .*hf --output FILE\.nemo"),
+        open_nemo(tmp_path / "hf"),
+    ):
+        pass
 
 
 @pytest.mark.smollm2

@@ -1,9 +1,9 @@
-"""`load_from_nemo`: any `.nemo` into any role."""
+"""`load_from_nemo`: any `.nemo`, or Hugging Face directory, into any role."""
 
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.model_source import open_model
 from aligner.config import ModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointNotFoundError
@@ -22,7 +22,7 @@ def load_from_nemo(
     restore_path: str | Path | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Role:
-    """Build ``cls`` from a `.nemo` file.
+    """Build ``cls`` from a `.nemo` file, or from a Hugging Face directory or `.gguf` file.
 
     Args:
         cls: the role; it, not the file's ``target``, decides what is built.
@@ -43,7 +43,7 @@ def load_from_nemo(
             "model.restore_from_path: not given; name a .nemo file (make one with "
             "examples/convert_hf_to_nemo.py)"
         )
-    with open_nemo(path) as checkpoint:
+    with open_model(path) as checkpoint:
         return cls.from_checkpoint(
             checkpoint, settings=settings, trainer=trainer, strict=strict, tokenizer=tokenizer
         )

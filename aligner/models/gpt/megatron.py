@@ -22,7 +22,8 @@ from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.connector import GPTSaveRestoreConnector
 from aligner.checkpoint.gpt_weights import gather_weights, load_weights
-from aligner.checkpoint.nemo import NemoCheckpoint, save_nemo
+from aligner.checkpoint.model_source import ModelSource
+from aligner.checkpoint.nemo import save_nemo
 from aligner.checkpoint.nemo_config import architecture_from_config
 from aligner.config import as_omegaconf, check_layout
 from aligner.data.tokenizer import Tokenizer
@@ -328,7 +329,7 @@ class MegatronGPTModel(ModelPT):
     @classmethod
     def from_checkpoint(
         cls,
-        checkpoint: NemoCheckpoint,
+        checkpoint: ModelSource,
         *,
         settings: RoleSettings | None = None,
         trainer: Any = None,
@@ -336,7 +337,7 @@ class MegatronGPTModel(ModelPT):
         tokenizer: Tokenizer | None = None,
         **options: Any,
     ) -> Self:
-        """Build this role from an open `.nemo` and fill its weights.
+        """Build this role from an open model and fill its weights.
 
         A role with a scalar head takes the ``rm_head`` the file brings, or a fresh one. ``options``
         are the role's own arguments.

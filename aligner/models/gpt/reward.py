@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aligner.checkpoint.canonical import REWARD_HEAD
-from aligner.checkpoint.nemo import NemoCheckpoint
+from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
 from aligner.models.gpt.critic import MegatronGPTCriticModel
@@ -121,7 +121,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     @classmethod
     def from_checkpoint(
         cls,
-        checkpoint: NemoCheckpoint,
+        checkpoint: ModelSource,
         *,
         settings: RoleSettings | None = None,
         trainer: Any = None,
@@ -164,7 +164,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         return keys
 
 
-def saved_attributes(checkpoint: NemoCheckpoint) -> tuple[str, ...] | None:
+def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
     """Attributes that a `.nemo`'s head rates; none: it was trained on comparisons.
 
     None where the file has no head. The head's shape is the truth; the configuration names them.
@@ -180,7 +180,7 @@ def saved_attributes(checkpoint: NemoCheckpoint) -> tuple[str, ...] | None:
     return tuple(f"attribute_{number}" for number in range(outputs))
 
 
-def rated_attributes(checkpoint: NemoCheckpoint, path: str) -> tuple[str, ...]:
+def rated_attributes(checkpoint: ModelSource, path: str) -> tuple[str, ...]:
     """`saved_attributes` of a reward model; `CheckpointError` where ``path`` is none."""
     attributes = saved_attributes(checkpoint)
     if attributes is None:

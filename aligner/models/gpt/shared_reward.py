@@ -11,7 +11,7 @@ from typing import Any, Self
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.checkpoint.nemo import NemoCheckpoint
+from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.gpt.critic import MegatronGPTCriticModel
 from aligner.models.gpt.held_weights import HeldWeights
@@ -36,7 +36,7 @@ class SharedBodyRewardModel(MegatronGPTRewardModel):
     def in_critic(
         cls,
         critic: MegatronGPTCriticModel,
-        checkpoint: NemoCheckpoint,
+        checkpoint: ModelSource,
         *,
         settings: RoleSettings,
         tokenizer: Tokenizer,

@@ -1,0 +1,108 @@
+"""From one form of a model to another. Each function returns what it wrote, in one line."""
+
+import math
+import os
+from pathlib import Path
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.adapters import Adapters, MergedWeights, read_adapters
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.hf import read_hf, save_hf
+from aligner.checkpoint.hf_peft import save_peft
+from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.errors import ConfigError
+
+StrPath = str | os.PathLike[str]
+
+
+def convert(source: StrPath, target: StrPath) -> str:
+    """A ``.nemo`` becomes a Hugging Face directory, anything else a ``.nemo``."""
+    to_nemo, from_nemo = (Path(path).suffix == ".nemo" for path in (target, source))
+    if to_nemo == from_nemo:
+        raise ConfigError(
+            f"--input {source} and --output {target}: "
+            + ("both are" if to_nemo else "neither is")
+            + " a .nemo; give FILE.nemo as the one and a Hugging Face directory (or, as the "
+            "input, a .gguf file) as the other"
+        )
+    return hf_to_nemo(source, target) if to_nemo else nemo_to_hf(source, target)
+
+
+def hf_to_nemo(source: StrPath, target: StrPath) -> str:
+    """A Hugging Face directory or a ``.gguf`` file becomes a ``.nemo``."""
+    model = read_hf(source)
+    save_nemo(target, model.weights, model.architecture, model.tokenizer_files)
+    return written(target, describe(model.architecture))
+
+
+def nemo_to_hf(source: StrPath, target: StrPath) -> str:
+    """A ``.nemo`` becomes a Hugging Face directory."""
+    with open_nemo(source) as nemo:
+        save_hf(target, nemo.weights, nemo.architecture, nemo.tokenizer_files)
+        return written(target, describe(nemo.architecture))
+
+
+def merge_lora(model: StrPath, adapters: StrPath, target: StrPath) -> str:
+    """Adapters of a run, and the ``.nemo`` it began with, become one ``.nemo``."""
+    with open_nemo(model) as nemo:
+        found = read_adapters(adapters, nemo.architecture)
+        merged = MergedWeights(nemo.weights, found)
+        files = nemo.tokenizer_files
+        save_nemo(target, merged, nemo.architecture, files, extra_config=found.nemo_keys)
+        return written(target, f"{describe(nemo.architecture)}, with {_adapters(found)} merged in")
+
+
+def lora_to_peft(
+    model: StrPath, adapters: StrPath, target: StrPath, base_model: str | None = None
+) -> str:
+    """Adapters of a run become a directory of Hugging Face's PEFT.
+
+    ``model``: the ``.nemo`` that the run began with; ``base_model``: what PEFT shall load.
+    """
+    with open_nemo(model) as nemo:
+        architecture = nemo.architecture
+    found = read_adapters(adapters, architecture)
+    save_peft(target, found, architecture, base_model)
+    return written(target, _adapters(found))
+
+
+def describe(architecture: GPTArchitecture) -> str:
+    """A model in a few words: family, size, shape."""
+    parameters = sum(math.prod(shape) for shape in expected_shapes(architecture).values())
+    experts = architecture.num_moe_experts
+    return (
+        f"{architecture.family or 'GPT'}, {_count(parameters)} parameters, "
+        f"{architecture.num_layers} layers of {architecture.hidden_size}, "
+        + ("" if experts is None else f"{experts} experts, ")
+        + f"vocabulary {architecture.vocab_size}"
+    )
+
+
+def written(target: StrPath, what: str) -> str:
+    """The line that says so, with the size on the disk."""
+    path = Path(target)
+    files = path.rglob("*") if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    return f"wrote {target}: {what} ({_bytes(size)})"
+
+
+def _adapters(adapters: Adapters) -> str:
+    lora = adapters.lora
+    return (
+        f"LoRA adapters of rank {lora.adapter_dim} (alpha {lora.alpha:g}) on "
+        f"{', '.join(lora.target_modules)}"
+    )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 2**10:.0f} KiB"

@@ -1,0 +1,82 @@
+"""The command `aligner`: every script of `examples/` under a short name, from anywhere.
+
+`aligner train-ppo …` is `python examples/train_gpt_ppo.py …`: the script itself is run, so there is
+one implementation, and what a run starts again (a process per device, a stage of a pipeline) is a
+file with a path. Nothing heavy is imported before the script asks for it.
+"""
+
+import difflib
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import aligner
+
+
+class Command(NamedTuple):
+    """A script of `examples/`, without its suffix, and what it does."""
+
+    script: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "train-ppo": Command("train_gpt_ppo", "PPO"),
+    "train-reinforce": Command("train_gpt_reinforce", "REINFORCE, RLOO, GRPO and their kin"),
+    "train-rs": Command("train_gpt_rs", "rejection sampling: the best responses are learned"),
+    "train-sft": Command("train_gpt_sft", "supervised fine-tuning"),
+    "train-dpo": Command("train_gpt_dpo", "preference optimisation: DPO and its relatives"),
+    "train-reward": Command("train_gpt_reward", "a reward model, from comparisons or ratings"),
+    "train-distill": Command("train_gpt_distill", "distillation of a larger model"),
+    "pipeline": Command("pipeline", "several runs, each from what an earlier one left"),
+    "convert": Command("convert", "a Hugging Face directory or GGUF to a .nemo, or a .nemo back"),
+    "merge-lora": Command("merge_lora", "adapters into the model they were trained on"),
+    "convert-lora": Command("convert_lora_to_peft", "adapters to Hugging Face's PEFT"),
+    "serve-reward": Command("serve_reward_model", "a reward model behind HTTP"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: ``aligner COMMAND …``."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if given[0] in ("-V", "--version"):
+        print(f"aligner {aligner.__version__}")
+        return
+    name = given[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        sys.exit(f"aligner {name}: no such command{meant}\n\n{usage()}")
+    script = shipped("examples") / f"{COMMANDS[name].script}.py"
+    sys.argv = [str(script), *given[1:]]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def shipped(folder: str) -> Path:
+    """``conf`` or ``examples``: within the installed package, in a checkout beside it."""
+    package = Path(aligner.__file__).parent
+    inside = package / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
+def usage() -> str:
+    """What ``aligner --help`` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: aligner COMMAND [ARGUMENT ...]",
+            "",
+            "Align language models on megatron-core.",
+            "",
+            *lines,
+            "",
+            "`aligner COMMAND --help` says what a command takes. Recipes that train-* find by",
+            f"--config-name recipes/NAME are in {shipped('conf') / 'recipes'}.",
+        ]
+    )

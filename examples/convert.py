@@ -1,0 +1,36 @@
+"""Convert a model: a Hugging Face directory or a GGUF file to a `.nemo`, or a `.nemo` back.
+
+python examples/convert.py --input DIR_OR_GGUF --output FILE.nemo
+python examples/convert.py --input FILE.nemo --output DIR
+
+The tokenizer travels along.
+"""
+
+import argparse
+import sys
+
+from aligner.errors import AlignerError
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--input", required=True, help="a directory, a .gguf or a .nemo")
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="a .nemo, or a directory to write",
+    )
+    options = parser.parse_args()
+    from aligner.checkpoint import convert  # imports torch: not for --help
+
+    print(convert.convert(options.input, options.output))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AlignerError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,15 @@
+"""What pyproject.toml cannot say: `conf/` and `examples/` are packaged below `aligner`.
+
+They stand at the top of the repository, where one looks for them, and in the wheel as
+`aligner/conf` and `aligner/examples` (`aligner.commands.shipped` finds both).
+"""
+
+from setuptools import find_packages, setup
+
+SHIPPED = {"aligner.conf": "conf", "aligner.examples": "examples"}
+
+setup(
+    packages=[*find_packages(include=["aligner", "aligner.*"]), *SHIPPED],
+    package_dir=SHIPPED,
+    package_data={"aligner.conf": ["**/*.yaml"]},
+)

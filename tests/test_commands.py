@@ -1,0 +1,107 @@
+"""The command `aligner`: every script under a name, from a checkout and from an installed wheel."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from aligner.commands import COMMANDS, main, shipped, usage
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def ran(*command, **options):
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_every_script_has_a_command():
+    """The two directions of `convert` are old names of one command."""
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    known = {command.script for command in COMMANDS.values()}
+    assert scripts - known == {"convert_hf_to_nemo", "convert_nemo_to_hf"}
+    assert known - scripts == set()
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy():
+    code = "import sys; from aligner.commands import main; main(['--help']); print(*sys.modules)"
+    done = ran(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    text, modules = done.stdout.rsplit("\n", 2)[:2]
+    assert text == usage()
+    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in COMMANDS)
+    assert {"torch", "omegaconf", "hydra", "megatron"} & set(modules.split()) == set()
+
+
+def test_a_misspelt_command_is_corrected():
+    with pytest.raises(SystemExit, match=r"train-pp0: no such command; did you mean train-ppo\?"):
+        main(["train-pp0"])
+
+
+def test_the_script_itself_is_run(monkeypatch, capsys):
+    """So that whatever starts a run again finds a file with a path in the command line."""
+    monkeypatch.setattr(sys, "argv", ["aligner"])
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "--help"])
+    assert ended.value.code == 0
+    assert sys.argv == [str(ROOT / "examples" / "convert.py"), "--help"]
+    assert "usage: convert.py" in capsys.readouterr().out
+
+
+def test_ranges_hold_the_tested_versions():
+    """pyproject.toml states what may be installed, requirements.txt what the suite ran with."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    ranges = {(one := Requirement(text)).name: one for text in PROJECT["dependencies"]}
+    assert {one.name for one in pinned} == set(ranges)
+    for one in pinned:
+        for version in (spec.version for spec in one.specifier if spec.operator == "=="):
+            assert ranges[one.name].specifier.contains(version), one
+            assert str(ranges[one.name].specifier) != str(one.specifier), f"{one}: no range"
+
+
+@pytest.mark.extended
+def test_an_installed_wheel_needs_no_checkout(tmp_path):
+    """Built from a copy of the sources: commands, a recipe and a conversion, from elsewhere."""
+    copy = tmp_path / "copy"
+    listed = ran("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.split()
+    for name in listed:
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    wheels, site, away = tmp_path / "wheels", tmp_path / "site", tmp_path / "away"
+    away.mkdir()
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    built = ran(*pip, "wheel", *options, "-w", wheels, copy)
+    assert built.returncode == 0, built.stderr
+    [wheel] = wheels.glob("*.whl")
+    installed = ran(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel)
+    assert installed.returncode == 0, installed.stderr
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+
+    def aligner(*arguments):
+        done = ran(sys.executable, site / "bin" / "aligner", *arguments, cwd=away, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert f"{site}/aligner/conf/recipes" in aligner("--help")
+    for folder in ("conf", "examples"):
+        assert {path.relative_to(shipped(folder)) for path in shipped(folder).rglob("*.yaml")} == {
+            path.relative_to(site / "aligner" / folder)
+            for path in (site / "aligner" / folder).rglob("*.yaml")
+        }
+    job = aligner("train-ppo", "--config-name", "recipes/ppo_tiny_cpu", "--cfg", "job")
+    assert "restore_from_path: models/tiny.nemo" in job
+    code = "from aligner.checkpoint.tiny import write_tiny_nemo; write_tiny_nemo('tiny.nemo')"
+    assert ran(sys.executable, "-c", code, cwd=away, env=environment).returncode == 0
+    line = aligner("convert", "--input", "tiny.nemo", "--output", "hf")
+    assert re.fullmatch(r"wrote hf: \w+, .* parameters, .* vocabulary \d+ \(.*iB\)\n", line)
+    assert (away / "hf" / "model.safetensors").exists()
