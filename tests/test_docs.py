@@ -32,7 +32,9 @@ def options(cls, instance=None, prefix=""):
     for field in dataclasses.fields(cls):
         key, inner = f"{prefix}{field.name}", dataclass_in(field_types(cls)[field.name])
         default = dataclasses.MISSING
-        if instance is not None:
+        if field.metadata.get("derived"):
+            default = None
+        elif instance is not None:
             default = getattr(instance, field.name)
         elif field.default is not dataclasses.MISSING:
             default = field.default

@@ -1,9 +1,70 @@
-"""How rows become micro-batches: what cannot be cut so, is refused."""
+"""How rows become batches and micro-batches: what is not given follows; what cannot be cut so, is
+refused.
+"""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from aligner.config.model import TrainedModelConfig
+from aligner.config.run import BaseRunConfig, RSRunConfig, RunConfig, SupervisedRunConfig
 from aligner.errors import ConfigError
+
+LARGEST_BATCH, LARGEST_KEPT_BATCH = 64, 16  # of global batches that nobody gave
+LARGEST_MICRO_BATCH = 8  # likewise
+
+Root = TypeVar("Root", bound=BaseRunConfig)
+
+
+def derive_batches(config: Root, values: Mapping[str, Any]) -> Root:
+    """``config`` with batch sizes that are null in ``values`` worked out from what it was told.
+
+    A global batch is what a step learns from, in equal parts of no more than 64 samples; it never
+    depends on the layout. A micro-batch is the largest number up to 8 that the shares of the
+    data-parallel ranks divide by. Where nothing fits, the usual sizes stay and the checks speak.
+    """
+    model = _with_batches(config, "model", values, config.trainer.world_size)
+    config = replace(config, model=model)
+    if isinstance(config, RunConfig) and config.critic is not None:
+        critic = _with_batches(config, "critic", values, config.value_world_size)
+        config = replace(config, critic=critic)
+    return config
+
+
+def _with_batches(
+    config: BaseRunConfig, role: str, values: Mapping[str, Any], world_size: int
+) -> Any:
+    section, given = getattr(config, role), values.get(role) or {}
+    rows = config.rows_per_example if isinstance(config, SupervisedRunConfig) else 1
+    if given.get("global_batch_size") is None:
+        batch = _global_batch(config) or section.global_batch_size
+        section = replace(section, global_batch_size=batch)
+    if given.get("micro_batch_size") is None:
+        ranks = max(1, config.model.parallel.data_size(world_size))
+        share, rest = divmod(section.global_batch_size, ranks)
+        sizes = range(min(LARGEST_MICRO_BATCH, share), 0, -1)
+        fitting = [] if rest else [n for n in sizes if share % n == 0 and n % rows == 0]
+        section = replace(section, micro_batch_size=(*fitting, section.micro_batch_size)[0])
+    return section
+
+
+def _global_batch(config: BaseRunConfig) -> int | None:
+    """The samples a step learns from in the fewest equal parts; None: there is no such number."""
+    if isinstance(config, RSRunConfig):
+        rs = config.model.rs
+        learned = rs.num_rollout_samples // rs.num_rollouts_per_prompt * rs.top_n_rollouts
+        largest = LARGEST_KEPT_BATCH
+    elif isinstance(config, RunConfig):
+        learned, largest = config.model.ppo.num_rollout_samples, LARGEST_BATCH
+    else:
+        return None
+    fewest = -(-learned // largest)
+    # No more than twice as many: a prime number of samples is not learned one by one.
+    for parts in range(fewest, 2 * fewest + 1):
+        if learned % parts == 0:
+            return learned // parts
+    return None
 
 
 def check_shares(

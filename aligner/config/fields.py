@@ -30,6 +30,10 @@ class Range:
         return f"at most {self.high:g}"
 
 
+# Metadata of a number that may be null in a run's configuration, which then works it out. Its
+# default is what a section built by hand has.
+DERIVED = {"derived": True}
+
 Count = Annotated[int, Range(low=1)]
 Natural = Annotated[int, Range(low=0)]
 Positive = Annotated[float, Range(low=0.0, exclusive=True)]

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from aligner.config.batches import derive_batches
 from aligner.config.checks import check_config
 from aligner.config.parse import build
 from aligner.config.run import BaseRunConfig, RunConfig
@@ -34,7 +35,7 @@ def _not_given(keys: list[str]) -> str:
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
     """Validate a plain nested mapping as a ``root``."""
-    config = build(root, values)
+    config = derive_batches(build(root, values), values)
     check_config(config)
     return config
 

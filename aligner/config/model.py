@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positive, Range
+from aligner.config.fields import DERIVED, Count, Fraction, Natural, NonNegative, Positive, Range
 from aligner.config.layout import ParallelConfig
 from aligner.config.optim import OptimConfig
 from aligner.config.peft import PeftConfig
@@ -135,8 +135,11 @@ class TrainedModelConfig:
 
     restore_from_path: str  # a .nemo file, or a Hugging Face directory
     tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
-    micro_batch_size: Count = 8  # sequences per forward-backward, per data-parallel rank
-    global_batch_size: Count = 64  # sequences per optimizer step, over all ranks
+    # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
+    micro_batch_size: Count = field(default=8, metadata=DERIVED)
+    # Sequences per optimizer step, over all ranks; null: those of a rollout, in equal parts of up
+    # to 64 (16 of those that rejection sampling keeps).
+    global_batch_size: Count = field(default=64, metadata=DERIVED)
     tensor_model_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     context_parallel_size: Count = 1
@@ -242,8 +245,8 @@ class CriticConfig:
     """The critic: the policy's architecture with a value head, in the policy's layout."""
 
     restore_from_path: str | None = None  # null: model.restore_from_path, with a fresh head
-    micro_batch_size: Count = 8  # sequences per forward-backward, per data-parallel rank
-    global_batch_size: Count = 64  # sequences per optimizer step, over all ranks
+    micro_batch_size: Count = field(default=8, metadata=DERIVED)  # as the model's
+    global_batch_size: Count = field(default=64, metadata=DERIVED)  # as the model's
     forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank
     value_clip: Positive | None = 0.2  # clip of the new value around the old one; null: off
     offload_adam_states: bool = False  # optimizer state to host memory while not training

@@ -43,6 +43,8 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
             f"write its keys below it ({', '.join(field_types(cls))})"
         )
     hints = field_types(cls)
+    derived = {field.name for field in dataclasses.fields(cls) if field.metadata.get("derived")}  # type: ignore[arg-type]
+    values = {key: item for key, item in values.items() if item is not None or key not in derived}
     for key in values:
         if key not in hints:
             raise ConfigError(unknown_key(_join(prefix, str(key)), list(hints), prefix))

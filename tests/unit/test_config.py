@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import ParallelConfig, check_layout, parse_config
+from aligner.config import DPORunConfig, ParallelConfig, RSRunConfig, check_layout, parse_config
 from aligner.config.checks import check_batch_layout
 from aligner.config.cli import check_overrides, launch
 from aligner.errors import AlignerError, ConfigError, LayoutError
@@ -61,7 +61,7 @@ def test_configuration_is_frozen():
         ({"model__optim__lr": "fast"}, ["model.optim.lr", "a number", "fast"]),
         ({"model__micro_batch_size": 2.5}, ["model.micro_batch_size", "an integer"]),
         ({"model__micro_batch_size": True}, ["model.micro_batch_size", "an integer"]),
-        ({"model__micro_batch_size": None}, ["model.micro_batch_size"]),
+        ({"seed": None}, ["seed", "null is not allowed"]),
         ({"model__optim__betas": [0.9]}, ["model.optim.betas", "list of 2"]),
         ({"model__ppo__ratio_eps": [0.1, 0.2, 0.3]}, ["model.ppo.ratio_eps", "list of 2"]),
         ({"model__ppo": 3}, ["model.ppo", "expected a group of keys"]),
@@ -130,7 +130,7 @@ def test_configuration_is_frozen():
             ["min_length=9", "max_length=8"],
         ),
         (
-            {"model__ppo__num_rollout_samples": 96},
+            {"model__ppo__num_rollout_samples": 96, "model__global_batch_size": 64},
             ["num_rollout_samples=96", "model.global_batch_size=64", "64 or 128"],
         ),
         (
@@ -191,6 +191,48 @@ def test_batches_must_divide_over_data_parallel_ranks():
     check_batch_layout(config, 4, 4)
     with pytest.raises(ConfigError, match=r"8 x 3 data-parallel ranks = 24.*48 or 72"):
         check_batch_layout(config, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "devices", "batch", "micro_batch"),
+    [
+        (64, 1, 64, 8),
+        (32, 1, 32, 8),
+        (4, 1, 4, 4),
+        (128, 1, 64, 8),
+        (96, 4, 48, 6),  # the global batch is the same on one process
+        (96, 1, 48, 8),
+        (100, 1, 50, 5),
+        (64, 16, 64, 4),
+    ],
+)
+def test_batch_sizes_follow_the_rollout(samples, devices, batch, micro_batch):
+    rollout = tree(model__ppo__num_rollout_samples=samples, trainer__devices=devices)
+    config = parse_config(rollout)
+    for role in (config.model, config.critic):
+        assert (role.global_batch_size, role.micro_batch_size) == (batch, micro_batch)
+
+
+def test_batch_sizes_that_are_given_stay():
+    given = {"global_batch_size": 16, "micro_batch_size": 2}
+    config = parse_config(tree(model__global_batch_size=16, critic=given))
+    assert (config.model.global_batch_size, config.model.micro_batch_size) == (16, 8)
+    assert (config.critic.global_batch_size, config.critic.micro_batch_size) == (16, 2)
+
+
+def test_samples_that_no_batch_divides_are_not_learned_one_by_one():
+    with pytest.raises(ConfigError, match="num_rollout_samples=127 is not a multiple"):
+        parse_config(tree(model__ppo__num_rollout_samples=127))
+
+
+def test_batches_of_other_runs_follow_too():
+    values = {key: value for key, value in tree().items() if key != "critic"}
+    values["model"] |= {"rs": {"num_rollout_samples": 32}}
+    model = parse_config(values, RSRunConfig).model
+    assert (model.global_batch_size, model.micro_batch_size) == (8, 8)
+    pairs = {"model": {"restore_from_path": "m.nemo", "global_batch_size": 6}}
+    pairs["data"] = {"train": {"source": "pairs.jsonl"}}
+    assert parse_config(pairs, DPORunConfig).model.micro_batch_size == 6
 
 
 @pytest.mark.parametrize(
