@@ -6,8 +6,21 @@ and megatron-core's ``TransformerConfig`` is made out of it (``models/gpt/build.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from aligner.errors import CheckpointError
+
+# Layers times experts: names of tensors are made for each, and a number that no model has would
+# fill the memory before a file is found not to hold them.
+_MOST_BLOCKS = 100_000
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "vocab_size", "max_position_embeddings", "make_vocab_size_divisible_by"),
+    "moe_router_topk",
+)
+_OPTIONAL_SIZES = ("window_size", "num_moe_experts", "moe_ffn_hidden_size")
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "squared_relu", "relu", "silu"]
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
@@ -23,6 +36,17 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     kind: Literal["llama3", "linear"] = "llama3"
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            _check(f"rope_scaling.{name}", value, _is_number(value) and value > 0, "positive")
+        positions = self.original_max_position_embeddings
+        good = isinstance(positions, int) and positions >= 1
+        name = "rope_scaling.original_max_position_embeddings"
+        _check(name, positions, good, "a positive integer")
+        known = self.kind in ("llama3", "linear")
+        _check("rope_scaling.kind", self.kind, known, "llama3 or linear")
 
 
 @dataclass(frozen=True)
@@ -65,6 +89,29 @@ class GPTArchitecture:
     # The Hugging Face `model_type` this came from or should be exported as; None: not known.
     family: str | None = None
 
+    def __post_init__(self) -> None:
+        """`CheckpointError` for sizes that no model has, whoever described it."""
+        for name in (*_SIZES, *_OPTIONAL_SIZES):
+            value = getattr(self, name)
+            if value is not None or name in _SIZES:
+                _check(name, value, isinstance(value, int) and value >= 1, "a positive integer")
+        blocks = self.num_layers * (self.num_moe_experts or 1)
+        what = "num_layers" if self.num_layers > _MOST_BLOCKS else "num_moe_experts"
+        most = f"at most {_MOST_BLOCKS} layers and experts"
+        _check(what, getattr(self, what), blocks <= _MOST_BLOCKS, most)
+        shared = self.num_attention_heads % self.num_query_groups == 0
+        heads = f"a divisor of num_attention_heads={self.num_attention_heads}"
+        _check("num_query_groups", self.num_query_groups, shared, heads)
+        for name in ("layernorm_epsilon", "rotary_base", "init_std"):
+            value = getattr(self, name)
+            _check(name, value, _is_number(value) and value >= 0, "a finite number of 0 or more")
+        for name in ("attention_dropout", "hidden_dropout", "rotary_percent"):
+            value = getattr(self, name)
+            _check(name, value, _is_number(value) and 0 <= value <= 1, "between 0 and 1")
+        for name in ("tie_embeddings", "bias_linear", "bias_qkv", "qk_layernorm"):
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, bool), "true or false")
+
     @property
     def gated(self) -> bool:
         """Whether fc1 holds ``[gate; up]``."""
@@ -85,3 +132,17 @@ class GPTArchitecture:
         """Rows of the embedding: the vocabulary rounded up to a multiple every rank can share."""
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _check(name: str, value: Any, good: bool, expected: str) -> None:
+    if not good or (isinstance(value, bool) and expected != "true or false"):
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+        raise CheckpointError(
+            f"the model's description has {name}={shown}, which must be {expected}; correct "
+            "model_config.yaml or config.json"
+        )

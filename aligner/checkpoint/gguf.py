@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
+from aligner.data.tokenizer import is_tokenizer_file
 from aligner.errors import CheckpointError
 
 
@@ -26,7 +27,11 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, 
     config = {key: _shortest(value) for key, value in model.config.to_dict().items()}
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+        files = {
+            file.name: file.read_bytes()
+            for file in Path(folder).iterdir()
+            if is_tokenizer_file(file.name)
+        }
     files["tokenizer.json"] = _with_pre_tokenizer(files["tokenizer.json"], _pre_name(path))
     settings = json.loads(files["tokenizer_config.json"])
     # Traces of how it was loaded, not of what it is.

@@ -24,13 +24,14 @@ from aligner.checkpoint.hf_families import (
 )
 from aligner.checkpoint.hf_tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo_config import Config, config_from_architecture
-from aligner.data.tokenizer import Tokenizer, tokenizer_from_files
+from aligner.data.tokenizer import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    is_tokenizer_file,
+    tokenizer_from_files,
+)
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
-)
 _MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 
@@ -90,8 +91,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         self._open_files: dict[str, Any] = {}
         index = folder / _INDEX
         if index.exists():
-            listed = _read_json(index)["weight_map"]
-            self._files = {key: Path(name).name for key, name in listed.items()}
+            self._files = _weight_map(index)
         elif (folder / "model.safetensors").exists():
             with _damage_named(folder / "model.safetensors"):
                 keys = self._open("model.safetensors").keys()
@@ -131,6 +131,21 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{str(path)!r} is missing or damaged: {error}") from error
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → name of the file beside ``index`` that holds it."""
+    listed = _read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{str(index)!r} holds no mapping weight_map of tensors to files")
+    for key, name in listed.items():
+        plain = isinstance(name, str) and Path(name).name == name
+        if not plain or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{str(index)!r} names the file {name!r} for {key}; a .safetensors file beside it "
+                "is expected"
+            )
+    return listed
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
@@ -138,7 +153,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{str(path.parent)!r} holds no {path.name}; is it a Hugging Face model directory?"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{str(path)!r} does not hold a JSON object")
@@ -162,6 +177,9 @@ def save_hf(
     The directory must not exist yet, or be empty.
     """
     folder = Path(folder)
+    for name in tokenizer_files:
+        if not is_tokenizer_file(name):
+            raise CheckpointError(f"{name!r} is a file which no tokenizer has; it is not written")
     check_names(weights, architecture, "the model to be saved")
     family, config = config_to_hf(architecture)
     if REWARD_HEAD[0] in set(weights):

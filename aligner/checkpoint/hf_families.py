@@ -321,7 +321,9 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
             )
     try:
         return family.read({**family.defaults, **config})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"config.json is incomplete or damaged: {error!r}") from error
 
 

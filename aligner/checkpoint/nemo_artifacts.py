@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
+from aligner.errors import CheckpointError
 
 _REFERENCE = "nemo:"
 _PREFIX = re.compile(r"^[0-9a-f]{32}_")
@@ -33,10 +34,18 @@ def write_artifacts(
 
 
 def extract_artifacts(archive: ArchiveReader, config: Mapping[str, Any], folder: Path) -> bool:
-    """Copy the members that ``config`` refers to, the tokenizer's aside; whether there were any."""
+    """Copy the members that ``config`` refers to, the tokenizer's aside; whether there were any.
+
+    Their names are plain: `CheckpointError` for a member in a folder of the archive.
+    """
     outside = {key: value for key, value in config.items() if key != "tokenizer"}
     members = [member for member in _references(outside) if member in archive.names]
     for member in members:
+        if Path(member).name != member:
+            raise CheckpointError(
+                f"model_config.yaml of {str(archive.path)!r} refers to 'nemo:{member}'; the files "
+                "of users lie at the top of an archive, so it is refused"
+            )
         (folder / member).write_bytes(archive.read(member))
     return bool(members)
 

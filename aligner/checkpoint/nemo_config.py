@@ -51,7 +51,7 @@ def parse_config(data: bytes) -> Config:
     """Parse the YAML; simple references such as ``${.encoder_seq_length}`` are followed."""
     try:
         config = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"model_config.yaml cannot be parsed: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError("model_config.yaml is not a mapping of keys to values")
@@ -100,7 +100,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             ffn_hidden_size=int(get("ffn_hidden_size", 4 * hidden)),
             num_attention_heads=heads,
             num_query_groups=int(get("num_query_groups", heads)),
-            kv_channels=int(get("kv_channels", hidden // heads)),
+            kv_channels=int(get("kv_channels", hidden // max(heads, 1))),
             vocab_size=vocab_size,
             max_position_embeddings=_positions(config),
             activation=_activation(config),
@@ -130,7 +130,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             moe_router_pre_softmax=bool(get("moe_router_pre_softmax", False)),
             family=config.get("hf_model_type"),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -150,7 +150,12 @@ def _check_experts(config: Config) -> None:
 
 
 def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> Any:
-    value = str(default if config.get(key) is None else config[key]).lower()
+    given = default if config.get(key) is None else config[key]
+    if not isinstance(given, str):
+        raise CheckpointError(
+            f"{key} in model_config.yaml is a {type(given).__name__}; known: {', '.join(known)}"
+        )
+    value = given.lower()
     if value not in known:
         raise CheckpointError(
             f"{key}={value!r} in model_config.yaml is not supported; known: {', '.join(known)}"
@@ -186,7 +191,12 @@ def _positions(config: Config) -> int:
 
 def _rope_scaling(config: Config) -> RopeScaling | None:
     if config.get("rope_scaling"):
-        return RopeScaling(**config["rope_scaling"])
+        try:
+            return RopeScaling(**config["rope_scaling"])
+        except TypeError as error:
+            raise CheckpointError(
+                f"rope_scaling in model_config.yaml is no mapping of its settings: {error}"
+            ) from error
     if config.get("scale_positional_embedding"):  # NeMo's switch for Llama 3.1, constants built in
         return RopeScaling(factor=float(config.get("scale_factor") or 8.0))
     if config.get("seq_len_interpolation_factor"):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
+from aligner.data.tokenizer import is_tokenizer_file
 from aligner.errors import CheckpointError
 
 _REFERENCE = "nemo:"
@@ -19,12 +20,27 @@ _ROLE_NAMES = {
 
 
 def read_tokenizer_files(archive: ArchiveReader, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """File name → content of the packaged tokenizer; empty where none is packaged."""
+    """File name → content of the packaged tokenizer; empty where none is packaged.
+
+    The names are those that tokenizers have (`is_tokenizer_file`): an archive that asks for others,
+    which would be written anywhere when the model is converted, is refused.
+    """
     section = config.get("tokenizer") or {}
     if not isinstance(section, Mapping):
         raise CheckpointError("tokenizer in model_config.yaml is not a mapping")
     roles = {_ROLE_NAMES[key]: section.get(key) for key in _ROLE_NAMES if key in section}
     listed = section.get("files") or {}
+    if not isinstance(listed, Mapping):
+        raise CheckpointError(
+            f"tokenizer.files of model_config.yaml in {str(archive.path)!r} is a "
+            f"{type(listed).__name__}, not a mapping of names to files"
+        )
+    for name in listed:
+        if not is_tokenizer_file(name):
+            raise CheckpointError(
+                f"model_config.yaml of {str(archive.path)!r} names the tokenizer file "
+                f"{str(name)!r}, which no tokenizer has; refused as malicious"
+            )
     references = {**{name: value for name, value in roles.items() if value}, **listed}
     return {
         name: archive.read(_member(archive, value[len(_REFERENCE) :]))

@@ -84,7 +84,7 @@ def read_weights(archive: ArchiveReader, architecture: GPTArchitecture) -> LazyW
     """Find out how the archive lays out its weights and open them."""
     names = archive.names
     if f"{WEIGHTS_FOLDER}/metadata.json" in names:
-        readers = _stacked_readers(_distributed_source(archive))
+        readers = _stacked_readers(_distributed_source(archive), architecture)
     elif WEIGHTS_FILE in names:
         readers = _rank_readers([[_load_rank(archive, WEIGHTS_FILE)]], architecture)
     elif any(map(_RANK_FILE.match, names)):
@@ -115,8 +115,15 @@ def _distributed_source(archive: ArchiveReader) -> TensorSource:
     return sources[backend](archive, WEIGHTS_FOLDER)
 
 
-def _stacked_readers(source: TensorSource) -> dict[str, Callable[[], Tensor]]:
-    """Undo the stacking: one reader for each layer (and expert) of each stacked tensor."""
+def _stacked_readers(
+    source: TensorSource, architecture: GPTArchitecture
+) -> dict[str, Callable[[], Tensor]]:
+    """Undo the stacking: one reader for each layer (and expert) of each stacked tensor.
+
+    Of more layers than the model has only the first surplus one is named, which is refused.
+    """
+    most_layers = architecture.num_layers + 1
+    most_experts = (architecture.num_moe_experts or 0) + 1
     readers: dict[str, Callable[[], Tensor]] = {}
 
     def add(name: str, key: str, index: tuple[int, ...]) -> None:
@@ -130,12 +137,14 @@ def _stacked_readers(source: TensorSource) -> dict[str, Callable[[], Tensor]]:
         if stacked is None:
             add(name, key, ())
             continue
-        for layer in range(shape[0]):
+        if len(shape) < 1 + (_STACKED_EXPERTS in f".{stacked[1]}"):
+            raise CheckpointError(f"{key} is no stack of layers: its shape is {list(shape)}")
+        for layer in range(min(shape[0], most_layers)):
             suffix = f"decoder.layers.{layer}.{stacked[1]}"
             if _STACKED_EXPERTS not in suffix:
                 add(suffix, key, (layer,))
                 continue
-            for expert in range(shape[1]):
+            for expert in range(min(shape[1], most_experts)):
                 local = suffix.replace(_STACKED_EXPERTS, f".experts.local_experts.{expert}.")
                 add(local, key, (layer, expert))
     return readers
@@ -152,6 +161,8 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
         raise CheckpointError(f"{name} holds a {type(state).__name__}, not a state dict")
     result: RankState = {}
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{name} of {str(archive.path)!r} has the key {key!r}, no name")
         canonical = canonical_name(key)
         if canonical is not None and isinstance(value, Tensor):
             result[canonical] = value

@@ -6,11 +6,31 @@ transformers unless a chat template, a GGUF file or a directory without ``tokeni
 for it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from aligner.errors import CheckpointNotFoundError, TokenizerError
+
+# What a tokenizer is made of, beside SentencePiece models (`is_tokenizer_file`).
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
+    "generation_config.json",
+)
+_SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
+
+
+def is_tokenizer_file(name: object) -> bool:
+    """Whether files of tokenizers are called so.
+
+    A name that another file brings along becomes a path where the tokenizer is written: one that is
+    none of these is to be refused.
+    """
+    return isinstance(name, str) and (
+        name in TOKENIZER_FILES or _SENTENCEPIECE.fullmatch(name) is not None
+    )
 
 
 @runtime_checkable

@@ -154,18 +154,32 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if name in files:
             try:
-                merged.update(json.loads(files[name]))
-            except ValueError as error:
+                content = json.loads(files[name])
+            except (ValueError, RecursionError) as error:
                 raise TokenizerError(f"{origin}: {name} is not JSON: {error}") from error
+            if not isinstance(content, dict):
+                raise TokenizerError(f"{origin}: {name} does not hold a JSON object")
+            merged.update(content)
     for name in _SPECIAL_NAMES:
-        if isinstance(merged.get(name), dict):  # a serialized AddedToken
-            merged[name] = merged[name]["content"]
+        token = merged.get(name)
+        text = token.get("content") if isinstance(token, dict) else token  # one spelt out
+        if not isinstance(text, str | None) or (text is None and token is not None):
+            raise TokenizerError(f"{origin}: {name}={token!r} is not a text")
+        if token is not None:
+            merged[name] = text
     if "chat_template.jinja" in files:
         merged["chat_template"] = files["chat_template.jinja"].decode()
     template = merged.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
+        try:
+            named = {entry["name"]: entry["template"] for entry in template}
+        except (KeyError, TypeError) as error:
+            raise TokenizerError(
+                f"{origin}: chat_template is a list, but not of names and templates: {error!r}"
+            ) from error
         merged["chat_template"] = named.get("default", next(iter(named.values()), None))
+    if not isinstance(merged.get("chat_template"), str | None):
+        raise TokenizerError(f"{origin}: chat_template is not a text")
     return merged
 
 
@@ -184,11 +198,20 @@ def _gpt2_backend(vocab: bytes, merges: bytes) -> RustTokenizer:
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:
     """Add tokens that ``tokenizer_config.json`` declares and ``tokenizer.json`` forgot."""
     declared = config.get("added_tokens_decoder") or {}
-    for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")))])
-            if backend.token_to_id(token["content"]) != int(token_id):
+    try:
+        tokens = sorted(
+            (int(number), str(token["content"]), bool(token.get("special")))
+            for number, token in declared.items()
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(
+            f"added_tokens_decoder of tokenizer_config.json is not numbers and tokens: {error!r}"
+        ) from error
+    for number, content, special in tokens:
+        if backend.token_to_id(content) is None:
+            backend.add_tokens([AddedToken(content, special=special)])
+            if backend.token_to_id(content) != number:
                 raise TokenizerError(
-                    f"added token {token['content']!r} should have id {token_id}, which "
-                    "tokenizer.json leaves no room for"
+                    f"added token {content!r} should have id {number}, which tokenizer.json "
+                    "leaves no room for"
                 )

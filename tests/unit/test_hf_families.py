@@ -180,13 +180,14 @@ def read_keys(config):
 
 def test_query_groups_by_hand():
     """Two heads in one group, head size 1: rows q0 q1 k v; two groups of one: q0 k0 v0 q1 k1 v1."""
-    base = dataclasses.replace(TINY_ARCHITECTURE, num_attention_heads=2, kv_channels=1)
-    grouped = dataclasses.replace(base, num_query_groups=1)
+    grouped = dataclasses.replace(
+        TINY_ARCHITECTURE, num_attention_heads=2, num_query_groups=1, kv_channels=1
+    )
     q, k, v = torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0]]), torch.tensor([[3.0]])
     joined = join_qkv([q, k, v], grouped)
     assert joined.flatten().tolist() == [0, 1, 2, 3]
     assert [part.flatten().tolist() for part in part_qkv(joined, grouped)] == [[0, 1], [2], [3]]
-    full = dataclasses.replace(base, num_query_groups=2)
+    full = dataclasses.replace(grouped, num_query_groups=2)
     k, v = torch.tensor([[2.0], [3.0]]), torch.tensor([[4.0], [5.0]])
     joined = join_qkv([q, k, v], full)
     assert joined.flatten().tolist() == [0, 2, 4, 1, 3, 5]

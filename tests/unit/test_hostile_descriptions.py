@@ -1,0 +1,269 @@
+"""What model files say of themselves: names that become paths, sizes, and values of a wrong kind.
+
+1. Names of tokenizer files and artifacts in a `.nemo` never leave the folder they are written to.
+2. Sizes that no model has are refused before anything of that size is built.
+3. Values of a wrong kind are refused by name, in `.nemo` files and Hugging Face directories.
+"""
+
+import json
+import pickle
+import shutil
+import signal
+
+import nemo_writers as writers
+import pytest
+import torch
+import yaml
+
+from aligner.checkpoint.hf import read_hf, save_hf
+from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.torch_dist import read_metadata
+from aligner.data.tokenizer import tokenizer_from_files
+from aligner.errors import AlignerError, CheckpointError, TokenizerError
+
+
+@pytest.fixture
+def no_hang():
+    """Half a minute at most: what hangs here hangs in C or in a loop without an end."""
+
+    def stop(number, frame):
+        raise AssertionError("did not end within 30 s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture
+def unpacked(tiny_nemo, tmp_path):
+    """``unpacked(change)``: the tiny model as a directory, its configuration changed in place."""
+
+    def make(change=lambda config: None):
+        folder = tmp_path / "unpacked"
+        shutil.unpack_archive(tiny_nemo, folder, "tar")
+        path = folder / "model_config.yaml"
+        config = yaml.safe_load(path.read_text())
+        change(config)
+        path.write_text(yaml.safe_dump(config))
+        return folder
+
+    return make
+
+
+# 1. Names that become paths ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../planted", "/planted", "sub/planted", "", ".", "..", "a\\b", "tokenizer.json/x"),
+        *(".bashrc", "modeling_evil.py", "config.json", "model.safetensors", "../x.model"),
+    ],
+)
+def test_a_tokenizer_file_of_another_name_is_refused(unpacked, tmp_path, name):
+    """It is written under that name when the model is converted."""
+
+    def change(config):
+        files = config["tokenizer"]["files"]
+        files[name if name != "/planted" else str(tmp_path / "planted")] = files["tokenizer.json"]
+
+    before = unpacked(change)
+    output = tmp_path / "a" / "b"
+    with (
+        pytest.raises(CheckpointError, match=r"names the tokenizer file '.*which no tokenizer"),
+        open_nemo(before) as nemo,
+    ):
+        save_hf(output, nemo.weights, nemo.architecture, nemo.tokenizer_files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["unpacked"]
+
+
+@pytest.mark.parametrize("name", ["../planted", "config.json", ""])
+def test_nothing_is_written_under_a_name_from_elsewhere(tiny_nemo, tmp_path, name):
+    """Whoever brought the files: the writer looks too."""
+    with open_nemo(tiny_nemo) as nemo:
+        files = {**nemo.tokenizer_files, name: b"x"}
+        with pytest.raises(CheckpointError, match="which no tokenizer"):
+            save_hf(tmp_path / "hf", nemo.weights, nemo.architecture, files)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_name_that_tokenizers_have_is_read(tmp_path, tiny_nemo):
+    with open_nemo(tiny_nemo) as nemo:
+        assert set(nemo.tokenizer_files) == {"tokenizer.json", "tokenizer_config.json"}
+    members = writers.config_members(21, num_layers=1, hidden_size=8, num_attention_heads=2)
+    writers.write_archive(tmp_path / "roles.nemo", members)
+    with open_nemo(tmp_path / "roles.nemo") as nemo:
+        assert set(nemo.tokenizer_files) == {"vocab.json", "merges.txt"}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["tokenizer.json"], r"tokenizer\.files .* is a list, not a mapping"),
+        ("tokenizer.json", r"tokenizer\.files .* is a str, not a mapping"),
+        ({5: "nemo:x"}, "names the tokenizer file '5'"),
+    ],
+)
+def test_tokenizer_files_of_a_wrong_kind(unpacked, files, message):
+    folder = unpacked(lambda config: config["tokenizer"].update(files=files))
+    with pytest.raises(CheckpointError, match=message), open_nemo(folder):
+        pass
+
+
+def test_an_artifact_in_a_folder_is_refused(unpacked, tmp_path):
+    folder = unpacked(lambda config: config.update(mine="nemo:model_weights/common.pt"))
+    (tmp_path / "out").mkdir()
+    with (
+        open_nemo(folder) as nemo,
+        pytest.raises(CheckpointError, match=r"nemo:model_weights/common\.pt"),
+    ):
+        nemo.extract_artifacts(tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# 2. and 3. What a configuration says ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 10**9}, "num_layers=1000000000"),
+        ({"num_layers": -1}, "num_layers=-1"),
+        ({"num_layers": ".inf"}, "wrong kind"),
+        ({"num_moe_experts": 10**9}, "num_moe_experts=1000000000"),
+        ({"num_moe_experts": -3}, "num_moe_experts=-3"),
+        ({"num_moe_experts": "x"}, "num_moe_experts='x'"),
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_query_groups": 3}, "num_query_groups=3"),
+        ({"vocab_size": "x"}, "vocab_size='x'"),
+        ({"vocab_size": -1}, "vocab_size=-1"),
+        ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon=nan"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ({"rotary_percentage": 17.0}, r"rotary_percent=17\.0"),
+        ({"rope_scaling": "x"}, "rope_scaling"),
+        ({"rope_scaling": {"factor": "x"}}, "rope_scaling"),
+        ({"attention_dropout": 2.0}, r"attention_dropout=2\.0"),
+        ({"window_size": [-5, 0]}, "window_size=-4"),
+        ({"activation": ["swiglu"]}, "activation.*a list"),
+    ],
+)
+def test_a_nemo_configuration_that_no_model_has(unpacked, no_hang, changes, message):
+    folder = unpacked(lambda config: config.update(changes))
+    with pytest.raises(CheckpointError, match=message), open_nemo(folder) as nemo:
+        dict(nemo.weights)
+
+
+def test_a_configuration_nested_without_end(unpacked):
+    folder = unpacked()
+    (folder / "model_config.yaml").write_bytes(b"[" * 5000)
+    with pytest.raises(CheckpointError, match=r"model_config.yaml cannot be parsed"):
+        open_nemo(folder).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", r"tokenizer_config\.json.*not hold a JSON object"),
+        (b'{"eos_token": 5}', r"eos_token=5.*not a text"),
+        (b'{"eos_token": {"text": "x"}}', r"eos_token=.*not a text"),
+        (b'{"eos_token": "|", "chat_template": [{"a": 1}]}', "chat_template"),
+        (b'{"eos_token": "|", "chat_template": 5}', "chat_template"),
+        (b'{"eos_token": "|", "added_tokens_decoder": [1]}', "added_tokens_decoder"),
+        (b'{"eos_token": "|", "added_tokens_decoder": {"a": {}}}', "added_tokens_decoder"),
+        (b"[" * 100_000, r"tokenizer_config\.json is not JSON"),
+    ],
+)
+def test_a_tokenizer_configuration_of_a_wrong_kind(tiny_nemo, content, message):
+    with open_nemo(tiny_nemo) as nemo:
+        files = {**nemo.tokenizer_files, "tokenizer_config.json": content}
+    with pytest.raises(TokenizerError, match=message):
+        tokenizer_from_files(files)
+
+
+def test_keys_of_a_state_dict_that_are_no_text(tmp_path):
+    members = writers.config_members(21, num_layers=1, hidden_size=8, num_attention_heads=2)
+    members["model_config.yaml"] += b"encoder_seq_length: 8\n"
+    members["model_weights.ckpt"] = writers.saved({3: torch.zeros(2), "a": {4: 1}})
+    writers.write_archive(tmp_path / "keys.nemo", members)
+    with (
+        open_nemo(tmp_path / "keys.nemo") as nemo,
+        pytest.raises(CheckpointError, match=r"model_weights\.ckpt.*key 3"),
+    ):
+        dict(nemo.weights)
+
+
+@pytest.mark.parametrize("size", [[10**9, 64], []])
+def test_a_stack_of_more_layers_than_the_model_has(unpacked, no_hang, size):
+    folder = unpacked()
+    path = folder / "model_weights" / ".metadata"
+    metadata = read_metadata(path.read_bytes())
+    key = "model.decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    metadata.state_dict_metadata[key].size = torch.Size(size)
+    path.write_bytes(pickle.dumps(metadata))
+    message = r"unexpected decoder\.layers\.\d\.input_layernorm|no stack of layers"
+    with open_nemo(folder) as nemo, pytest.raises(CheckpointError, match=message):
+        dict(nemo.weights)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tiny_nemo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "tiny"
+    with open_nemo(tiny_nemo) as nemo:
+        save_hf(folder, nemo.weights, nemo.architecture, nemo.tokenizer_files)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": None}, "num_layers=None"),
+        ({"num_hidden_layers": 10**9}, "num_layers=1000000000"),
+        ({"num_attention_heads": -4}, "num_attention_heads=-4"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"hidden_size": "64"}, "config.json"),
+        ({"rms_norm_eps": "x"}, "layernorm_epsilon='x'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "config.json"),
+        ({"rope_scaling": [1]}, "config.json"),
+        ({"tie_word_embeddings": None}, "tie_embeddings=None"),
+    ],
+)
+def test_a_hugging_face_configuration_that_no_model_has(
+    hugging_face, tmp_path, no_hang, changes, message
+):
+    folder = tmp_path / "changed"
+    shutil.copytree(hugging_face, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        dict(read_hf(folder).weights)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"a": 1}, "weight_map"),
+        ({"weight_map": [1]}, "weight_map"),
+        ({"weight_map": {"model.embed_tokens.weight": 5}}, "names the file 5"),
+        ({"weight_map": {"model.embed_tokens.weight": ""}}, "names the file ''"),
+        ({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd"}}, "names the file"),
+        ({"weight_map": {"model.embed_tokens.weight": "/etc/passwd"}}, "names the file"),
+    ],
+)
+def test_an_index_of_a_wrong_kind(hugging_face, tmp_path, index, message):
+    folder = tmp_path / "indexed"
+    shutil.copytree(hugging_face, folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        dict(read_hf(folder).weights)
+
+
+def test_json_nested_without_end(hugging_face, tmp_path):
+    folder = tmp_path / "deep"
+    shutil.copytree(hugging_face, folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(AlignerError, match=r"config\.json.*is not JSON"):
+        read_hf(folder)
