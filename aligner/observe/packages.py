@@ -36,7 +36,7 @@ OPTIONAL_PACKAGES = (
     ),
     OptionalPackage(
         "flash_attn",
-        "packed sequences attend through torch's own kernels",
+        "packed sequences attend through torch's kernel; before 2.11 it has no sliding windows",
         "pip install flash-attn",
         gpu_only=True,
     ),

@@ -31,6 +31,7 @@ from aligner.models.gpt import (
     MegatronGPTRewardModel,
     load_from_nemo,
 )
+from aligner.models.gpt.build import build_gpt
 from aligner.models.gpt.optimizer import learning_rate
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.token_layout import TokenLayout
@@ -173,6 +174,13 @@ def test_a_fresh_head_values_everything_at_zero(tiny_nemo):
     assert not any("output_layer" in name for name, _ in critic.gpt.named_parameters())
     head = ValueHead(4)
     assert head(torch.ones(2, 3, 4, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_head_is_made_where_the_body_is(tiny_nemo):
+    critic = load_from_nemo(MegatronGPTCriticModel, settings(), restore_path=tiny_nemo)
+    body = build_gpt(critic.architecture).to("meta")  # the one other device that every machine has
+    critic.add_head(body)
+    assert {p.device.type for p in body.rm_head.parameters()} == {"meta"}
 
 
 def gradients(role):

@@ -6,13 +6,20 @@
 4. The runs handed to a GPU's kernel mean the same.
 """
 
+import importlib.machinery
+import inspect
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.distributed.context_parallel import holder, local_position
 from aligner.distributed.parallel import initialize_parallel
+from aligner.models.gpt import varlen
 from aligner.models.gpt.attention import SegmentParams
 from aligner.models.gpt.build import build_gpt
 from aligner.models.gpt.segments import build_segments
@@ -137,11 +144,8 @@ def test_a_rank_attends_over_all_ranks(windowed):
         assert torch.allclose(left, right, atol=1e-5)
 
 
-def kernel(
-    query, key, value, query_ends, key_ends, max_q, max_k, *, scale, window_size, enable_gqa
-):
-    """What the GPU's kernel computes: runs aligned at their ends, ``window_size`` keys before."""
-    assert enable_gqa
+def kernel(query, key, value, query_ends, key_ends, max_q, max_k, *, scale, window_size):
+    """What a GPU's kernel computes: runs aligned at their ends, ``window_size`` keys before."""
     assert max_q == query_ends.diff().max()
     assert max_k == key_ends.diff().max()
     groups = query.shape[1] // key.shape[1]
@@ -161,10 +165,68 @@ def kernel(
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_runs_for_the_kernel_of_a_gpu(windowed, size, monkeypatch):
-    import torch.nn.attention.varlen as varlen
+# The signatures of the kernels that a GPU may have. Each takes what its release documents, no more.
+def torch_2_10(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    assert is_causal
+    assert k.shape[1] == q.shape[1]
+    scale = q.shape[-1] ** -0.5
+    return kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(-1, 0))
 
+
+def torch_2_11(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert k.shape[1] == q.shape[1]
+    return kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def torch_2_12(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    assert enable_gqa
+    return kernel(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def flash_attn(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1),
+):  # fmt: skip
+    assert causal
+    return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale=softmax_scale, window_size=window_size)
+
+
+@pytest.fixture
+def no_flash(monkeypatch):
+    find_spec = varlen.importlib.util.find_spec
+    monkeypatch.setattr(
+        varlen.importlib.util,
+        "find_spec",
+        lambda name: None if name == "flash_attn" else find_spec(name),
+    )
+
+
+@pytest.fixture
+def fresh_choice():
+    varlen.find_kernel.cache_clear()
+    yield
+    varlen.find_kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_choice")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("installed", [torch_2_10, torch_2_11, torch_2_12, flash_attn])
+def test_runs_for_the_kernel_of_a_gpu(windowed, size, installed, monkeypatch):
+    if installed is flash_attn:  # beside a torch without a kernel
+        package = types.ModuleType("flash_attn")
+        package.flash_attn_varlen_func = flash_attn
+        package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        monkeypatch.setattr(varlen, "torch_kernel", lambda window: None)
+    else:
+        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", installed)
+    if installed is torch_2_10 and windowed.window is not None:
+        assert varlen.torch_kernel(windowed.window) is None
+        return
     local = sum(EVEN) // size
     query, key, value = qkv(sum(EVEN) + size)
     for rank in range(size):
@@ -177,9 +239,33 @@ def test_runs_for_the_kernel_of_a_gpu(windowed, size, monkeypatch):
         expected = packed(windowed, query[: local + 1], key, value, **arguments)
         with monkeypatch.context() as patch:
             patch.setattr("aligner.models.gpt.attention.can_attend_varlen", lambda *_: True)
-            patch.setattr(varlen, "varlen_attn", kernel)
             out = packed(windowed, query[: local + 1], key, value, **arguments)
         assert torch.allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.usefixtures("fresh_choice", "no_flash")
+def test_a_torch_without_windows_leaves_them_to_the_buckets(monkeypatch):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", torch_2_10)
+    assert varlen.find_kernel(None) is not None
+    assert varlen.find_kernel(4) is None
+
+
+@pytest.mark.usefixtures("fresh_choice", "no_flash")
+def test_the_installed_kernel_takes_what_it_is_given(monkeypatch):
+    real = inspect.signature(torch.nn.attention.varlen.varlen_attn)
+    bound = []
+
+    def check(*args, **kwargs):
+        bound.append(real.bind(*args, **kwargs).arguments)
+        return args[0]
+
+    check.__signature__ = real
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", check)
+    query, key, ends = torch.ones(4, 6, 8), torch.ones(4, 2, 8), torch.tensor([0, 4])
+    for window in (None, 3):
+        attend = varlen.find_kernel(window)
+        attend(query, key, key, ends, ends, 4, 4, scale=0.5, window=window)
+    assert len(bound) == 2
 
 
 def test_a_pass_without_sequences(core):

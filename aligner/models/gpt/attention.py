@@ -164,7 +164,7 @@ def attend_segments(
     if not segments.buckets:  # all three have a gradient, of zeros, which other ranks may wait for
         return query * 0.0 + (key.sum() + value.sum()) * 0.0
     key, value = segments.gathered(key, value)
-    if can_attend_varlen(query, dropout):
+    if can_attend_varlen(query, dropout, window):
         return attend_varlen(query, key, value, segments, scale, window)
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
     key_slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]

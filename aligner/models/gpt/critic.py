@@ -46,7 +46,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         gpt.share_embeddings_and_output_weights = False  # nothing is left to share them with
         if gpt.post_process:
             gpt.output_layer = OutputLayerBypass()
-            gpt.rm_head = ValueHead(self.architecture.hidden_size, outputs=self.head_outputs)
+            head = ValueHead(self.architecture.hidden_size, outputs=self.head_outputs)
+            gpt.rm_head = head.to(next(gpt.parameters()).device)  # the body is there already
 
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool

@@ -1,7 +1,14 @@
-"""Packed attention by the variable-length kernel of a GPU, where PyTorch has it."""
+"""Packed attention by the variable-length kernel of a GPU: PyTorch's, or flash-attn's.
+
+PyTorch's ``varlen_attn`` came in 2.10, scales and sliding windows in 2.11, grouped queries
+in 2.12. Its signature says which of them it has; what it lacks is made up for where that is exact.
+"""
 
 import functools
+import importlib
 import importlib.util
+import inspect
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,20 +17,94 @@ from torch import Tensor
 from aligner.models.gpt.segments import Segments
 
 
+class VarlenKernel(Protocol):
+    """Causal attention within runs of queries and keys that are aligned at their ends."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_ends: Tensor,
+        key_ends: Tensor,
+        max_queries: int,
+        max_keys: int,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """``[rows, heads, D]``; the ends are int32 ``[runs + 1]``, the first 0."""
+
+
+def torch_kernel(window: int | None) -> VarlenKernel | None:
+    """PyTorch's kernel; None: there is none, or it knows no sliding windows and one is wanted."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(varlen_attn).parameters
+    if window is not None and "window_size" not in known:
+        return None
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float, window: int | None
+    ) -> Tensor:
+        options: dict[str, Any] = {}
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if "scale" in known:
+            options["scale"] = scale
+        else:  # the kernel's own is 1 / sqrt(D)
+            query = query * (scale * query.shape[-1] ** 0.5)
+        if "window_size" in known:
+            options["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            options["is_causal"] = True
+        return varlen_attn(query, key, value, *runs, **options)
+
+    return attend
+
+
+def flash_kernel() -> VarlenKernel | None:
+    """flash-attn's kernel, where the package is installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *runs: Any, scale: float, window: int | None
+    ) -> Tensor:
+        return flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *runs,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(-1 if window is None else window - 1, 0),
+        )
+
+    return attend
+
+
 @functools.cache
-def _has_kernel() -> bool:
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+def find_kernel(window: int | None) -> VarlenKernel | None:
+    """The kernel for this window; None: there is none, and attention is by buckets of lengths."""
+    return torch_kernel(window) or flash_kernel()
 
 
-def can_attend_varlen(query: Tensor, dropout: float) -> bool:
-    """Whether the kernel takes these queries ``[R, heads, D]``."""
+def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
+    """Whether a kernel takes these queries ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
         and dropout == 0.0
-        and _has_kernel()
+        and find_kernel(window) is not None
     )
 
 
@@ -48,15 +129,15 @@ def attend_varlen(
     Returns:
         ``[R, heads, D]``, 0 where a row belongs to no sequence.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
+    kernel = find_kernel(window)
+    assert kernel is not None  # can_attend_varlen
     runs = segments.runs
     used = int(runs.queries.sum())
     if runs.key_rows is None:
         key, value = key[:used], value[:used]
     else:
         key, value = key.index_select(0, runs.key_rows), value.index_select(0, runs.key_rows)
-    out = varlen_attn(
+    out = kernel(
         query[:used].contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -65,8 +146,6 @@ def attend_varlen(
         int(runs.queries.max()),
         int(runs.keys.max()),
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        window=window,
     )
-    assert isinstance(out, Tensor)
     return F.pad(out, (0, 0, 0, 0, 0, query.shape[0] - used))
