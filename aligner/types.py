@@ -22,6 +22,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``ref_logprobs``           float32 [B, S]  of the frozen reference policy
 ``values``                 float32 [B, S]  of the critic before it was trained on this rollout
 ``rewards``                float32 [B]     scalar reward of the sample
+``shaped_rewards``         float32 [B]     the same after shaping, before any KL penalty
 ``advantages``             float32 [B, S]
 ``returns``                float32 [B, S]
 ``teacher_topk_indices``   int64 [B,S,k]   the tokens that a teacher finds likeliest at position t

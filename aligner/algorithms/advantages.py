@@ -40,8 +40,8 @@ def generalized_advantage_estimate(
 
     ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``, where
     ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
-    (verl's convention for multi-turn rollouts; OpenRLHF and NeMo-RL take a hole for a step with
-    reward 0 and value 0). After the last generated token both are 0.
+    (as verl and NeMo-RL; OpenRLHF and NeMo-Aligner take a hole for a step with reward 0 and value
+    0). After the last generated token both are 0.
 
     ``values``, ``rewards``: float [B, S]; where the mask is 0 they may hold anything.
     ``mask``: [B, S]. Computed in float32 at least. Returns two float [B, S], neither whitened.

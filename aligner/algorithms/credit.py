@@ -33,13 +33,8 @@ class Credit:
     rollouts_per_prompt: int
     max_length: int
 
-    def assign(self, batch: BatchedDataDict, beta: float) -> tuple[dict[str, float], float]:
-        """Add ``sample_mask``, ``advantages`` and, with a critic, ``returns`` to a rollout.
-
-        Reads what the rollout has of ``rewards``, ``prev_logprobs``, ``ref_logprobs`` and
-        ``values``. ``beta``: weight of the KL penalty. Returns what there is to see, and the KL to
-        the reference summed over a response, mean over samples (0 without a reference).
-        """
+    def shape(self, batch: BatchedDataDict) -> None:
+        """Add ``shaped_rewards`` float32 [B] and ``sample_mask`` to a rollout with ``rewards``."""
         trainer = self.trainer
         shaped, batch["sample_mask"] = shape_rewards(
             batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
@@ -49,6 +44,17 @@ class Credit:
             shaped = shaped + soft_overlong_penalty(
                 lengths, batch["is_end"], self.max_length, trainer.reward.overlong_cache
             )
+        batch["shaped_rewards"] = shaped
+
+    def assign(self, batch: BatchedDataDict, beta: float) -> tuple[dict[str, float], float]:
+        """Add ``advantages`` and, with a critic, ``returns`` to a shaped rollout.
+
+        Reads what the rollout has of ``shaped_rewards``, ``sample_mask``, ``prev_logprobs``,
+        ``ref_logprobs`` and ``values``. ``beta``: weight of the KL penalty. Returns what there is
+        to see, and the KL to the reference summed over a response, mean over samples (0 without a
+        reference).
+        """
+        trainer, shaped = self.trainer, batch["shaped_rewards"]
         mask = batch["token_mask"] * batch["sample_mask"][:, None]
         kl = None
         if "ref_logprobs" in batch:
@@ -111,7 +117,7 @@ class Credit:
             discount=self.trainer.discount_factor,
             batch_baseline=advantage.batch_baseline,
         )
-        signal = has_signal(batch["rewards"], groups, batch["sample_mask"]).float()
+        signal = has_signal(shaped, groups, batch["sample_mask"]).float()
         return {"train_rollouts/samples_with_signal": signal.mean().item()}
 
     def _kl_metrics(

@@ -7,39 +7,62 @@ those of further prompts, so that every update learns from as many samples.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from aligner.algorithms.group_advantages import has_signal
 from aligner.distributed.batched_data_dict import BatchedDataDict
 
 
 def fill_with_signal(
-    draw: Callable[[], BatchedDataDict],
+    draw: Callable[[int], BatchedDataDict],
     *,
+    prompts: int,
     rollouts_per_prompt: int,
     max_rollouts: int,
+    prompts_left: Callable[[], int],
     pad_id: int,
 ) -> tuple[BatchedDataDict, int]:
-    """A scored rollout of as many rows as ``draw`` gives, and how many samples were drawn for it.
+    """A scored rollout of ``prompts`` groups, and how many samples were drawn for it.
 
-    ``draw``: the next scored rollout, responses to a prompt adjacent, ``rollouts_per_prompt`` of
-    them. At most ``max_rollouts`` are drawn; what is missing then is filled with groups that have
-    no signal, the earliest first, which count but teach nothing. Groups keep the order in which
-    they were drawn; ``pad_id`` fills shorter rows.
+    ``draw``: the next scored rollout of so many prompts, with ``sample_mask`` and
+    ``shaped_rewards``; responses to a prompt adjacent, ``rollouts_per_prompt`` of them. After the
+    first rollout only what is missing is drawn, so no group with signal is thrown away and all
+    come from the same weights (verl and NeMo-RL draw whole rollouts and drop the surplus).
+
+    Drawing ends when ``max_rollouts`` times ``prompts`` prompts were asked or ``prompts_left()``,
+    how many the run may yet draw, is 0. What is missing then is filled with groups that have no
+    signal, the earliest first, which count but teach nothing. Groups keep the order in which they
+    were drawn; ``pad_id`` fills shorter rows.
     """
     kept: list[BatchedDataDict] = []
     spare: list[BatchedDataDict] = []
-    wanted = drawn = rows = 0
-    for _ in range(max_rollouts):
-        batch = draw()
-        wanted, drawn = wanted or batch.size, drawn + batch.size
-        groups = torch.arange(batch.size) // rollouts_per_prompt
-        signal = has_signal(batch["rewards"], groups, batch["sample_mask"])
+    drawn = 0
+    missing = asked = prompts
+    allowed = max_rollouts * prompts
+    while asked:
+        batch = draw(asked)
+        allowed -= asked
+        drawn += batch.size
+        signal = teaches(batch, rollouts_per_prompt)
         kept.append(batch.select_indices(signal.nonzero().flatten()))
         spare.append(batch.select_indices((~signal).nonzero().flatten()))
-        rows += kept[-1].size
-        if rows >= wanted:
-            break
+        missing -= int(signal.sum()) // rollouts_per_prompt
+        asked = min(missing, allowed, prompts_left())
     joined: BatchedDataDict = BatchedDataDict.from_batches(
         [*kept, *spare], pad_value_dict={"input_ids": pad_id}
     )
-    return joined.slice(0, wanted), drawn
+    return joined.slice(0, prompts * rollouts_per_prompt), drawn
+
+
+def teaches(batch: BatchedDataDict, rollouts_per_prompt: int) -> Tensor:
+    """bool [B]: the row's group is told apart by the reward, and still is once it is shaped.
+
+    DAPO asks the verdict of the verifier, not what length adds to it; a bound on the reward
+    (``trainer.ppo.reward.clip``) may take the difference away. The rows of a group go together: one
+    that does not count (``sample_mask`` 0) has no say, and is kept with the others.
+    """
+    groups = torch.arange(batch.size) // rollouts_per_prompt
+    counts = batch["sample_mask"]
+    told_apart = has_signal(batch["rewards"], groups, counts)
+    told_apart &= has_signal(batch["shaped_rewards"], groups, counts)
+    return told_apart.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)

@@ -17,6 +17,13 @@ is the same (in any order, groups of any size); ``sample_mask`` [B], 1 where the
 sample that does not count gets advantage 0, is in nobody's baseline, and its reward may hold
 anything.
 
+A KL penalty (``penalty``) comes off the reward before the baseline, and decides neither whether a
+group has signal nor ``grpo``'s deviation: both are of the rewards before it. In a group that the
+rewards do not tell apart all that is left is the noise of the KL estimate, and dividing it by its
+own deviation would make full-size advantages of it. Such a group gets exactly 0 where its group is
+the baseline. (Not refused with ``grpo``: with the deviation of the rewards alone the penalty holds
+the policy to its reference there as it does with ``rloo`` and ``dr_grpo``.)
+
 Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
 (verl; TRL 1e-4, OpenRLHF 1e-9, NeMo-RL not where it is 0); a group of one gets 0 where its group is
 the baseline (NeMo-RL, TRL, verl's vectorised RLOO; verl's others keep its reward); whitening is by
@@ -45,12 +52,14 @@ def group_advantages(
     sample_mask: Tensor,
     estimator: SampleEstimator,
     *,
+    penalty: Tensor | None = None,
     batch_baseline: bool = False,
 ) -> Tensor:
     """One advantage per response, float [B] in the dtype of ``rewards``; the module says how.
 
     A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
-    ``batch_baseline`` is an option of ``reinforce`` alone.
+    ``penalty``: float [B], what comes off each reward. ``batch_baseline`` is an option of
+    ``reinforce`` alone.
     """
     check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
@@ -63,16 +72,18 @@ def group_advantages(
     # float64: in float32 the mean of equal rewards may miss them by a rounding error, and GRPO
     # would divide that error by a deviation just as small.
     reward = torch.where(counts, rewards, 0).double()
+    charged = reward if penalty is None else reward - torch.where(counts, penalty, 0).double()
     if estimator == "reinforce":
-        baseline = reward.sum() / counts.sum().clamp(min=1) if batch_baseline else 0.0
-        return torch.where(counts, reward - baseline, 0).to(rewards.dtype)
+        baseline = charged.sum() / counts.sum().clamp(min=1) if batch_baseline else 0.0
+        return torch.where(counts, charged - baseline, 0).to(rewards.dtype)
     size = _sum_of_group(counts.double(), groups)
-    deviation = reward - _sum_of_group(reward, groups) / size.clamp(min=1)
+    deviation = charged - _sum_of_group(charged, groups) / size.clamp(min=1)
     if estimator == "rloo":
         # r - (sum - r)/(n - 1) = (r - mean)·n/(n - 1)
         deviation = deviation * size / (size - 1).clamp(min=1)
     elif estimator == "grpo":
-        squares = _sum_of_group(torch.where(counts, deviation, 0).square(), groups)
+        apart = reward - _sum_of_group(reward, groups) / size.clamp(min=1)
+        squares = _sum_of_group(torch.where(counts, apart, 0).square(), groups)
         std = (squares / (size - 1).clamp(min=1)).sqrt()
         deviation = deviation / (std + GRPO_EPSILON)
     signal = has_signal(rewards, groups, sample_mask)
@@ -104,12 +115,11 @@ def token_advantages(
     if estimator == "reinforce_plus_plus":
         each = token_rewards(rewards, penalty, generated, beta=1.0)
         return masked_whiten(discounted_returns(each, generated, discount), generated)
-    if penalty is not None:
-        rewards = rewards - torch.where(generated, penalty, 0).sum(1)
+    charged = None if penalty is None else torch.where(generated, penalty, 0).sum(1)
     whitened = estimator == "reinforce_plus_plus_baseline"
     of_sample: SampleEstimator = "dr_grpo" if whitened else estimator  # type: ignore[assignment]
     each = group_advantages(
-        rewards, groups, sample_mask, of_sample, batch_baseline=batch_baseline
+        rewards, groups, sample_mask, of_sample, penalty=charged, batch_baseline=batch_baseline
     ).unsqueeze(1)
     spread = torch.where(generated, each, 0)
     return masked_whiten(spread, generated) if whitened else spread

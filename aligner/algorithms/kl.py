@@ -10,6 +10,11 @@ With ``k1 = log p(token) - log p_ref(token)`` of a token drawn from the policy (
 ``abs``   ``|k1|``            a distance, not an estimate
 ========  ==================  ==================================================
 
+As a term of a loss the estimate is differentiated pathwise, through the log-prob of the token that
+was drawn, and that is the gradient of another quantity than the value: of ``k1`` nothing (its mean
+is 0), of ``k2`` KL(policy || reference), of ``k3`` KL(reference || policy), of ``abs`` neither (it
+pulls with the same force however far the two are apart).
+
 No value is clamped unless asked: verl, OpenRLHF and NeMo-RL each clamp other quantities by
 default, TRL and NeMo-Aligner none.
 """
@@ -44,18 +49,22 @@ def kl_estimate(
     """Estimate KL(policy || reference) at each token; differentiable in ``logprobs``.
 
     ``logprobs``, ``ref_logprobs``: float [B, S], any equal shapes. ``input_clamp`` bounds ``|k1|``
-    before the estimator, ``output_clamp`` the estimate after it; both also cut the gradient.
+    before the estimator, ``output_clamp`` the estimate after it; where they do, the gradient is 0.
     Masked positions are the caller's to drop.
     """
     assert logprobs.shape == ref_logprobs.shape, (logprobs.shape, ref_logprobs.shape)
     check_estimator(estimator)
+    estimate_of = _ESTIMATORS[estimator]
     k1 = logprobs - ref_logprobs
     if input_clamp is not None:
         k1 = k1.clamp(-input_clamp, input_clamp)
-    estimate = _ESTIMATORS[estimator](k1)
-    if output_clamp is not None:
-        estimate = estimate.clamp(-output_clamp, output_clamp)
-    return estimate
+    if output_clamp is None:
+        return estimate_of(k1)
+    estimate = estimate_of(k1.detach())
+    bounded, inside = estimate.clamp(-output_clamp, output_clamp), estimate.abs() <= output_clamp
+    # Not clamped in the graph: where the estimate overflows its derivative does, and 0 · inf is
+    # NaN in the gradient.
+    return torch.where(inside, estimate_of(torch.where(inside, k1, 0)), bounded)
 
 
 def check_estimator(estimator: str, key: str = "kl estimator") -> None:

@@ -38,8 +38,7 @@ def masked_moments(
     count = mask.bool().sum().double()
     first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
     count, mean = first[0], first[1] / first[0].clamp(min=1)
-    deviations = (values - mean.to(values.dtype)).square()
-    squares = _all_ranks(_sum64(deviations, mask), group)
+    squares = _all_ranks(_sum64(_less(values, mean).square(), mask), group)
     return mean, squares / (count - 1).clamp(min=1)
 
 
@@ -56,8 +55,17 @@ def masked_whiten(
     """
     mean, variance = masked_moments(values, mask, group)
     scale = torch.rsqrt(variance + eps)
-    whitened = (values - mean.to(values.dtype)) * scale.to(values.dtype)
-    return torch.where(mask.bool(), whitened, 0)
+    return torch.where(mask.bool(), _less(values, mean) * scale.to(values.dtype), 0)
+
+
+def _less(values: Tensor, mean: Tensor) -> Tensor:
+    """``values - mean`` in the dtype of ``values``, as exact as with the float64 ``mean``.
+
+    In two parts: a mean rounded once would be off by its own rounding error, which beside small
+    deviations of large values is large.
+    """
+    rounded = mean.to(values.dtype)
+    return values - rounded - (mean - rounded).to(values.dtype)
 
 
 def _sum64(values: Tensor, mask: Tensor) -> Tensor:

@@ -55,16 +55,19 @@ class Rollouts:
         self._pending: PendingGeneration | None = None
         self._output: BatchedDataDict | None = None
 
-    def take(self, first_sample_id: int, *, more: bool) -> BatchedDataDict:
+    def take(
+        self, first_sample_id: int, *, more: bool, prompts: int | None = None
+    ) -> BatchedDataDict:
         """The next rollout (`aligner.algorithms.rollout.generate`); begins the one after it.
 
-        ``first_sample_id``: of its first row. ``more``: another step will follow.
+        ``first_sample_id``: of its first row. ``more``: another step will follow. ``prompts``: how
+        many, where none was begun ahead; default what the sampler draws at a time.
         """
         self._finish()
         indices, output = self._indices, self._output
         self._indices = self._output = None
         if indices is None:
-            indices = self._sampler.next_batch()
+            indices = self._sampler.next_batch(prompts)
         data = self._data(indices, first_sample_id)
         if output is None:
             output = generate(self._generation, data, seed=self._seed)

@@ -108,7 +108,7 @@ class PPOTrainer:
         with timers("advantages"):
             found, kl = self.credit.assign(batch, self.kl_controller.value)
             metrics |= found
-            if self.charges_kl:
+            if self.charges_kl and trains_policy:
                 self.kl_controller.update(kl, batch.size)
         # 7. Train.
         critic_passes: list[dict[str, Any]] = []
@@ -134,6 +134,17 @@ class PPOTrainer:
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.val_prompts, step, timers
         )
+
+    @property
+    def is_out_of_data(self) -> bool:
+        """Whether ``max_epochs`` is reached before the steps that were reckoned.
+
+        With dynamic sampling a step may take several rollouts, and nobody knows how many before.
+        """
+        return self.config.trainer.ppo.dynamic_sampling.enabled and self._prompts_left() == 0
+
+    def _prompts_left(self) -> int:
+        return self.sampler.left_in(self.config.trainer.ppo.max_epochs)
 
     # What is known already --------------------------------------------------------------------
 
@@ -169,14 +180,15 @@ class PPOTrainer:
         more = self.total_steps is None or step < self.total_steps
         seen: list[dict[str, float]] = []
 
-        def draw() -> BatchedDataDict:
+        def draw(prompts: int | None = None) -> BatchedDataDict:
             with timers("generate"):
                 # With dynamic sampling nobody knows yet how many rollouts a step takes.
                 ahead = more and not sampling.enabled
-                batch = self.rollouts.take(self.consumed_samples, more=ahead)
+                batch = self.rollouts.take(self.consumed_samples, more=ahead, prompts=prompts)
             self.consumed_samples += batch.size
             with timers("reward"):
                 seen.append(score(self.reward, batch))
+            self.credit.shape(batch)
             return batch
 
         if not sampling.enabled:
@@ -185,8 +197,10 @@ class PPOTrainer:
         per_prompt = self.config.model.ppo.num_rollouts_per_prompt
         batch, drawn = fill_with_signal(
             draw,
+            prompts=self.config.model.ppo.num_rollout_samples // per_prompt,
             rollouts_per_prompt=per_prompt,
             max_rollouts=sampling.max_rollouts,
+            prompts_left=self._prompts_left,
             pad_id=self.pad_id,
         )
         return batch, {

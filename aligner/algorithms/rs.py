@@ -33,6 +33,8 @@ TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 class RSTrainer:
     """Rejection sampling over the fronts; `RunLoop` drives it."""
 
+    is_out_of_data = False  # every step takes one batch, so the schedule counts them right
+
     def __init__(
         self,
         config: RSRunConfig,

@@ -46,6 +46,11 @@ class Outcome:
 class Learner(Protocol):
     """An algorithm, as the loop sees it."""
 
+    @property
+    def is_out_of_data(self) -> bool:
+        """Whether no step can follow, although the schedule has some left."""
+        ...
+
     def step(self, step: int, timers: PhaseTimers) -> Outcome:
         """Make step ``step`` (counted from 1)."""
         ...
@@ -139,17 +144,21 @@ class RunLoop:
             if done is None:
                 self._record(0, self.learner.validate(0, timers), timers, progress)
             for step in range((done or 0) + 1, total + 1):
+                if self.learner.is_out_of_data:
+                    self._say_out_of_data(step - 1)
+                    break
                 with training_step(step):
                     outcome = self.learner.step(step, timers)
                 interrupted = any_rank(stopped.is_set())
                 out_of_time = from_rank_zero(self._out_of_time())
+                is_last = step == total or self.learner.is_out_of_data
                 # Not after a signal: the resumed run must write what an uninterrupted one does.
-                if self.schedule.validates(step) or (out_of_time and not interrupted):
+                if is_last or self.schedule.validates(step) or (out_of_time and not interrupted):
                     outcome = _joined(outcome, self.learner.validate(step, timers))
                 written = self._record(step, outcome, timers, progress)
-                if self.schedule.saves(step) or interrupted or out_of_time:
+                if is_last or self.schedule.saves(step) or interrupted or out_of_time:
                     self._save(step, written)
-                if (interrupted or out_of_time) and step < total:
+                if (interrupted or out_of_time) and not is_last:
                     self._say_stopped(step, "a signal" if interrupted else "trainer.max_time")
                     return not interrupted
         return True
@@ -212,6 +221,13 @@ class RunLoop:
     def _out_of_time(self) -> bool:
         limit = self.schedule.max_seconds
         return limit is not None and time.monotonic() - self._started >= limit
+
+    def _say_out_of_data(self, step: int) -> None:
+        if is_rank_zero():
+            self.console.print(
+                f"max_epochs is reached after step {step} of at most {self.schedule.total_steps}",
+                highlight=False,
+            )
 
     def _say_stopped(self, step: int, reason: str) -> None:
         if is_rank_zero():

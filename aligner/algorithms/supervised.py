@@ -52,6 +52,8 @@ class Task(Generic[T_co]):
 class SupervisedTrainer:
     """Trains one role on a `Task`; `RunLoop` drives it."""
 
+    is_out_of_data = False  # every step takes one batch, so the schedule counts them right
+
     def __init__(
         self,
         role: RoleFront,

@@ -34,11 +34,28 @@ def check_credit(config: "RunConfig") -> None:
         )
     if trainer.dynamic_sampling.enabled:
         _check_dynamic_sampling(config)
+    _check_kl(config)
     cache, longest = trainer.reward.overlong_cache, ppo.length_params.max_length
     if cache is not None and cache > longest:
         raise ConfigError(
             f"trainer.ppo.reward.overlong_cache={cache} is more than "
             f"model.ppo.length_params.max_length={longest}; lower it"
+        )
+
+
+def _check_kl(config: "RunConfig") -> None:
+    trainer, kl_loss = config.trainer.ppo, config.model.ppo.kl_loss
+    if trainer.kl_controller.mode == "adaptive" and trainer.initial_policy_kl_penalty == 0:
+        raise ConfigError(
+            "trainer.ppo.kl_controller.mode=adaptive multiplies the weight of the KL penalty, and "
+            "trainer.ppo.initial_policy_kl_penalty=0 stays 0; give the weight to begin with "
+            "(0.01), or set the mode to fixed"
+        )
+    if kl_loss.coef > 0 and kl_loss.estimator == "k1":
+        raise ConfigError(
+            "model.ppo.kl_loss.estimator=k1: its gradient has mean 0 whatever the KL, so as a term "
+            "of the loss it holds the policy to nothing; use k2 (the gradient of the reverse KL) "
+            "or k3 (of the forward KL)"
         )
 
 
@@ -48,6 +65,12 @@ def _check_critic_free(config: "RunConfig", named: str) -> None:
         raise ConfigError(
             f"{named} has no critic, and the section critic is given; start from "
             "conf/gpt_reinforce.yaml (examples/train_gpt_reinforce.py), where it is null"
+        )
+    if trainer.normalize_advantages:
+        raise ConfigError(
+            f"trainer.ppo.normalize_advantages=true takes the mean over all tokens off, also where "
+            f"{named} has set the advantage to 0; set it to false, or use "
+            "reinforce_plus_plus_baseline, which whitens by definition"
         )
     if trainer.critic_warmup_steps:
         raise ConfigError(
@@ -69,3 +92,12 @@ def _check_dynamic_sampling(config: "RunConfig") -> None:
             f"model.ppo.num_rollouts_per_prompt={config.model.ppo.num_rollouts_per_prompt}; set it "
             "to 2 or more"
         )
+    if config.trainer.ppo.max_steps < 0:
+        critic = {} if config.critic is None else {"critic": config.critic.optim.sched}
+        for role, sched in {"model": config.model.optim.sched, **critic}.items():
+            if sched.name != "constant" and sched.max_steps is None:
+                raise ConfigError(
+                    f"{role}.optim.sched.name={sched.name} decays over the updates of the run, and "
+                    f"with {key} nobody knows how many trainer.ppo.max_epochs makes; set "
+                    f"{role}.optim.sched.max_steps or trainer.ppo.max_steps"
+                )

@@ -14,7 +14,7 @@ class KLControllerConfig:
 
     mode: Literal["fixed", "adaptive"] = "fixed"  # adaptive: Ziegler et al. 2019
     target: Positive = 6.0  # adaptive: KL per sequence, in nats, to hold
-    horizon: Count = 10_000  # adaptive: samples over which the weight moves by a factor of about e
+    horizon: Count = 10_000  # adaptive: samples over which the weight moves by a fifth at most
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DynamicSamplingConfig:
     """Prompts whose responses all earn the same are replaced by others (DAPO)."""
 
     enabled: bool = False
-    max_rollouts: Count = 4  # rollouts drawn for one step at most
+    max_rollouts: Count = 4  # a step asks at most so many times its number of prompts
 
 
 @dataclass(frozen=True)

@@ -60,15 +60,16 @@ class PromptSampler:
         self.position = 0  # of the next prompt within its epoch
         self._order = self._order_of(0)
 
-    def next_batch(self) -> list[int]:
-        """The next ``batch_size`` indices."""
+    def next_batch(self, count: int | None = None) -> list[int]:
+        """The next ``count`` indices; default ``batch_size``."""
+        count = self.batch_size if count is None else count
         batch: list[int] = []
-        if self.last_batch == "drop" and self.size - self.position < self.batch_size:
+        if self.last_batch == "drop" and self.size - self.position < count:
             self._begin_epoch(self.epoch + 1)
-        while len(batch) < self.batch_size:
+        while len(batch) < count:
             if self.position == self.size:
                 self._begin_epoch(self.epoch + 1)
-            taken = self._order[self.position :][: self.batch_size - len(batch)]
+            taken = self._order[self.position :][: count - len(batch)]
             batch.extend(taken.tolist())
             self.position += len(taken)
         return batch
@@ -77,6 +78,10 @@ class PromptSampler:
         """Batches without end."""
         while True:
             yield self.next_batch()
+
+    def left_in(self, epochs: int) -> int:
+        """How many indices of the first ``epochs`` epochs have not been drawn."""
+        return max(0, (epochs - self.epoch) * self.size - self.position)
 
     def batches_in(self, epochs: int) -> int:
         """How many batches the first ``epochs`` epochs begin (wrap) or fill (drop)."""

@@ -77,8 +77,9 @@ _TRAIN_ROLLOUT = {
     "returns_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
     "masked_samples": MetricInfo("Samples that do not count because they did not end.", "count"),
     "samples_with_signal": MetricInfo(
-        "Without a critic: share of samples whose prompt has responses of different rewards. The "
-        "others teach nothing where the prompt's other responses are the baseline.",
+        "Without a critic: share of samples whose prompt has responses of different rewards, after "
+        "shaping and before any KL penalty. The others teach nothing where the prompt's other "
+        "responses are the baseline.",
         "the step's samples",
     ),
     "kept_rewards": MetricInfo(

@@ -182,6 +182,8 @@ def continues_to_the_bit(models: Path, folder: Path, case: str, parallel: Parall
 class Idle:
     """A learner that does nothing."""
 
+    is_out_of_data = False
+
     def step(self, step: int, timers: object) -> Outcome:
         return Outcome({})
 

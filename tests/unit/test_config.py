@@ -145,6 +145,33 @@ def test_configuration_is_frozen():
             {"model__micro_batch_size": 24},
             ["model.global_batch_size=64", "model.micro_batch_size=24", "48 or 72"],
         ),
+        (
+            {
+                "critic": None,
+                "trainer__ppo__advantage__estimator": "grpo",
+                "model__ppo__num_rollouts_per_prompt": 4,
+            },
+            ["trainer.ppo.normalize_advantages=true", "estimator=grpo", "set it to false"],
+        ),
+        (
+            {
+                "trainer__ppo__kl_controller__mode": "adaptive",
+                "trainer__ppo__initial_policy_kl_penalty": 0,
+            },
+            ["kl_controller.mode=adaptive", "initial_policy_kl_penalty=0", "fixed"],
+        ),
+        (
+            {"model__ppo__kl_loss": {"coef": 0.1, "estimator": "k1"}},
+            ["model.ppo.kl_loss.estimator=k1", "k2", "k3"],
+        ),
+        (
+            {
+                "trainer__ppo__dynamic_sampling__enabled": True,
+                "model__ppo__num_rollouts_per_prompt": 4,
+                "model__optim__sched__name": "cosine",
+            },
+            ["model.optim.sched.name=cosine", "max_epochs", "set model.optim.sched.max_steps"],
+        ),
         ({"data__train__source": ""}, ["data.train.source", "empty"]),
         ({"model__restore_from_path": ""}, ["model.restore_from_path", ".nemo"]),
     ],

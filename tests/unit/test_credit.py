@@ -39,10 +39,15 @@ def credit(estimator, *, charges_kl=False, **options):
     return Credit(trainer, charges_kl, rollouts_per_prompt=2, max_length=4)
 
 
+def assign(how, batch, beta=0.0):
+    how.shape(batch)
+    return how.assign(batch, beta)
+
+
 def test_rloo_by_hand():
     """Prompt A earns 1 and 0, prompt B twice 0.5: what one earns more than the other."""
     batch = rollout([1, 0, 0.5, 0.5], [3, 1, 2, 4])
-    metrics, kl = credit("rloo").assign(batch, beta=0.0)
+    metrics, kl = assign(credit("rloo"), batch)
     expected = torch.tensor([1.0, -1.0, 0.0, 0.0])[:, None] * batch["token_mask"]
     assert torch.equal(batch["advantages"], expected)
     assert "returns" not in batch
@@ -56,7 +61,7 @@ def test_the_kl_is_part_of_the_reward():
     batch = rollout([1, 0], [3, 1])
     batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
     batch["ref_logprobs"] = torch.full((2, WIDTH), -1.1)
-    metrics, kl = credit("rloo", charges_kl=True).assign(batch, beta=2.0)
+    metrics, kl = assign(credit("rloo", charges_kl=True), batch, beta=2.0)
     assert batch["advantages"][0, PROMPT].item() == pytest.approx(0.4 - -0.2)
     assert batch["advantages"][1, PROMPT].item() == pytest.approx(-0.2 - 0.4)
     assert kl == pytest.approx(0.2)  # (3 + 1) · 0.1 / 2
@@ -65,7 +70,7 @@ def test_the_kl_is_part_of_the_reward():
 
 def test_a_masked_sample_is_nobodys_baseline():
     batch = rollout([1, 0, 1, 0], [1, 4, 1, 1], ended=[True, False, True, True])
-    credit("rloo", improper_end=ImproperEndConfig(mode="mask")).assign(batch, beta=0.0)
+    assign(credit("rloo", improper_end=ImproperEndConfig(mode="mask")), batch)
     assert batch["sample_mask"].tolist() == [1, 0, 1, 1]
     assert batch["advantages"][:, PROMPT].tolist() == [0, 0, 1, -1]
 
@@ -73,44 +78,130 @@ def test_a_masked_sample_is_nobodys_baseline():
 def test_long_responses_pay():
     """Of 4 tokens the last 2 cost: 3 tokens pay a half, 4 pay 1, and so does the one cut off."""
     batch = rollout([1, 1, 1, 1], [2, 3, 4, 1], ended=[True, True, True, False])
-    metrics, _ = credit("reinforce", reward=RewardShapingConfig(overlong_cache=2)).assign(
-        batch, 0.0
-    )
+    how = credit("reinforce", reward=RewardShapingConfig(overlong_cache=2))
+    metrics, _ = assign(how, batch)
     assert batch["advantages"][:, PROMPT].tolist() == [1, 0.5, 0, 0]
     assert metrics["train_rollouts/shaped_rewards"] == pytest.approx(0.375)
 
 
 def test_reinforce_plus_plus_is_white():
     batch = rollout([1, 0, 0, 0], [1, 1, 1, 1])
-    credit("reinforce_plus_plus").assign(batch, beta=0.0)
+    assign(credit("reinforce_plus_plus"), batch)
     token = batch["advantages"][:, PROMPT]
     assert token.mean().item() == pytest.approx(0, abs=1e-6)
     assert token[0].item() == pytest.approx(0.75 / math.sqrt(0.25))
 
 
-def draws(*rewards):
-    """A `draw` that gives these rollouts, one after the other."""
-    rollouts = [rollout(each, [1] * len(each), first=10 * n) for n, each in enumerate(rewards)]
-    iterator = iter(rollouts)
-    return lambda: next(iterator)
+def noisy_kl(batch, seed=0):
+    """Log-probs whose KL estimate is pure noise of 0.1 a token."""
+    generator = torch.Generator().manual_seed(seed)
+    batch["ref_logprobs"] = torch.full(batch["token_mask"].shape, -1.0)
+    noise = torch.randn(batch["ref_logprobs"].shape, generator=generator)
+    batch["prev_logprobs"] = batch["ref_logprobs"] + 0.1 * noise
+    return batch
 
 
-def fill(draw, max_rollouts=3):
-    return fill_with_signal(draw, rollouts_per_prompt=2, max_rollouts=max_rollouts, pad_id=0)
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo", "reinforce_plus_plus_baseline"])
+def test_a_penalty_makes_no_signal(estimator):
+    """Prompt A earns 1 and 0, prompt B twice the same, of which the KL's noise must not be made."""
+    batch = noisy_kl(rollout([1, 0, 1, 1], [2, 2, 2, 2]))
+    metrics, _ = assign(credit(estimator, charges_kl=True), batch, beta=0.01)
+    assert metrics["train_rollouts/samples_with_signal"] == 0.5
+    raw = rollout([1, 0, 1, 1], [2, 2, 2, 2])
+    assign(credit(estimator), raw)
+    torch.testing.assert_close(batch["advantages"], raw["advantages"], rtol=0.02, atol=1e-4)
+    assert batch["advantages"].abs().max() > 0.4
 
 
-def test_groups_without_signal_are_replaced():
-    batch, drawn = fill(draws([1, 1, 1, 0], [0, 1, 1, 0], [9, 9, 9, 9]))
-    assert drawn == 8  # the third rollout was not needed
-    assert batch["input_ids"][:, 0].tolist() == [2, 3, 10, 11]
+def test_grpo_divides_by_the_deviation_of_the_rewards_alone():
+    """Rewards 1 and 0, of which 0.2 and 0 are charged: (0.8 - 0.4) / sqrt(0.5)."""
+    batch = rollout([1, 0], [1, 1])
+    batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
+    batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
+    batch["prev_logprobs"][0] += 0.1
+    assign(credit("grpo", charges_kl=True), batch, beta=2.0)
+    expected = 0.4 / (math.sqrt(0.5) + 1e-6)
+    assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
+
+
+def draws(*rewards, ended=None, how=None):
+    """A `draw` that gives as many prompts as it is asked for, one after the other."""
+    supply = iter(rewards)
+    how = how or credit("grpo")
+    asked = []
+
+    def draw(prompts):
+        asked.append(prompts)
+        first = sum(asked[:-1])
+        rows = [reward for _ in range(prompts) for reward in next(supply)]
+        ends = None if ended is None else ended[2 * first : 2 * (first + prompts)]
+        batch = rollout(rows, [1] * len(rows), ends, first=2 * first)
+        how.shape(batch)
+        return batch
+
+    draw.asked = asked
+    return draw
+
+
+def fill(draw, max_rollouts=3, left=None):
+    return fill_with_signal(
+        draw,
+        prompts=2,
+        rollouts_per_prompt=2,
+        max_rollouts=max_rollouts,
+        prompts_left=lambda: 99 if left is None else left - sum(draw.asked),
+        pad_id=0,
+    )
+
+
+def test_only_what_is_missing_is_drawn():
+    """Of the second draw nothing is thrown away: it was asked for one prompt, then for another."""
+    draw = draws((1, 1), (1, 0), (5, 5), (0, 1))
+    batch, drawn = fill(draw)
+    assert (draw.asked, drawn) == ([2, 1, 1], 8)
+    assert batch["input_ids"][:, 0].tolist() == [2, 3, 6, 7]
 
 
 def test_too_few_are_filled_up_with_the_earliest():
-    batch, drawn = fill(draws([1, 1, 0, 0], [0, 1, 1, 1]), max_rollouts=2)
-    assert drawn == 8
-    assert batch["input_ids"][:, 0].tolist() == [10, 11, 0, 1]
+    """No more than so many times the prompts of a step."""
+    draw = draws((1, 1), (0, 0), (0, 1), (1, 1))
+    batch, drawn = fill(draw, max_rollouts=2)
+    assert (draw.asked, drawn) == ([2, 2], 8)
+    assert batch["input_ids"][:, 0].tolist() == [4, 5, 0, 1]
+
+
+def test_nothing_is_drawn_that_is_not_left():
+    draw = draws((1, 1), (0, 0), (0, 1))
+    batch, _ = fill(draw, left=3)
+    assert draw.asked == [2, 1]
+    assert batch["input_ids"][:, 0].tolist() == [4, 5, 0, 1]
 
 
 def test_nothing_has_signal():
-    batch, drawn = fill(draws([1, 1, 0, 0]), max_rollouts=1)
+    batch, drawn = fill(draws((1, 1), (0, 0)), max_rollouts=1)
     assert (drawn, batch["input_ids"][:, 0].tolist()) == (4, [0, 1, 2, 3])
+
+
+def test_a_sample_that_does_not_count_lends_no_signal():
+    """The 0 of the first prompt was cut off; its group stays whole."""
+    masks = credit("grpo", improper_end=ImproperEndConfig(mode="mask"))
+    ended = [True, False, True, True, True, True]
+    draw = draws((1, 0), (1, 0), (0, 1), ended=ended, how=masks)
+    batch, _ = fill(draw)
+    assert draw.asked == [2, 1]
+    assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]
+    assert batch["sample_mask"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_difference_that_shaping_takes_away_is_none():
+    clipped = credit("grpo", reward=RewardShapingConfig(clip=1.0))
+    batch, _ = fill(draws((3, 2), (1, 0), (0, 1), how=clipped))
+    assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]
+
+
+def test_what_length_adds_is_no_verdict():
+    """Both right, one cut off and charged for it: DAPO draws another prompt."""
+    charged = credit("grpo", improper_end=ImproperEndConfig(mode="penalize"))
+    ended = [True, False, True, True, True, True]
+    batch, _ = fill(draws((1, 1), (1, 0), (0, 1), ended=ended, how=charged))
+    assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]

@@ -56,6 +56,27 @@ def test_clamps_are_off_and_explicit():
     assert kl_estimate(*far, "k3", input_clamp=20.0, output_clamp=10.0).tolist() == [10.0, 10.0]
 
 
+SLOPES = {
+    "k1": lambda x: 1.0,
+    "k2": lambda x: x,
+    "k3": lambda x: 1 - math.exp(-x),
+    "abs": lambda x: math.copysign(1, x),
+}
+
+
+@pytest.mark.parametrize("far", [-89.0, 89.0, -1e30, 1e30, math.inf, -2.0, 0.5])
+@pytest.mark.parametrize("estimator", SLOPES)
+@pytest.mark.parametrize("clamps", [{"output_clamp": 10.0}, {"input_clamp": 20.0}])
+def test_a_clamp_cuts_the_gradient_to_zero_not_to_nan(far, estimator, clamps):
+    """exp(89) is beyond float32: its derivative is infinite, and 0 · inf would be NaN."""
+    logprobs = torch.tensor([far], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.zeros(1), estimator, **clamps)
+    estimate.sum().backward()
+    assert estimate.isfinite().all()
+    slope = 0.0 if abs(far) > 20 else SLOPES[estimator](far)
+    assert logprobs.grad.item() == pytest.approx(slope)
+
+
 def test_unknown_estimator():
     with pytest.raises(ConfigError, match=r"'k4' is unknown; use one of k1, k2, k3, abs"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]

@@ -58,6 +58,18 @@ def test_whiten_large_offset_in_float32():
     torch.testing.assert_close(whitened, torch.tensor([-1.0, 0.0, 1.0]), atol=1e-6, rtol=0)
 
 
+def test_whiten_loses_no_digits_to_the_mean():
+    """Rewards around 1000.1 with a spread of 0.01: float32 rounds that mean by 2e-5."""
+    generator = torch.Generator().manual_seed(0)
+    values = 1000.1 + 0.01 * torch.randn(64, generator=generator)
+    exact = values.double()
+    expected = (exact - exact.mean()) / (exact.var() + 1e-8).sqrt()
+    whitened = masked_whiten(values, torch.ones(64))
+    torch.testing.assert_close(whitened.double(), expected, atol=1e-6, rtol=0)
+    _, variance = masked_moments(values, torch.ones(64))
+    assert variance.item() == pytest.approx(exact.var().item(), rel=1e-7)
+
+
 @pytest.mark.parametrize("mask", [[0, 0, 0], [0, 1, 0]])
 def test_whiten_fewer_than_two(mask):
     whitened = masked_whiten(

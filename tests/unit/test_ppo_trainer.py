@@ -104,6 +104,15 @@ class FakeReward:
         return ScoredResponses(["r"] * data.size, data["is_end"].float() * 2, {"x": [1.0, 3.0]})
 
 
+class AlternatingReward:
+    """Responses to the prompts with even numbers differ in reward."""
+
+    def get_rewards(self, data):
+        differ = [float(int(prompt[1:]) % 2 == 0) for prompt in data["prompts"]]
+        rewards = torch.arange(data.size) % 2 * torch.tensor(differ)
+        return ScoredResponses(["r"] * data.size, rewards, {})
+
+
 def result(rows, **metrics):
     steps = {"grad_norm": 1.0, "lr": 1e-3, "skipped": 0.0, **metrics}
     return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
@@ -282,6 +291,40 @@ def test_validation_draws_the_same_numbers_every_time_and_never_trainings():
     assert first.metrics["val_rollouts/num_samples"] == 3
     check_names(first.metrics)
     assert second.samples[0].step == 9
+
+
+def test_the_kl_coefficient_waits_for_the_policy_to_move():
+    controller = {"mode": "adaptive", "target": 0.4, "horizon": 10}
+    options = {"initial_policy_kl_penalty": 0.1, "kl_controller": controller}
+    t = trainer(loop={**options, "critic_warmup_steps": 1})
+    t.step(1, PhaseTimers())
+    assert t.kl_controller.value == 0.1
+    t.step(2, PhaseTimers())
+    assert t.kl_controller.value > 0.1
+
+
+@pytest.mark.parametrize("stop_after", [None, 1, 2])
+def test_dynamic_sampling_ends_with_the_epoch(stop_after):
+    """Prompt 2k has signal, 2k + 1 has none: of 15 prompts 8 teach, two a step."""
+    options = {"dynamic_sampling": {"enabled": True, "max_rollouts": 8}, "max_epochs": 1}
+    samples = {"num_rollout_samples": 4, "num_rollouts_per_prompt": 2}
+
+    def begin():
+        t = trainer(loop=options, ppo=samples, prompts=15)
+        t.reward = AlternatingReward()
+        return t
+
+    t, steps, taught = begin(), 0, []
+    while not t.is_out_of_data:
+        steps += 1
+        metrics = t.step(steps, PhaseTimers()).metrics
+        taught.append(metrics["train_rollouts/samples_drawn"])
+        if steps == stop_after:
+            state, t = t.state_dict(), begin()
+            t.load(state, Path("state"))
+    assert (steps, taught) == (4, [6, 8, 8, 8])
+    assert t.consumed_samples == 30
+    assert t.sampler.epoch * 15 + t.sampler.position == 15
 
 
 def test_adaptive_kl_coefficient_moves_and_survives_a_resume():

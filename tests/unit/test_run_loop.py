@@ -23,6 +23,8 @@ from aligner.observe.samples import Sample, SampleWriter, read_samples
 class Counter:
     """Its number after a step depends on the state and on Python's random generator."""
 
+    is_out_of_data = False
+
     def __init__(self, at_step=None):
         self.total = 0.0
         self.calls = []
@@ -97,6 +99,19 @@ def test_validates_before_when_due_and_at_the_end(tmp_path):
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
     assert ["val_rollouts/accuracy" in line for line in written] == [True, False, False, True, True]
     assert len(read_samples(tmp_path / "samples.jsonl")) == 4
+
+
+def test_data_may_end_before_the_steps_do(tmp_path):
+    """As at the last step: a validation and a run state; started again, nothing is left to do."""
+    learner = Counter()
+    learner.at_step[2] = lambda: setattr(learner, "is_out_of_data", True)
+    ended, _ = run(tmp_path, learner, total=6, val=0, save=0)
+    assert ended
+    assert learner.calls == [("validate", 0), ("step", 1), ("step", 2), ("validate", 2)]
+    again = Counter()
+    again.is_out_of_data = True
+    ended, restored = run(tmp_path, again, total=6)
+    assert (ended, restored.step, again.calls) == (True, 2, [])
 
 
 class Killed(BaseException):
