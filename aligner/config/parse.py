@@ -7,7 +7,17 @@ import dataclasses
 import difflib
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from aligner.config.fields import Range
 from aligner.errors import ConfigError
@@ -36,7 +46,10 @@ _OTHER_NAMES = {
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of the mapping itself."""
+    """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of the mapping itself.
+
+    ``cls``: a dataclass; or a ``TypedDict``, of which any key may be absent.
+    """
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"{prefix or 'the configuration'}: expected a group of keys, got {_show(values)}; "
@@ -50,7 +63,7 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
             raise ConfigError(unknown_key(_join(prefix, str(key)), list(hints), prefix))
     missing = [
         field.name
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        for field in (() if is_typeddict(cls) else dataclasses.fields(cls))  # type: ignore[arg-type]
         if field.name not in values and _is_required(field)
     ]
     if missing:
@@ -64,8 +77,13 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
 
 
 def field_types(cls: type) -> dict[str, Any]:
-    """Resolved type of each field of a dataclass, annotations kept, in order of definition."""
+    """Resolved type of each field of a dataclass, annotations kept, in order of definition.
+
+    Of a ``TypedDict`` that of each key.
+    """
     hints = get_type_hints(cls, include_extras=True)
+    if is_typeddict(cls):
+        return hints
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
@@ -103,7 +121,7 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         return _convert_literal(hint, value, key)
     if origin is tuple:
         return _convert_tuple(hint, value, key)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or is_typeddict(hint):
         return build(hint, value, key)  # type: ignore[arg-type]
     if origin in (dict, Mapping) or hint is dict:
         return _convert_mapping(value, key)
