@@ -30,7 +30,6 @@ from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from benchmarks.common import log, peak_mb, stdout_reserved
 
@@ -82,7 +81,7 @@ def make_policy(options: argparse.Namespace, model: Path, packed: bool) -> Polic
         optim=OptimConfig(lr=1e-6),
     )
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    policy = Policy(cluster, config, byte_level_tokenizer(), RunFacts(), init_reference_model=False)
+    policy = Policy(cluster, config, byte_level_tokenizer(), init_reference_model=False)
     policy.prepare_for_training()
     return policy
 

@@ -173,7 +173,7 @@ def build_roles(
         clusters.policy,
         config.model,
         tokenizer,
-        run,
+        run=run,
         backend=config.policy.backend,
         init_reference_model=needs_reference(config),
         max_optimizer_steps=policy_steps * (passes // config.model.global_batch_size),
@@ -183,9 +183,9 @@ def build_roles(
     value = Value(
         clusters.value,
         config.critic,
-        config.model,
         tokenizer,
-        run,
+        model=config.model,
+        run=run,
         backend=config.policy.backend,
         max_optimizer_steps=steps * (passes // config.critic.global_batch_size),
     )

@@ -137,7 +137,7 @@ def start_teacher(config: DistillRunConfig, tokenizer: Tokenizer, attempt: Attem
         attempt.clusters.policy,
         teacher_config(config),
         tokenizer,
-        run_facts(config, config.trainer.distill),
+        run=run_facts(config, config.trainer.distill),
         name_prefix="teacher",
         init_optimizer=False,
         init_reference_model=False,

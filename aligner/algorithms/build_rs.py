@@ -39,7 +39,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         clusters.policy,
         config.model,
         inputs.tokenizer,
-        run_facts(config, config.loop),
+        run=run_facts(config, config.loop),
         backend=config.policy.backend,
         init_reference_model=False,
         max_optimizer_steps=steps * (kept // config.model.global_batch_size),

@@ -105,7 +105,7 @@ def start_policy(
         attempt.clusters.policy,
         config.model,
         tokenizer,
-        run_facts(config, loop),
+        run=run_facts(config, loop),
         backend=config.policy.backend,
         init_reference_model=False,
         max_optimizer_steps=updates,

@@ -124,6 +124,7 @@ class RayEngine:
                 seed=config.seed,
                 timeout_s=config.cluster.timeout_s,
                 log_dir=self._log_dir,
+                env_vars=config.cluster.env_vars,
             )
             closing.callback(room.shutdown)
             return room

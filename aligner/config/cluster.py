@@ -1,7 +1,7 @@
 """Who runs the workers: the run's own processes, or actors of a Ray cluster."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from aligner.config.fields import Count, Natural, Positive, Range
 from aligner.errors import ConfigError
@@ -30,6 +30,8 @@ class ClusterConfig:
     cpus_per_worker: Positive = 1.0  # ray: CPUs that Ray reserves for a worker
     # ray: memory of the object store that batches pass through, where the run starts Ray itself.
     object_store_mb: Annotated[int, Range(low=80)] = 512
+    # ray: environment of the workers, there before they import anything.
+    env_vars: dict[str, Any] = field(default_factory=dict)
     max_restarts: Natural = 3  # ray: times the workers are started anew after one has died
 
 
@@ -44,6 +46,12 @@ def check_cluster(config: "BaseRunConfig") -> None:
                     f"cluster.{key}={value} means nothing with cluster.engine=local; set "
                     f"cluster.engine=ray, or leave cluster.{key} at null"
                 )
+        if cluster.env_vars:
+            raise ConfigError(
+                f"cluster.env_vars={cluster.env_vars}: with cluster.engine=local the run's own "
+                "processes are the workers; set the variables before the command, or "
+                "cluster.engine=ray"
+            )
     if cluster.value_workers is None:
         return
     if cluster.colocated:

@@ -122,7 +122,7 @@ def convert(hint: Any, value: Any, key: str) -> Any:
     if origin is tuple:
         return _convert_tuple(hint, value, key)
     if dataclasses.is_dataclass(hint) or is_typeddict(hint):
-        return build(hint, value, key)  # type: ignore[arg-type]
+        return build(hint, value, key)
     if origin in (dict, Mapping) or hint is dict:
         return _convert_mapping(value, key)
     if hint is Any:

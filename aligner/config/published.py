@@ -237,10 +237,10 @@ def published_role(
     """
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
-    schema = PolicyConfig if name == "policy" else ValueConfig
+    schema: type[Any] = PolicyConfig if name == "policy" else ValueConfig
     unused: list[str] = []
     plain = _without_unused(values, "", name, unused)
-    given: dict[str, Any] = build(schema, plain, name)  # type: ignore[assignment]
+    given: dict[str, Any] = build(schema, plain, name)
     if unused:
         warnings.warn(f"without a counterpart here: {', '.join(unused)}", stacklevel=3)
     backend = _backend(given, name)

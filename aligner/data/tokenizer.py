@@ -9,7 +9,8 @@ for it.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, runtime_checkable
 
 from aligner.errors import CheckpointNotFoundError, TokenizerError
 
@@ -137,6 +138,14 @@ def tokenizer_from_files(
     )
 
 
+def as_tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer of transformers as one of ours; what is ours, or None, is returned as it is."""
+    if not hasattr(tokenizer, "save_pretrained"):
+        return tokenizer
+    origin = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    return tokenizer_from_files(_saved_files(tokenizer), origin=origin)
+
+
 def differing_token(one: Tokenizer, other: Tokenizer) -> str | None:
     """The first token id that means something else to the two, in words; None: there is none."""
     if one.files() == other.files():
@@ -159,10 +168,15 @@ def _read_known_files(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in candidates if file.is_file()}
 
 
+def _saved_files(tokenizer: Any) -> dict[str, bytes]:
+    """What a tokenizer of transformers writes of itself."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return _read_known_files(Path(folder))
+
+
 def _convert_with_transformers(directory: Path, gguf_file: str | None = None) -> Tokenizer:
     """Let transformers turn a slow or GGUF tokenizer into a ``tokenizer.json``."""
-    from tempfile import TemporaryDirectory
-
     from transformers import AutoTokenizer
 
     origin = str(directory / gguf_file) if gguf_file else str(directory)
@@ -171,9 +185,7 @@ def _convert_with_transformers(directory: Path, gguf_file: str | None = None) ->
         converted = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False, **options
         )
-        with TemporaryDirectory() as folder:
-            converted.save_pretrained(folder)
-            files = _read_known_files(Path(folder))
+        files = _saved_files(converted)
     except Exception as error:
         raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
     return tokenizer_from_files(files, origin=origin)

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aligner.distributed.ray_worker import Failure, Seat
 from aligner.errors import AlignerError, WorkerDiedError, WorkerError
+from aligner.observe.nonfinite import current_step
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -16,9 +16,39 @@ _GRACE_S = 5.0  # after a worker failed: for the news that another one's death w
 _LOG_LINES = 20
 
 
-@dataclass
-class MultiWorkerFuture:
-    """A method call that was started on many workers.
+class WorkerHandle:
+    """One worker: ``handle.method.remote(...)`` calls its method and returns Ray's reference.
+
+    ``ray.get`` of it gives what the method returned, or raises a `Failure` that tells the error.
+    """
+
+    def __init__(self, actor: Any, seat: Seat) -> None:
+        self._actor, self._seat = actor, seat
+
+    def __getattr__(self, method_name: str) -> "RemoteMethod":
+        if method_name.startswith("_"):
+            raise AttributeError(method_name)
+        return RemoteMethod(self._actor, method_name)
+
+    def __repr__(self) -> str:
+        return str(self._seat)
+
+
+class RemoteMethod:
+    """A method of one worker."""
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self._actor, self._name = actor, name
+
+    def remote(self, *args: Any, **kwargs: Any) -> "ObjectRef":
+        """Begin to call it."""
+        return self._actor.ask.remote(self._name, current_step(), args, kwargs)
+
+
+class MultiWorkerFuture(list["ObjectRef"]):
+    """A method call that was started on many workers: the list of their results to come.
+
+    ``ray.get`` of it gives the results of all; it raises `Failure` where a worker raised.
 
     Args:
         method_name: what was called.
@@ -27,10 +57,16 @@ class MultiWorkerFuture:
         timeout_s: longest wait for an answer.
     """
 
-    method_name: str
-    calls: "Sequence[tuple[ObjectRef, Seat]]"
-    returned: Sequence[int]
-    timeout_s: float
+    def __init__(
+        self,
+        method_name: str,
+        calls: "Sequence[tuple[ObjectRef, Seat]]",
+        returned: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(reference for reference, _ in calls)
+        self.method_name, self.calls = method_name, calls
+        self.returned, self.timeout_s = returned, timeout_s
 
     def get_results(self) -> list[Any]:
         """Wait for all workers; one result per group of workers with the same output.
@@ -47,7 +83,7 @@ class MultiWorkerFuture:
 def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: float) -> list[Any]:
     """Results of all calls in order; raises as `MultiWorkerFuture.get_results` says."""
     import ray
-    from ray.exceptions import RayActorError, RayError
+    from ray.exceptions import RayActorError, RayError, RayTaskError
 
     places = {ref: position for position, (ref, _) in enumerate(calls)}
     results: list[Any] = [None] * len(calls)
@@ -61,18 +97,19 @@ def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: fl
         (ref,) = ready
         seat = calls[places[ref]][1]
         try:
-            result = ray.get(ref)
+            results[places[ref]] = ray.get(ref)
+            continue
         except RayActorError as error:
             raise died(seat, what, error) from None
         except RayError as error:
-            result = Failure(f"{type(error).__name__}: {error}", "", None)
-        if isinstance(result, Failure):
-            if result.error is not None:
-                result.error.add_note(f"raised by {seat} in {what}; its log: {seat.log}")
-                raise result.error
-            failed = failed or _failed(seat, what, result)
-            deadline = min(deadline, time.monotonic() + _GRACE_S)
-        results[places[ref]] = result
+            cause = error.cause if isinstance(error, RayTaskError) else None
+            if not isinstance(cause, Failure):
+                cause = Failure(f"{type(error).__name__}: {error}", "", None)
+        if cause.error is not None:
+            cause.error.add_note(f"raised by {seat} in {what}; its log: {seat.log}")
+            raise cause.error
+        failed = failed or _failed(seat, what, cause)
+        deadline = min(deadline, time.monotonic() + _GRACE_S)
     if failed is not None:
         raise failed
     if pending:

@@ -10,7 +10,7 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,16 +48,18 @@ class TorchWorld:
     port: int
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception on its way to the driver.
+class Failure(Exception):
+    """What a worker raised, on its way to the driver.
 
     ``error`` is the exception itself where it is ours and survives being sent.
     """
 
-    words: str
-    trace: str
-    error: AlignerError | None
+    def __init__(self, words: str, trace: str, error: AlignerError | None) -> None:
+        super().__init__(words, trace, error)
+        self.words, self.trace, self.error = words, trace, error
+
+    def __str__(self) -> str:
+        return f"{self.words}\n{self.trace}".rstrip()
 
 
 class WorkerProcess:
@@ -108,39 +110,44 @@ class WorkerProcess:
     def start(
         self,
         worker_class: str,
-        kwargs: Mapping[str, Any],
+        given: tuple[Sequence[Any], Mapping[str, Any]],
         place: Mapping[str, str],
         world: TorchWorld | None,
-    ) -> Failure | None:
+    ) -> None:
         """Construct the worker; with a ``world``, join it first and pass ``parallel``.
 
-        ``place``: RANK and its kin.
+        ``given``: its arguments. ``place``: RANK and its kin. Raises `Failure`.
         """
         os.environ.update(place)
         try:
-            arguments = dict(kwargs)
+            positional, keywords = given
+            keywords = dict(keywords)
             if world is not None:
-                arguments["parallel"] = _join(world, self._kept)
+                keywords["parallel"] = _join(world, self._kept)
                 self._has_world = True
             module_name, _, class_name = worker_class.rpartition(".")
             constructor = getattr(importlib.import_module(module_name), class_name)
-            self._worker = constructor(**arguments)
+            self._worker = constructor(*positional, **keywords)
         except Exception as error:
-            return _failure(error)
-        return None
+            raise _failure(error) from None
 
     def call(self, method_name: str, step: int, kwargs: Mapping[str, Any], *data: Any) -> Any:
-        """What the worker's method returns, on the host; a `Failure` where it raised.
+        """What the worker's method returns, on the host; raises `Failure` where it raised.
 
         ``step``: the run's, for what the method reports. ``data``: nothing, or the shard.
         """
-        arguments = {**kwargs, **({"data": data[0]} if data else {})}
+        return self.ask(method_name, step, (), {**kwargs, **({"data": data[0]} if data else {})})
+
+    def ask(
+        self, method_name: str, step: int, given: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """As `call`, with positional arguments."""
         try:
             with _in_step(step):
-                result = getattr(self._worker, method_name)(**arguments)
+                result = getattr(self._worker, method_name)(*given, **kwargs)
             return _on_host(result) if self._has_world else result
         except Exception as error:
-            return _failure(error)
+            raise _failure(error) from None
 
 
 def _join(world: TorchWorld, kept: socket.socket | None) -> Any:

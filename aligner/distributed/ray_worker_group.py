@@ -23,7 +23,7 @@ import aligner
 from aligner.config.layout import ParallelConfig
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.ray_calls import MultiWorkerFuture, wait_for
+from aligner.distributed.ray_calls import MultiWorkerFuture, WorkerHandle, wait_for
 from aligner.distributed.ray_worker import Seat, TorchWorld, WorkerProcess
 from aligner.distributed.worker_groups import WorkerFuture
 from aligner.errors import AlignerError, WorkerError
@@ -38,21 +38,41 @@ _FORWARDED = ("ALIGNER_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "TOKE
 
 
 class RayWorkerBuilder:
-    """What a worker is made of: its class, by dotted path, and its arguments."""
+    """What a worker is made of: its class, which may be a dotted path, and its arguments.
 
-    def __init__(self, worker_class: str, **kwargs: Any) -> None:
+    Where ``worker_sharding_annotations`` is among them, the workers of a group form a
+    torch.distributed world of that layout.
+    """
+
+    def __init__(self, worker_class: str | type, *args: Any, **kwargs: Any) -> None:
+        if isinstance(worker_class, type):
+            worker_class = f"{worker_class.__module__}.{worker_class.__qualname__}"
         self.worker_class = worker_class
-        self.kwargs = kwargs
+        self.args, self.kwargs = args, kwargs
+
+    @property
+    def layout(self) -> ParallelConfig | None:
+        """Of the workers' world; None: they have none."""
+        places: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
+        if places is None:
+            return None
+        sizes = places.shape
+        return ParallelConfig(
+            tensor=sizes.get("tensor_parallel", 1),
+            pipeline=sizes.get("pipeline_parallel", 1),
+            context=sizes.get("context_parallel", 1),
+        )
 
 
 class RayWorkerGroup:
-    """Workers on the first bundles of a `RayVirtualCluster`."""
+    """Workers on bundles of a `RayVirtualCluster`."""
 
     def __init__(
         self,
         cluster: "RayVirtualCluster",
         worker_builder: RayWorkerBuilder,
         name_prefix: str,
+        workers_per_node: int | Sequence[int] | None = None,
         sharding_annotations: NamedSharding | None = None,
         env_vars: Mapping[str, str] | None = None,
         *,
@@ -69,22 +89,25 @@ class RayWorkerGroup:
             cluster: where.
             worker_builder: what.
             name_prefix: role in messages and log names.
+            workers_per_node: on so many of each node's bundles (a number, or one per node);
+                default all.
             sharding_annotations: place of every worker; default data parallel alone. Workers sit
-                on as many bundles as it has ranks.
+                on as many bundles as it has ranks, the first ones.
             env_vars: further environment of the workers, there before they import anything.
             parallel: the workers form a torch.distributed world with these model-parallel sizes
-                and are constructed with ``parallel=ParallelState``; None: they are not.
+                and are constructed with ``parallel=ParallelState``; default as the builder says.
             seed: of such a world.
             python_executable: interpreter of the workers; default that of the Ray node. It needs
                 the same version of Ray; aligner's source is on its path.
         """
-        bundles = cluster.bundles
+        bundles = cluster.bundles_for(workers_per_node)
         if sharding_annotations is None:
             sharding_annotations = NamedSharding(np.arange(len(bundles)), ["data_parallel"])
         if sharding_annotations.size > len(bundles):
             raise WorkerError(
                 f"{name_prefix} needs {sharding_annotations.size} workers, but the cluster "
-                f"{cluster.name} has room for {len(bundles)}; make it larger"
+                f"{cluster.name} has room for {len(bundles)}; make it larger, or raise "
+                "workers_per_node"
             )
         self.cluster, self.name_prefix = cluster, name_prefix
         self.sharding_annotations = sharding_annotations
@@ -96,13 +119,25 @@ class RayWorkerGroup:
         used = bundles[: sharding_annotations.size]
         try:
             self._start_processes(used, {**_forwarded(), **(env_vars or {})}, python_executable)
-            self._start_workers(used, worker_builder, parallel, seed)
+            self._start_workers(used, worker_builder, parallel or worker_builder.layout, seed)
         except BaseException:
             self._is_whole = False
             self.shutdown()
             raise
 
     # Calls ------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """The workers by rank, to be called one by one; see `WorkerHandle`."""
+        if self._starting:
+            self.wait_until_started()
+        return [WorkerHandle(*each) for each in zip(self._actors, self._seats, strict=True)]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether `shutdown` has not been called."""
+        return bool(self._actors)
 
     def wait_until_started(self) -> None:
         """Until every worker has been constructed; raises what one of them raised."""
@@ -180,6 +215,9 @@ class RayWorkerGroup:
         """
         import ray
 
+        if not ray.is_initialized():  # the workers ended with the connection
+            self._actors, self._seats, self._starting = [], [], []
+            return True
         went_well = True
         if cleanup_method is not None and self._is_whole and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
@@ -279,7 +317,7 @@ class RayWorkerGroup:
             first = [(self._actors[0].free_port.remote(), self._seats[0])]
             ((host, port),) = wait_for(first, what, self._timeout_s)
             world = TorchWorld(parallel, seed, self._timeout_s, len(self._actors), host, port)
-        kwargs = self._put(builder.kwargs)
+        arguments = self._put((builder.args, builder.kwargs))
         for rank, (actor, seat) in enumerate(zip(self._actors, self._seats, strict=True)):
             node = [
                 other for other, bundle in enumerate(bundles) if bundle.node == bundles[rank].node
@@ -290,7 +328,7 @@ class RayWorkerGroup:
                 "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node.index(rank)),
                 "LOCAL_WORLD_SIZE": str(len(node)),
             }
-            start = actor.start.remote(builder.worker_class, kwargs, place, world)
+            start = actor.start.remote(builder.worker_class, arguments, place, world)
             self._starting.append((start, seat))
 
 

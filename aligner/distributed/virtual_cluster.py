@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
@@ -22,7 +22,7 @@ from aligner.config.layout import ParallelConfig
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.ray_worker_group import RayWorkerBuilder, RayWorkerGroup
 from aligner.distributed.worker_groups import layout_of
-from aligner.errors import WorkerError
+from aligner.errors import ConfigError, LayoutError, WorkerError
 
 _PLACING_S = 60.0  # for the cluster to have room
 _ATTEMPT_S = 10.0  # for one choice of nodes to turn out free
@@ -54,6 +54,7 @@ class RayVirtualCluster:
         seed: int = 1234,
         timeout_s: float = 1800.0,
         log_dir: Path | None = None,
+        env_vars: Mapping[str, Any] | None = None,
     ) -> None:
         """Reserve the bundles.
 
@@ -63,11 +64,12 @@ class RayVirtualCluster:
             max_colocated_worker_groups: groups that share the bundles, an equal part each.
             name: of the cluster in messages.
             cpus_per_bundle: CPUs of a bundle.
-            parallel: model-parallel sizes of training workers; default none.
+            parallel: model-parallel sizes of training workers that bring none; default none.
             seed: of the generators of training workers.
             timeout_s: longest wait for a worker, or of one worker for another.
             log_dir: where workers write their logs, a folder that all nodes see; default a
                 temporary one.
+            env_vars: environment of all workers, there before they import anything.
 
         Raises:
             WorkerError: the cluster has no such room, and had none for a minute.
@@ -82,6 +84,7 @@ class RayVirtualCluster:
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
         self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if self.use_gpus else {})}
+        self._env_vars = dict(env_vars or {})
         self._max_groups = max_colocated_worker_groups
         self._groups: list[RayWorkerGroup] = []
         self._owns_logs = log_dir is None
@@ -94,9 +97,7 @@ class RayVirtualCluster:
     @property
     def sharding_annotations(self) -> NamedSharding:
         """Places of a training group's workers."""
-        sizes = self._parallel
-        data = sizes.data_size(self.world_size())
-        return layout_of(sizes.pipeline, data, sizes.context, sizes.tensor)
+        return self._places(self._parallel, self.world_size())
 
     def start_workers(
         self,
@@ -105,6 +106,9 @@ class RayVirtualCluster:
         *,
         layout: NamedSharding | None = None,
         python_executable: str | None = None,
+        parallel: ParallelConfig | None = None,
+        workers_per_node: int | Sequence[int] | None = None,
+        env_vars: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
         """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
@@ -114,12 +118,19 @@ class RayVirtualCluster:
         Args:
             worker_class: dotted path.
             name_prefix: role, for messages and logs.
-            layout: places of the workers; default `sharding_annotations`.
+            layout: places of the workers; default ``parallel``'s on all of them.
             python_executable: an interpreter of their own. Such workers train nothing: they get no
                 ``parallel`` and share no torch.distributed world. They start once the others stand,
                 so that what they measure of memory stays true.
+            parallel: model-parallel sizes of this group; default the cluster's.
+            workers_per_node: on so many of each node's bundles; default all.
+            env_vars: environment of this group's workers, over the cluster's.
             kwargs: arguments of the class.
         """
+        parallel = parallel or self._parallel
+        if layout is None:
+            layout = self._places(parallel, len(self.bundles_for(workers_per_node)))
+        self._groups = [group for group in self._groups if group.is_alive]
         if len(self._groups) == self._max_groups:
             raise WorkerError(
                 f"{name_prefix}: {self._max_groups} groups of workers have the cluster {self.name} "
@@ -132,8 +143,10 @@ class RayVirtualCluster:
             self,
             RayWorkerBuilder(worker_class, **kwargs),
             name_prefix,
-            sharding_annotations=layout or self.sharding_annotations,
-            parallel=self._parallel if python_executable is None else None,
+            workers_per_node,
+            sharding_annotations=layout,
+            env_vars={key: str(x) for key, x in {**self._env_vars, **(env_vars or {})}.items()},
+            parallel=parallel if python_executable is None else None,
             seed=self._seed,
             python_executable=python_executable,
         )
@@ -143,6 +156,43 @@ class RayVirtualCluster:
     def world_size(self) -> int:
         """Number of bundles."""
         return sum(self._counts)
+
+    def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
+        """Bundles of a group with so many workers on each node (one number, or one per node).
+
+        Raises:
+            ConfigError: a node has not so many bundles, or the numbers are not one per node.
+        """
+        if workers_per_node is None:
+            return self.bundles
+        wanted = (
+            [workers_per_node] * len(self._counts)
+            if isinstance(workers_per_node, int)
+            else list(workers_per_node)
+        )
+        fits = len(wanted) == len(self._counts) and all(
+            0 <= count <= room for count, room in zip(wanted, self._counts, strict=True)
+        )
+        if not fits or not sum(wanted):
+            raise ConfigError(
+                f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
+                f"{self._counts} bundles; give at most so many"
+            )
+        chosen: list[Bundle] = []
+        start = 0
+        for count, room in zip(wanted, self._counts, strict=True):
+            chosen += self.bundles[start : start + count]
+            start += room
+        return chosen
+
+    def _places(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
+        if not workers or workers % sizes.model_parallel_size:
+            raise LayoutError(
+                f"{workers} workers of the cluster {self.name} cannot be split into tensor "
+                f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
+                f"{sizes.model_parallel_size}; change the sizes or the number of bundles"
+            )
+        return layout_of(sizes.pipeline, sizes.data_size(workers), sizes.context, sizes.tensor)
 
     def node_count(self) -> int:
         """Number of nodes."""

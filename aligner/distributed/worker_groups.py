@@ -20,6 +20,7 @@ calls workers in processes of their own (`aligner.distributed.ray_worker_group`)
 """
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,10 +29,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from aligner.config.layout import ParallelConfig
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
-from aligner.errors import AlignerError, WorkerError
+from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 MODEL_AXES = ["pipeline_parallel", "context_parallel", "tensor_parallel"]
@@ -94,7 +96,8 @@ class Cluster(Protocol):
     def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
         """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker.
 
-        On Ray, ``layout`` and ``python_executable`` ask for workers of another kind; see
+        Further keywords: ``parallel``, ``workers_per_node`` and ``env_vars``; on Ray ``layout`` and
+        ``python_executable`` ask for workers of another kind; see
         `RayVirtualCluster.start_workers`.
         """
         ...
@@ -255,8 +258,40 @@ class LocalCluster:
         config = self.parallel.config
         return layout_of(config.pipeline, self.parallel.dp_size, config.context, config.tensor)
 
-    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> LocalWorkerGroup:
-        """Construct ``worker_class(parallel=..., **kwargs)`` in this process."""
+    def start_workers(
+        self,
+        worker_class: str,
+        name_prefix: str,
+        *,
+        parallel: ParallelConfig | None = None,
+        workers_per_node: int | Sequence[int] | None = None,
+        env_vars: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> LocalWorkerGroup:
+        """Construct ``worker_class(parallel=..., **kwargs)`` in this process.
+
+        Args:
+            worker_class: dotted path.
+            name_prefix: role, for messages.
+            parallel: the layout that is asked for; it must be that of the processes.
+            workers_per_node: must be what was started on each machine.
+            env_vars: set in this process, where they last.
+            kwargs: arguments of the class.
+        """
+        if parallel is not None and parallel != self.parallel.config:
+            raise LayoutError(
+                f"{name_prefix}: the processes are laid out as {self.parallel.config}, the "
+                f"configuration says {parallel}; give both the same, or use a RayVirtualCluster, "
+                "where every role has its own layout"
+            )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.parallel.world_size))
+        wanted = [workers_per_node] if isinstance(workers_per_node, int) else workers_per_node
+        if wanted is not None and set(wanted) != {here}:
+            raise ConfigError(
+                f"workers_per_node={workers_per_node}: the processes are the workers, and {here} "
+                "were started on this machine; leave it out, or use a RayVirtualCluster"
+            )
+        os.environ.update({key: str(value) for key, value in (env_vars or {}).items()})
         module_name, _, class_name = worker_class.rpartition(".")
         constructor = getattr(importlib.import_module(module_name), class_name)
         try:

@@ -7,9 +7,11 @@ the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and m
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
+
+from aligner.errors import DataError
 
 if TYPE_CHECKING:
     from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -112,6 +114,18 @@ class ValueOutputSpec(TypedDict):
     values: Tensor
 
 
+class GenerationDatumSpec(TypedDict):
+    """What a policy is asked to continue or to score.
+
+    ``input_ids`` int64 ``[B, S]`` right-padded; ``input_lengths`` int64 ``[B]``; ``sample_ids``
+    int64 ``[B]`` tells the draws of equal prompts apart.
+    """
+
+    input_ids: Tensor
+    input_lengths: Tensor
+    sample_ids: NotRequired[Tensor]
+
+
 class GenerationOutputSpec(TypedDict):
     """What a sampling engine returns.
 
@@ -127,6 +141,15 @@ class GenerationOutputSpec(TypedDict):
     is_end: Tensor
 
 
+def check_generation_output(output: Mapping[str, Any]) -> None:
+    """Refuse a `GenerationOutputSpec` that lacks a column; `DataError`, a ``ValueError``."""
+    missing = [name for name in GenerationOutputSpec.__annotations__ if name not in output]
+    if missing:
+        raise DataError(
+            f"what was generated lacks {', '.join(missing)}; it has {', '.join(sorted(output))}"
+        )
+
+
 class GenerationInterface(ABC):
     """A sampling engine over global batches."""
 
@@ -136,9 +159,12 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(
-        self, data: "BatchedDataDict", greedy: bool = False, *, seed: int = 0
+        self, data: "BatchedDataDict", greedy: bool = False, *, seed: int | None = None
     ) -> "BatchedDataDict":
-        """Continue prompts; see `GenerationOutputSpec`."""
+        """Continue prompts; see `GenerationOutputSpec`.
+
+        Without a seed two calls draw differently, and a run anew draws the same.
+        """
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy's own weights draw
         """The policy's weights are others now; the next `prepare_for_generation` fetches them."""

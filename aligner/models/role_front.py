@@ -3,16 +3,23 @@
 A front takes and returns global batches; its workers see their data-parallel shares.
 """
 
+import contextlib
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.counter_hash import counter_hash
 from aligner.distributed.worker_groups import WorkerGroup
 from aligner.errors import ConfigError
 from aligner.models.sharded import (
+    check_columns,
     check_whole_groups,
     micro_batching,
     run_on_all,
@@ -20,6 +27,9 @@ from aligner.models.sharded import (
     train_result,
 )
 from aligner.types import LossFunction
+
+_log = logging.getLogger(__name__)
+TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RoleFront:
@@ -57,7 +67,11 @@ class RoleFront:
         ``lr``, ``skipped`` (whether a step was left out because it was not finite) and
         ``all_mb_metrics``: by name, one value per optimizer step, reduced over the global
         mini-batch.
+
+        Raises:
+            DataError: one of `TRAINED_COLUMNS` is absent.
         """
+        check_columns(data, TRAINED_COLUMNS)
         gbs = gbs or self.config.global_batch_size
         group = loss_fn.rows_per_group
         batching = micro_batching(
@@ -134,12 +148,37 @@ class RoleFront:
         run_on_all(self.worker_group, "stop_gpu_profiling")
 
     def shutdown(self) -> bool:
-        """End the workers."""
-        return self.worker_group.shutdown(cleanup_method="shutdown")
+        """End the workers; whether that went well."""
+        try:
+            return self.worker_group.shutdown(cleanup_method="shutdown")
+        except Exception as error:
+            _log.warning("shutdown: %s: %s", type(error).__name__, error)
+            return False
+
+    def __del__(self) -> None:
+        """End workers that nobody has ended. Rather call `shutdown`: it lets them clean up."""
+        if sys.is_finalizing() or "worker_group" not in self.__dict__:
+            return
+        with contextlib.suppress(Exception):
+            self.worker_group.shutdown()
+
+
+class CallSeeds:
+    """Seeds for calls that are given none: of the run's seed and the number of the call."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._calls = seed, 0
+
+    def next(self) -> int:
+        """The next call's."""
+        self._calls += 1
+        return int(counter_hash(self._seed, torch.tensor(self._calls)))
 
 
 def checkpoint_paths(
-    weights_path: str | None, optimizer_path: str | None, tokenizer_path: str | None = None
+    weights_path: str | os.PathLike[str] | None,
+    optimizer_path: str | os.PathLike[str] | None,
+    tokenizer_path: str | os.PathLike[str] | None = None,
 ) -> dict[str, str]:
     """The paths that are given, absolute: a worker may have another working directory."""
     paths = {

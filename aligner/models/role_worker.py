@@ -4,6 +4,7 @@ The fronts call these with a data-parallel rank's share of a global batch. Resul
 every process of a model-parallel group.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
@@ -20,12 +21,14 @@ from aligner.checkpoint.role_files import (
     save_tokenizer,
 )
 from aligner.checkpoint.worker_state import load_worker_state, save_worker_state
+from aligner.config import ParallelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from aligner.distributed.parallel import ParallelState
-from aligner.errors import ConfigError, TokenizerError
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.parallel import ParallelState, initialize_parallel
+from aligner.errors import ConfigError, LayoutError, TokenizerError
 from aligner.models.gpt.pipeline import MicroBatches
 from aligner.models.gpt.residence import Residence
 from aligner.models.gpt.role import AdaptedRole, Role
@@ -49,6 +52,41 @@ def micro_batches_of(data: Mapping[str, Any], size: int | None) -> MicroBatches 
     return size if brought is None else brought[0]
 
 
+def place_of(
+    layout: ParallelConfig,
+    annotations: NamedSharding | None,
+    parallel: ParallelState | None,
+    seed: int,
+) -> ParallelState:
+    """This process's place in ``layout``: ``parallel`` where it is one there, else joined.
+
+    Raises:
+        LayoutError: ``annotations``, of (pipeline, data, context, tensor), say another layout.
+    """
+    if annotations is not None:
+        sizes = {
+            "tensor_parallel": layout.tensor,
+            "pipeline_parallel": layout.pipeline,
+            "context_parallel": layout.context,
+        }
+        for axis, size in sizes.items():
+            placed = annotations.shape.get(axis, 1)
+            if placed != size:
+                raise LayoutError(
+                    f"worker_sharding_annotations: {axis} {placed}, but the configuration says "
+                    f"{size}; give both the same layout"
+                )
+    if parallel is not None and parallel.config == layout:
+        return parallel
+    return initialize_parallel(layout, seed=seed)
+
+
+def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
+    """Say in a warning which keyword arguments mean nothing here."""
+    if arguments:
+        warnings.warn(f"{who}: not used here: {', '.join(sorted(arguments))}", stacklevel=3)
+
+
 class RoleWorker(Generic[Served]):
     """What policy and value workers share: training, phases, and run state."""
 
@@ -56,6 +94,10 @@ class RoleWorker(Generic[Served]):
         self.model = model
         self.parallel = parallel
         self._residences: dict[nn.Module, Residence] = {}
+
+    def __repr__(self) -> str:
+        place = self.parallel
+        return f"{type(self).__name__}[rank={place.rank}/{place.world_size}]"
 
     def train(
         self,

@@ -1,7 +1,10 @@
 """How a front spreads a global batch over its workers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
 
 from aligner.config import TrainedModelConfig
 from aligner.distributed.batched_data_dict import (
@@ -10,7 +13,7 @@ from aligner.distributed.batched_data_dict import (
     SequencePackingArgs,
 )
 from aligner.distributed.worker_groups import MODEL_AXES, WorkerGroup
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 
 
 class MicroBatching(TypedDict, total=False):
@@ -146,9 +149,46 @@ def run_on_all(group: WorkerGroup, method_name: str, **kwargs: Any) -> list[Any]
     return group.get_all_worker_results(group.run_all_workers_single_data(method_name, **kwargs))
 
 
-def columns_of(data: Mapping[str, Any], names: Sequence[str]) -> BatchedDataDict:
-    """The named columns, so that no worker is sent what it does not read."""
-    return BatchedDataDict({name: data[name] for name in names})
+def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
+    """The named columns, so that no worker is sent what it does not read.
+
+    Where ``token_mask`` is absent every token but a row's first is meant; where ``sample_ids`` is
+    absent the rows are samples 0, 1, 2, ...
+
+    Raises:
+        DataError: another column is absent, or ``data`` is no `BatchedDataDict`.
+    """
+    check_columns(data, [name for name in names if name not in _DERIVED])
+    return BatchedDataDict(
+        {name: data[name] if name in data else _DERIVED[name](data) for name in names}
+    )
+
+
+def check_columns(data: BatchedDataDict, names: Sequence[str]) -> None:
+    """Refuse what is no batch, or lacks one of the named columns."""
+    if not isinstance(data, BatchedDataDict):
+        raise DataError(
+            f"data is a {type(data).__name__}; give an "
+            "aligner.distributed.batched_data_dict.BatchedDataDict"
+        )
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise DataError(
+            f"{', '.join(missing)}: required and not in the batch, which has "
+            f"{', '.join(sorted(data)) or 'no column'}; add what is missing"
+        )
+
+
+def _every_token(data: BatchedDataDict) -> Tensor:
+    position = torch.arange(data["input_ids"].shape[1])
+    lengths = data["input_lengths"].cpu()
+    return ((position > 0) & (position < lengths[:, None])).float()
+
+
+_DERIVED: Mapping[str, Callable[[BatchedDataDict], Tensor]] = {
+    "token_mask": _every_token,
+    "sample_ids": lambda data: torch.arange(data.size),
+}
 
 
 def train_result(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

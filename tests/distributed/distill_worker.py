@@ -78,7 +78,7 @@ def learn(model: str, teacher: str, layout: str) -> dict[str, object]:
             cluster,
             role,
             tokenizer,
-            run,
+            run=run,
             init_optimizer=learns,
             init_reference_model=False,
         )

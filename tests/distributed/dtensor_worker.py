@@ -45,8 +45,8 @@ def start(folder: Path, spec: str) -> tuple[Policy, Value]:
     with open_model(model) as source:
         tokenizer = source.tokenizer
     return (
-        Policy(cluster, config, tokenizer, RUN, backend=backend),
-        Value(cluster, section, config, tokenizer, RUN, backend=backend),
+        Policy(cluster, config, tokenizer, run=RUN, backend=backend),
+        Value(cluster, section, tokenizer, model=config, run=RUN, backend=backend),
     )
 
 

@@ -112,7 +112,7 @@ def actor(model: str, layout: str) -> dict[str, object]:
     config, batch = model_config(model, layout), make_batch(layout)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     with open_nemo(model) as checkpoint:
-        policy = Policy(cluster, config, checkpoint.tokenizer, RUN)
+        policy = Policy(cluster, config, checkpoint.tokenizer, run=RUN)
     before = policy.get_logprobs(batch)["logprobs"]
     one_row = policy.get_logprobs(batch.slice(0, 1))["logprobs"]  # fewer than ranks
     policy.prepare_for_training()
@@ -136,7 +136,7 @@ def critic(model: str, layout: str) -> dict[str, object]:
     cluster = LocalCluster(initialize_parallel(config.parallel))
     with open_nemo(model) as checkpoint:
         section = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM)
-        value = Value(cluster, section, config, checkpoint.tokenizer, RUN)
+        value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
     fill_head(value)
     before = value.get_values(batch)["values"]
     value.prepare_for_training()

@@ -74,7 +74,7 @@ def actor(config: ModelConfig, layout: str) -> dict[str, object]:
     batch = make_batch(layout)
     with open_nemo(config.restore_from_path) as checkpoint:
         cluster = LocalCluster(initialize_parallel(config.parallel))
-        policy = Policy(cluster, config, checkpoint.tokenizer, RUN)
+        policy = Policy(cluster, config, checkpoint.tokenizer, run=RUN)
     before = policy.get_logprobs(batch)["logprobs"]
     seen = learn(policy, batch, PPOPolicyLoss(entropy_bonus=0.01))
     return {
@@ -90,7 +90,7 @@ def critic(config: ModelConfig, layout: str) -> dict[str, object]:
     section = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=LEARNING)
     with open_nemo(config.restore_from_path) as checkpoint:
         cluster = LocalCluster(initialize_parallel(config.parallel))
-        value = Value(cluster, section, config, checkpoint.tokenizer, RUN)
+        value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
     fill_head(value)
     before = value.get_values(batch)["values"]
     seen = learn(value, batch, PPOValueLoss(value_clip=0.2))

@@ -67,7 +67,7 @@ def learn(model: str, layout: str, folder: Path) -> dict[str, object]:
         tokenizer = checkpoint.tokenizer
     cluster = LocalCluster(initialize_parallel(config.model.parallel))
     run = RunFacts(gradient_clip_val=0.0)
-    policy = Policy(cluster, config.model, tokenizer, run, init_reference_model=False)
+    policy = Policy(cluster, config.model, tokenizer, run=run, init_reference_model=False)
     load = load_labelled if config.trainer.dpo.loss == "kto" else load_pairs
     sets = {
         "training": load(config.data, config.data.train, tokenizer),

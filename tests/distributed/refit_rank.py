@@ -17,7 +17,6 @@ from aligner.checkpoint.nemo import open_nemo
 from aligner.config import ModelConfig
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.distributed.weight_segments import accept
-from aligner.models.gpt.settings import RunFacts
 from aligner.models.policy.refit import group_by_bytes
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
 
@@ -39,7 +38,6 @@ def pushed(model: str, sizes: list[int]) -> dict[str, torch.Tensor]:
     worker = MegatronPolicyWorker(
         config,
         tokenizer,
-        RunFacts(),
         parallel=initialize_parallel(config.parallel),
         init_optimizer=False,
         init_reference_model=False,

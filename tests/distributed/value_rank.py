@@ -39,7 +39,7 @@ def start(model: str, layout: str, **kwargs: object) -> Value:
     cluster = LocalCluster(initialize_parallel(config.parallel))
     run = RunFacts(precision="bf16", gradient_clip_val=0.0)
     with open_nemo(model) as checkpoint:
-        return Value(cluster, section, config, checkpoint.tokenizer, run, **kwargs)
+        return Value(cluster, section, checkpoint.tokenizer, model=config, run=run, **kwargs)
 
 
 def train(value: Value, times: int) -> list[float]:

@@ -298,9 +298,9 @@ def test_an_error_while_the_critic_trains_reaches_the_trainer(tiny_nemo, tmp_pat
     value = Value(
         LocalCluster(initialize_parallel()),
         CriticConfig(global_batch_size=4, micro_batch_size=2),
-        model,
         byte_level_tokenizer(),
-        RunFacts(non_finite="stop", non_finite_dir=tmp_path),
+        model=model,
+        run=RunFacts(non_finite="stop", non_finite_dir=tmp_path),
     )
     batch = BatchedDataDict(responses())
     batch["values"] = torch.zeros(4, 10)

@@ -22,7 +22,7 @@ from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.dtensor_actor import DTensorActorModel
 from aligner.models.gpt.dtensor_critic import DTensorCriticModel
 from aligner.models.gpt.dtensor_plan import check_backend
-from aligner.models.gpt.settings import RoleSettings, RunFacts
+from aligner.models.gpt.settings import RoleSettings
 from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from aligner.models.value.workers.dtensor_value_worker_v2 import DTensorValueWorkerV2
 
@@ -76,8 +76,7 @@ def policy_worker(tiny_nemo):
         return DTensorPolicyWorkerV2(
             ModelConfig(restore_from_path=str(tiny_nemo)),
             source.tokenizer,
-            RunFacts(),
-            initialize_parallel(),
+            parallel=initialize_parallel(),
             init_optimizer=False,
             init_reference_model=False,
         )
@@ -113,8 +112,7 @@ def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
             CriticConfig(),
             ModelConfig(restore_from_path=str(tiny_nemo)),
             source.tokenizer,
-            RunFacts(),
-            initialize_parallel(),
+            parallel=initialize_parallel(),
         )
     critic = worker.model = critic_with_head(tiny_nemo)
     values = critic.get_values(make_batch())
@@ -283,8 +281,7 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
         worker = DTensorPolicyWorkerV2(
             ModelConfig(restore_from_path=str(tiny_nemo), optim=OptimConfig(lr=0.1)),
             source.tokenizer,
-            RunFacts(),
-            initialize_parallel(),
+            parallel=initialize_parallel(),
             init_reference_model=False,
         )
     prompts = BatchedDataDict(

@@ -60,8 +60,8 @@ class Recorder:
 
 def fronts(cluster, model=MODEL, **kwargs):
     run = RunFacts()
-    yield lambda: Policy(cluster, model, None, run, **kwargs)
-    yield lambda: Value(cluster, CRITIC, model, None, run, **kwargs)
+    yield lambda: Policy(cluster, model, None, run=run, **kwargs)
+    yield lambda: Value(cluster, CRITIC, None, model=model, run=run, **kwargs)
 
 
 def batch(rows=8):
@@ -69,6 +69,8 @@ def batch(rows=8):
         {
             "input_ids": torch.ones(rows, 4, dtype=torch.long),
             "input_lengths": torch.full((rows,), 4),
+            "token_mask": torch.ones(rows, 4),
+            "sample_mask": torch.ones(rows),
         }
     )
 

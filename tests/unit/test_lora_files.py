@@ -29,7 +29,6 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import CheckpointNotFoundError
-from aligner.models.gpt.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 
@@ -165,8 +164,8 @@ def test_a_front_goes_on_from_what_it_saved(tmp_path, tiny_nemo, role):
 
     def start(**paths):
         if role == "policy":
-            return Policy(cluster, model, tokenizer, RunFacts(), **paths)
-        return Value(cluster, CriticConfig(**sizes), model, tokenizer, RunFacts(), **paths)
+            return Policy(cluster, model, tokenizer, **paths)
+        return Value(cluster, CriticConfig(**sizes), tokenizer, model=model, **paths)
 
     def answers(front):
         if role == "policy":

@@ -22,7 +22,6 @@ from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError
-from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.lm_policy import Policy
 
@@ -110,8 +109,7 @@ class Run:
             tokenizer = checkpoint.tokenizer
         cluster = LocalCluster(initialize_parallel())
         self.policy, own = (
-            Policy(cluster, config.model, tokenizer, RunFacts(), init_reference_model=False)
-            for _ in range(2)
+            Policy(cluster, config.model, tokenizer, init_reference_model=False) for _ in range(2)
         )
         self.engine = ThreadedEngine(self.policy, own)
         self.sampler = PromptSampler(len(PROMPTS), ROWS, seed=1)

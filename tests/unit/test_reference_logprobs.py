@@ -13,7 +13,6 @@ from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import collate_pairs
 from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 
 
@@ -30,7 +29,7 @@ def policy(tiny_nemo):
     model = configuration(tiny_nemo).model
     with open_nemo(tiny_nemo) as checkpoint:
         cluster = LocalCluster(initialize_parallel(model.parallel))
-        return Policy(cluster, model, checkpoint.tokenizer, RunFacts(), init_reference_model=False)
+        return Policy(cluster, model, checkpoint.tokenizer, init_reference_model=False)
 
 
 @pytest.fixture

@@ -59,8 +59,8 @@ def start(tiny_nemo):
         run = run or RunFacts()
         if role == "policy":
             kwargs.setdefault("init_reference_model", False)
-            return Policy(cluster, model, tokenizer, run, **kwargs)
-        return Value(cluster, section, model, tokenizer, run, **kwargs)
+            return Policy(cluster, model, tokenizer, run=run, **kwargs)
+        return Value(cluster, section, tokenizer, model=model, run=run, **kwargs)
 
     start.critic = critic
     return start

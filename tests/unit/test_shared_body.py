@@ -51,7 +51,7 @@ def test_one_body_two_models(tiny_nemo, reward_nemo):
     section = CriticConfig(micro_batch_size=3, global_batch_size=3)
     policy = ModelConfig(restore_from_path=str(tiny_nemo))
     tokenizer, run, parallel = byte_level_tokenizer(), RunFacts(), initialize_parallel()
-    worker = MegatronValueWorker(section, policy, tokenizer, run, parallel)
+    worker = MegatronValueWorker(section, tokenizer, model=policy, run=run, parallel=parallel)
     critic = worker.model
     critic.gpt.rm_head.weight.data.normal_(generator=torch.Generator().manual_seed(3))
     critic.optimizer.take_over_weights()
@@ -76,7 +76,7 @@ def test_one_body_two_models(tiny_nemo, reward_nemo):
 def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, reward_nemo):
     policy = ModelConfig(restore_from_path=str(tiny_nemo))
     worker = MegatronValueWorker(
-        CriticConfig(), policy, byte_level_tokenizer(), RunFacts(), initialize_parallel()
+        CriticConfig(), byte_level_tokenizer(), model=policy, parallel=initialize_parallel()
     )
     worker.prepare_for_inference()
     before = {name: value.clone() for name, value in worker.model.whole_weights().items()}

@@ -57,7 +57,6 @@ def roles(config, *, backend="megatron", workers=1):
     """A policy and a `VllmGeneration` on it, on a cluster of their own."""
     from aligner.distributed.virtual_cluster import RayVirtualCluster
     from aligner.models.generation.vllm import VllmGeneration
-    from aligner.models.gpt.settings import RunFacts
     from aligner.models.policy.lm_policy import Policy
 
     with open_nemo(config.model.restore_from_path) as checkpoint:
@@ -74,7 +73,6 @@ def roles(config, *, backend="megatron", workers=1):
             cluster,
             config.model,
             tokenizer,
-            RunFacts(),
             backend=backend,
             init_reference_model=False,
         )

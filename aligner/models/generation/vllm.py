@@ -11,6 +11,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.refit import Refit, RefitSource
+from aligner.models.role_front import CallSeeds
 from aligner.models.sharded import columns_of, run_on_all, run_sharded
 
 WORKER = "aligner.models.generation.vllm_worker.VllmWorker"
@@ -56,6 +57,7 @@ class VllmGeneration(BackgroundGeneration):
             settings=self._settings,
         )
         self._stale = True
+        self._seeds = CallSeeds(config.seed)
         self._refit = Refit(
             policy,
             self,
@@ -79,17 +81,18 @@ class VllmGeneration(BackgroundGeneration):
         return True
 
     def generate(
-        self, data: BatchedDataDict, greedy: bool = False, *, seed: int = 0
+        self, data: BatchedDataDict, greedy: bool = False, *, seed: int | None = None
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
 
         Every response is drawn with a seed of its own, made of ``seed`` and its ``sample_ids``.
+        Columns and seed have the defaults of `Policy.generate`.
         """
         results, _ = run_sharded(
             self.worker_group,
             "generate",
             columns_of(data, GENERATION_COLUMNS),
-            seed=seed,
+            seed=self._seeds.next() if seed is None else seed,
             greedy=greedy,
         )
         return self._joined(results)

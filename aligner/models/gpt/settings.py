@@ -16,6 +16,7 @@ from aligner.config import (
     RolloutConfig,
     TrainedModelConfig,
 )
+from aligner.config.published import PublishedRole
 
 Precision = Literal["32", "bf16"]
 
@@ -63,6 +64,11 @@ class RunFacts:
     non_finite: Literal["skip", "stop"] = "skip"
     non_finite_dir: Path | None = None
     seed: int = 1234
+
+    @classmethod
+    def of(cls, role: PublishedRole) -> "RunFacts":
+        """What a published mapping says of them; the defaults for the rest."""
+        return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
 def policy_settings(

@@ -3,18 +3,28 @@
 Every method takes and returns global batches; the workers see their data-parallel shares.
 """
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from aligner.config import TrainedModelConfig
 from aligner.config.batches import check_token_budgets
-from aligner.config.peft import check_peft
-from aligner.data.tokenizer import Tokenizer
+from aligner.config.policy import check_policy_backend
+from aligner.config.published import PublishedRole, published_role
+from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
+from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
-from aligner.models.interfaces import ColocatablePolicyInterface, GenerationInterface
+from aligner.models.interfaces import (
+    ColocatablePolicyInterface,
+    GenerationInterface,
+    check_generation_output,
+)
 from aligner.models.policy.refit import RefitSource
-from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
+from aligner.models.role_front import CallSeeds, RoleFront, checkpoint_paths, worker_class
 from aligner.models.sharded import columns_of, run_on_all, run_sharded, score_sharded
 
 WORKERS = {
@@ -31,29 +41,62 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
     def __init__(
         self,
         cluster: Cluster,
-        config: TrainedModelConfig,
+        config: TrainedModelConfig | Mapping[str, Any],
         tokenizer: Tokenizer,
-        run: RunFacts,
         name_prefix: str = "lm_policy",
-        backend: str = "megatron",
+        workers_per_node: int | Sequence[int] | None = None,
         init_optimizer: bool = True,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
+        weights_path: str | os.PathLike[str] | None = None,
+        optimizer_path: str | os.PathLike[str] | None = None,
         init_reference_model: bool = True,
+        *,
+        run: RunFacts | None = None,
+        backend: str = "megatron",
         max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``; they load ``config.restore_from_path``.
 
-        ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
-        instead; the reference policy remains that of ``config``.
-        ``init_reference_model=False`` keeps no copy of the initial weights, for runs without a KL
-        term. ``max_optimizer_steps`` is what a schedule without ``max_steps`` decays over.
+        Args:
+            cluster: where.
+            config: the policy's section; or a mapping of `PolicyConfig`, which also says the
+                backend and the environment of the workers. Its layout is theirs.
+            tokenizer: ours, or one of transformers.
+            name_prefix: role in messages and log names.
+            workers_per_node: on Ray, so many of each node's bundles (a number, or one per node);
+                default all.
+            init_optimizer: False for a policy that does not learn.
+            weights_path: continue from these weights of `save_checkpoint`; the reference policy
+                remains that of ``config``.
+            optimizer_path: continue from this optimizer state.
+            init_reference_model: False keeps no copy of the initial weights, for runs without a KL
+                term.
+            run: precision, gradient clipping and seed; default what a mapping says, and the
+                defaults of `RunFacts`.
+            backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
+            max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+
+        Raises:
+            ConfigError: a key of the mapping is unknown, or settings do not go together.
+            LayoutError: the cluster's workers cannot be laid out so.
         """
+        self.cfg = config
+        published: PublishedRole | None = None
+        if not isinstance(config, TrainedModelConfig):
+            published = published_role(config)
+            config, backend = published.model, published.backend
+            run = run or RunFacts.of(published)
+        run = run or RunFacts()
         check_token_budgets(config)
-        check_peft(backend, config)
+        check_policy_backend(backend, config)
+        tokenizer = as_tokenizer(tokenizer)
+        self._published = published
+        self._check_end_tokens(tokenizer)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,
+            parallel=config.parallel,
+            workers_per_node=workers_per_node,
+            env_vars=published.env_vars if published else None,
             config=config,
             tokenizer=tokenizer,
             run=run,
@@ -64,13 +107,15 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         )
         super().__init__(workers, config, config)
         self.tokenizer = tokenizer
+        self._seeds = CallSeeds(run.seed)
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """Log-probs of ``input_ids`` under the current weights.
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
-        [B, S] (1 where the log-prob is wanted). Returns ``logprobs`` float32 [B, S]: position t
-        speaks of token t, 0 at t = 0 and where the mask is 0.
+        [B, S] (1 where the log-prob is wanted; default every token but the first). Returns
+        ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
+        0.
         """
         columns = columns_of(data, LOGPROB_COLUMNS)
         return score_sharded(self.worker_group, "get_logprobs", columns, self.model)
@@ -107,22 +152,53 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         )
 
     def generate(
-        self, data: BatchedDataDict, greedy: bool = False, *, seed: int = 0
+        self, data: BatchedDataDict, greedy: bool = False, *, seed: int | None = None
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
 
-        The tokens of a sample depend on ``seed``, its ``sample_ids`` entry and its prompt alone.
+        Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``sample_ids`` int64 [B]
+        (default 0, 1, 2, ...). The tokens of a sample depend on ``seed``, its ``sample_ids`` entry
+        and its prompt alone. Without a seed every call has one of its own, made of the run's seed
+        and the number of the call.
+
+        Raises:
+            ConfigError: a mapping without a section ``generation`` described this policy.
+            DataError: a column is absent, or of what the workers return.
         """
+        if self._published is not None and not self._published.generates:
+            raise ConfigError(
+                "policy.generation: not set, so nothing says how to draw; give it max_new_tokens, "
+                "temperature, top_p and top_k"
+            )
         results, _ = run_sharded(
             self.worker_group,
             "generate",
             columns_of(data, GENERATION_COLUMNS),
-            seed=seed,
+            seed=self._seeds.next() if seed is None else seed,
             greedy=greedy,
         )
-        return BatchedDataDict.from_batches(
+        output: BatchedDataDict = BatchedDataDict.from_batches(
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}
         )
+        check_generation_output(output)
+        if self._published is not None and self._published.pad_token_id is not None:
+            position = torch.arange(output["output_ids"].shape[1])
+            padding = position >= output["unpadded_sequence_lengths"].cpu()[:, None]
+            output["output_ids"].masked_fill_(
+                padding.to(output["output_ids"].device), self._published.pad_token_id
+            )
+        return output
+
+    def _check_end_tokens(self, tokenizer: Tokenizer) -> None:
+        if self._published is None:
+            return
+        others = set(self._published.stop_token_ids) - {tokenizer.eos_id}
+        if others:
+            raise ConfigError(
+                f"policy.generation.stop_token_ids={sorted(self._published.stop_token_ids)}: a "
+                f"response ends with the tokenizer's token {tokenizer.eos_id}; leave it out, or "
+                "give stop_strings"
+            )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Ready the workers to generate."""

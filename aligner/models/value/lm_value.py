@@ -1,11 +1,17 @@
 """`Value`: the controller's front of a group of value workers."""
 
-from aligner.config import CriticConfig, ModelConfig
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.batches import check_token_budgets
-from aligner.config.peft import check_peft
-from aligner.data.tokenizer import Tokenizer
+from aligner.config.policy import check_policy_backend
+from aligner.config.published import published_role
+from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
+from aligner.errors import ConfigError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import ValueInterface
 from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
@@ -15,7 +21,7 @@ WORKERS = {
     "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
     "dtensor": "aligner.models.value.workers.dtensor_value_worker_v2.DTensorValueWorkerV2",
 }
-VALUE_COLUMNS = ("input_ids", "input_lengths", "token_mask")
+VALUE_COLUMNS = ("input_ids", "input_lengths")
 
 
 class Value(RoleFront, ValueInterface):
@@ -24,30 +30,65 @@ class Value(RoleFront, ValueInterface):
     def __init__(
         self,
         cluster: Cluster,
-        config: CriticConfig,
-        model: ModelConfig,
+        config: CriticConfig | Mapping[str, Any],
         tokenizer: Tokenizer,
-        run: RunFacts,
         name_prefix: str = "lm_value",
-        backend: str = "megatron",
+        workers_per_node: int | Sequence[int] | None = None,
         init_optimizer: bool = True,
-        weights_path: str | None = None,
-        optimizer_path: str | None = None,
+        weights_path: str | os.PathLike[str] | None = None,
+        optimizer_path: str | os.PathLike[str] | None = None,
+        *,
+        model: TrainedModelConfig | None = None,
+        run: RunFacts | None = None,
+        backend: str = "megatron",
         max_optimizer_steps: int | None = None,
     ) -> None:
         """Start the workers on ``cluster``.
 
-        ``model`` gives the layout and the micro-batching that they share with the policy.
-
         They load ``config.restore_from_path``, or the policy's weights with a fresh head;
         ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
         instead.
+
+        Args:
+            cluster: where.
+            config: the critic's section, which needs ``model``; or a mapping of `ValueConfig`,
+                which says everything, a layout of the critic's own too.
+            tokenizer: ours, or one of transformers.
+            name_prefix: role in messages and log names.
+            workers_per_node: see `Policy`.
+            init_optimizer: False for a critic that only predicts.
+            weights_path: continue from these weights and this head.
+            optimizer_path: continue from this optimizer state.
+            model: the policy's section: layout and micro-batching.
+            run: see `Policy`.
+            backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
+            max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+
+        Raises:
+            ConfigError: a key of the mapping is unknown, or settings do not go together.
+            LayoutError: the cluster's workers cannot be laid out so.
         """
+        self.cfg = config
+        env_vars: Mapping[str, str] | None = None
+        if not isinstance(config, CriticConfig):
+            published = published_role(config, "value")
+            config, model, backend = published.critic, published.model, published.backend
+            run, env_vars = run or RunFacts.of(published), published.env_vars
+        if model is None:
+            raise ConfigError(
+                "model: required beside a CriticConfig, which has no layout of its own; give the "
+                "policy's section"
+            )
+        run = run or RunFacts()
         check_token_budgets(model)
-        check_peft(backend, model)
+        check_policy_backend(backend, model)
+        tokenizer = as_tokenizer(tokenizer)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,
+            parallel=model.parallel,
+            workers_per_node=workers_per_node,
+            env_vars=env_vars,
             config=config,
             model=model,
             tokenizer=tokenizer,
@@ -63,7 +104,8 @@ class Value(RoleFront, ValueInterface):
     ) -> BatchedDataDict:
         """``values`` float32 [B, S]: position t is the value of the state before token t.
 
-        0 at t = 0; positions outside ``token_mask`` may hold anything finite.
+        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. 0 at t = 0 and from a
+        row's length on.
         """
         return score_sharded(
             self.worker_group,

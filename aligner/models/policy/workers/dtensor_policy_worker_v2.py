@@ -29,13 +29,15 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
         with open_model(config.restore_from_path) as source:
             return DTensorActorModel(source, settings, parallel, tokenizer)
 
-    def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
+    def generate(
+        self, data: Mapping[str, Any], greedy: bool = False, *, seed: int | None = None
+    ) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""
         if self.model.is_ready_to_generate:
-            return super().generate(data, seed, greedy)
+            return super().generate(data, greedy, seed=seed)
         self.prepare_for_generation()
         try:
-            return super().generate(data, seed, greedy)
+            return super().generate(data, greedy, seed=seed)
         finally:
             self.finish_generation()
 

@@ -6,13 +6,21 @@ from typing import Any, TypeVar
 
 from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.config.published import published_role
+from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.role import PolicyRole
 from aligner.models.gpt.settings import RoleSettings, RunFacts, policy_settings
 from aligner.models.policy.workers.refit_worker import RefitWorker
-from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
+from aligner.models.role_worker import (
+    RoleWorker,
+    micro_batches_of,
+    note_unused,
+    place_of,
+    tensors_on_device,
+)
 
 Policy = TypeVar("Policy", bound=PolicyRole)
 
@@ -21,29 +29,42 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     """Loads the policy from ``config.restore_from_path`` and serves `Policy`.
 
     Args:
-        config: the policy's section; the weights it names are the reference's.
+        config: the policy's section, or a mapping of `PolicyConfig`; the weights it names are the
+            reference's.
         tokenizer: packaged when the policy is saved.
-        run: what all roles share.
-        parallel: this process's place.
-        init_optimizer: False for a policy that does not learn.
         weights_path: continue from these weights.
         optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
+        init_optimizer: False for a policy that does not learn.
         init_reference_model: whether a reference policy is kept.
+        worker_sharding_annotations: place of every worker; must agree with ``config``.
+        run: what all roles share; default what a mapping says.
+        parallel: this process's place; default joined, by RANK and its kin in the environment.
         max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+        kwargs: published arguments without a counterpart; named in a warning.
     """
 
     def __init__(
         self,
-        config: TrainedModelConfig,
+        config: TrainedModelConfig | Mapping[str, Any],
         tokenizer: Tokenizer,
-        run: RunFacts,
-        parallel: ParallelState,
-        init_optimizer: bool = True,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
+        init_optimizer: bool = True,
         init_reference_model: bool = True,
+        *,
+        worker_sharding_annotations: NamedSharding | None = None,
+        run: RunFacts | None = None,
+        parallel: ParallelState | None = None,
         max_optimizer_steps: int | None = None,
+        **kwargs: Any,
     ) -> None:
+        note_unused(type(self).__name__, kwargs)
+        if not isinstance(config, TrainedModelConfig):
+            published = published_role(config)
+            config, run = published.model, run or RunFacts.of(published)
+        run = run or RunFacts()
+        parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
+        tokenizer = as_tokenizer(tokenizer)
         settings = policy_settings(config, run, max_optimizer_steps)
         model = self.load(config, settings, tokenizer, parallel)
         super().__init__(model, parallel)
@@ -70,8 +91,14 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     ) -> Policy:
         """The backend's policy, from ``config.restore_from_path``."""
 
-    def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
-        """Continue right-padded prompts; see `GenerationOutputSpec`."""
+    def generate(
+        self, data: Mapping[str, Any], greedy: bool = False, *, seed: int | None = None
+    ) -> BatchedDataDict:
+        """Continue right-padded prompts; see `GenerationOutputSpec`.
+
+        ``seed``: default the run's. ``sample_ids`` are needed: these are a share of the rows.
+        """
+        seed = self.model.settings.seed if seed is None else seed
         batch = tensors_on_device(data)
         output = self.model.generate(
             batch["input_ids"],

@@ -5,13 +5,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from aligner.checkpoint.role_files import load_optimizer_state
-from aligner.config import CriticConfig, ModelConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.config import CriticConfig, TrainedModelConfig
+from aligner.config.published import published_role
+from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
+from aligner.errors import ConfigError
 from aligner.models.gpt.role import CriticRole
 from aligner.models.gpt.settings import RoleSettings, RunFacts, critic_settings
-from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
+from aligner.models.role_worker import (
+    RoleWorker,
+    micro_batches_of,
+    note_unused,
+    place_of,
+    tensors_on_device,
+)
 
 Critic = TypeVar("Critic", bound=CriticRole)
 
@@ -20,29 +29,44 @@ class ValueWorker(RoleWorker[Critic], ABC):
     """Loads the critic's body (the policy's, by default) and serves `Value`.
 
     Args:
-        config: the critic's section.
-        model: the policy's; its layout is the critic's.
+        config: the critic's section, which needs ``model``; or a mapping of `ValueConfig`.
         tokenizer: packaged when the critic is saved.
-        run: what all roles share.
-        parallel: this process's place.
         weights_path: load these weights and this head instead of what ``config`` names.
         optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
         init_optimizer: False for a critic that only predicts.
+        worker_sharding_annotations: place of every worker; must agree with ``config``.
+        model: the policy's section; its layout is the critic's.
+        run: what all roles share; default what a mapping says.
+        parallel: this process's place; default joined, by RANK and its kin in the environment.
         max_optimizer_steps: what a schedule without ``max_steps`` decays over.
+        kwargs: published arguments without a counterpart; named in a warning.
     """
 
     def __init__(
         self,
-        config: CriticConfig,
-        model: ModelConfig,
+        config: CriticConfig | Mapping[str, Any],
         tokenizer: Tokenizer,
-        run: RunFacts,
-        parallel: ParallelState,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
+        *,
+        worker_sharding_annotations: NamedSharding | None = None,
+        model: TrainedModelConfig | None = None,
+        run: RunFacts | None = None,
+        parallel: ParallelState | None = None,
         max_optimizer_steps: int | None = None,
+        **kwargs: Any,
     ) -> None:
+        note_unused(type(self).__name__, kwargs)
+        if not isinstance(config, CriticConfig):
+            published = published_role(config, "value")
+            config, model = published.critic, published.model
+            run = run or RunFacts.of(published)
+        if model is None:
+            raise ConfigError("model: required beside a CriticConfig; give the policy's section")
+        run = run or RunFacts()
+        parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
+        tokenizer = as_tokenizer(tokenizer)
         body_path = config.restore_from_path or model.restore_from_path
         settings = critic_settings(config, model, run, max_optimizer_steps)
         super().__init__(

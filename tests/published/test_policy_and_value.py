@@ -1,0 +1,382 @@
+"""`Policy` and `Value` as NeMo-RL publishes them: mappings, arguments, columns and results."""
+
+import copy
+import gc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config.published import published_role
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import AXES, LocalCluster, LocalFuture
+from aligner.errors import ConfigError, DataError, LayoutError
+from aligner.models.policy import PolicyConfig
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from aligner.models.value import ValueConfig
+from aligner.models.value.lm_value import Value
+from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
+
+MEGATRON = {
+    "enabled": True,
+    "env_vars": {"ALIGNER_PUBLISHED": 1},
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "optimizer": {"optimizer": "adam", "lr": 1e-3, "min_lr": 1e-3, "clip_grad": 0.5},
+    "scheduler": {"lr_decay_style": "constant", "lr_warmup_iters": 0},
+}
+DTENSOR = {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1}
+SIZES = {"train_global_batch_size": 4, "train_micro_batch_size": 2, "logprob_batch_size": 4}
+OFF = {"dynamic_batching": {"enabled": False}, "sequence_packing": {"enabled": False}}
+
+
+def policy_config(path="m.nemo", **changes) -> PolicyConfig:
+    return {
+        "model_name": str(path),
+        "tokenizer": {"name": str(path)},
+        "precision": "float32",
+        **SIZES,
+        **OFF,
+        "megatron_cfg": MEGATRON,
+        "dtensor_cfg": {"enabled": False},
+        "generation": {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "pad_token_id": 7},
+        **changes,
+    }
+
+
+def value_config(path="m.nemo", **changes) -> ValueConfig:
+    config = policy_config(path, **changes)
+    del config["generation"]
+    return {**config, "reward_model_cfg": {"enabled": True, "reward_model_type": "regression"}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_nemo):
+    with open_nemo(tiny_nemo) as checkpoint:
+        return checkpoint.tokenizer
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    return LocalCluster(initialize_parallel())
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_nemo, tokenizer, cluster):
+    return Policy(cluster, policy_config(tiny_nemo), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def value(tiny_nemo, tokenizer, cluster):
+    return Value(cluster, value_config(tiny_nemo), tokenizer, "lm_value")
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 200, (4, 5), generator=generator)
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([5, 3, 4, 5])})
+
+
+def trained_batch():
+    data = prompts()
+    position = torch.arange(5)
+    noise = torch.randn(4, 5, generator=torch.Generator().manual_seed(4))
+    mask = ((position > 1) & (position < data["input_lengths"][:, None])).float()
+    return BatchedDataDict(
+        {
+            **data,
+            "token_mask": mask,
+            "sample_mask": torch.ones(4),
+            "advantages": noise,
+            "returns": noise,
+            "values": torch.zeros(4, 5),
+        }
+    )
+
+
+# Mappings ----------------------------------------------------------------------------------------
+
+
+def test_a_mapping_becomes_our_sections():
+    role = published_role(
+        policy_config(
+            precision="bfloat16",
+            max_grad_norm=None,
+            dynamic_batching={"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 4},
+            generation_batch_size=3,
+            generation={"max_new_tokens": 9, "temperature": 0.5, "top_k": None, "top_p": 0.9},
+            megatron_cfg={**MEGATRON, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        )
+    )
+    model = role.model
+    assert (role.backend, role.precision, role.gradient_clip_val) == ("megatron", "bf16", 0.0)
+    assert role.env_vars == {"ALIGNER_PUBLISHED": "1"}
+    assert (model.micro_batch_size, model.global_batch_size) == (2, 4)
+    assert (model.parallel.tensor, model.parallel.sequence_parallel) == (2, True)
+    assert model.token_budgets.train_mb_tokens == 64
+    assert model.dynamic_batching.sequence_length_round == 4
+    assert (model.optim.lr, model.optim.sched.name) == (1e-3, "constant")
+    rollout = model.rollout
+    assert (rollout.rollout_micro_batch_size, rollout.forward_micro_batch_size) == (3, 4)
+    assert (rollout.length_params.max_length, rollout.sampling_params.temperature) == (9, 0.5)
+    assert (rollout.sampling_params.top_k, rollout.sampling_params.top_p) == (0, 0.9)
+    on_dtensor = published_role(
+        policy_config(
+            megatron_cfg={"enabled": False},
+            dtensor_cfg={**DTENSOR, "tensor_parallel_size": 2, "env_vars": {"A": "b"}},
+            optimizer={"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6, "betas": [0.9, 0.99]}},
+            max_grad_norm=2.0,
+        )
+    )
+    assert (on_dtensor.backend, on_dtensor.model.parallel.tensor) == ("dtensor", 2)
+    assert (on_dtensor.model.optim.lr, on_dtensor.model.optim.betas) == (5e-6, (0.9, 0.99))
+    assert (on_dtensor.gradient_clip_val, on_dtensor.env_vars) == (2.0, {"A": "b"})
+
+
+def test_omegaconf_is_read_as_a_mapping_too():
+    assert published_role(OmegaConf.create(policy_config())) == published_role(policy_config())
+
+
+def test_keys_that_tune_another_engine_are_named_in_a_warning():
+    config = policy_config(megatron_cfg={**MEGATRON, "apply_rope_fusion": True})
+    with pytest.warns(UserWarning, match=r"policy\.megatron_cfg\.apply_rope_fusion"):
+        assert published_role(config) == published_role(policy_config())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        published_role(policy_config())
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "message"),
+    [
+        (
+            "megatron_cfg.tensor_parallel_size",
+            2,
+            r"policy\.megatron_cfg\.tensor_parallel_size: "
+            r"unknown key; did you mean policy\.megatron_cfg\.tensor_model_parallel_size",
+        ),
+        ("train_globl_batch_size", 2, "did you mean policy.train_global_batch_size"),
+        ("generation.top_pp", 1.0, "did you mean policy.generation.top_p"),
+        ("megatron_cfg.enabled", False, "neither of them true"),
+        ("dtensor_cfg.enabled", True, "both true"),
+        ("hf_config_overrides", {"rope_theta": 1}, "hf_config_overrides=.*no counterpart"),
+        ("precision", "float16", "policy.precision=float16: use one of"),
+        ("train_micro_batch_size", 0, "policy.train_micro_batch_size: must be at least 1"),
+        ("model_name", None, "model_name"),
+    ],
+)
+def test_what_a_mapping_cannot_say_is_refused_by_name(path, given, message):
+    config = copy.deepcopy(policy_config())
+    *sections, key = path.split(".")
+    section = config
+    for name in sections:
+        section = section[name]
+    section[key] = given
+    with pytest.raises(ConfigError, match=message):
+        published_role(config)
+
+
+def test_two_ways_to_batch_and_context_parallel_dtensors_are_refused(cluster, tokenizer):
+    both = {
+        "dynamic_batching": {"enabled": True},
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 64},
+    }
+    with pytest.raises(ConfigError, match="exclude each other"):
+        Policy(cluster, policy_config(**both), tokenizer)
+    split = {"dtensor_cfg": {**DTENSOR, "context_parallel_size": 2}, "megatron_cfg": {}}
+    with pytest.raises(ConfigError, match=r"context_parallel_size=2.*use megatron_cfg"):
+        Policy(cluster, policy_config(**split), tokenizer)
+
+
+# Arguments ---------------------------------------------------------------------------------------
+
+
+class Clusters:
+    """Writes down what is asked for."""
+
+    def start_workers(self, worker_class, name_prefix, **kwargs):
+        self.started = (worker_class, name_prefix, kwargs)
+        return self
+
+    def shutdown(self, cleanup_method=None):
+        raise RuntimeError("cannot end")
+
+    sharding_annotations = NamedSharding(np.arange(2).reshape(1, 2, 1, 1), AXES)
+
+
+def test_published_arguments_reach_the_cluster(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = Clusters()
+    Policy(asked, policy_config(), tokenizer, "mine", [2, 1], False, "w.nemo", "opt", False)
+    worker, name, given = asked.started
+    assert worker.endswith("megatron_policy_worker.MegatronPolicyWorker")
+    assert (name, given["workers_per_node"]) == ("mine", [2, 1])
+    assert given["env_vars"] == {"ALIGNER_PUBLISHED": "1"}
+    assert given["parallel"].tensor == 1
+    assert (given["init_optimizer"], given["init_reference_model"]) == (False, False)
+    assert given["weights_path"] == str(tmp_path / "w.nemo")
+    assert given["optimizer_path"] == str(tmp_path / "opt")
+    assert given["run"].gradient_clip_val == 0.5
+    dtensor = value_config(megatron_cfg={"enabled": False}, dtensor_cfg=DTENSOR)
+    Value(asked, dtensor, tokenizer, "mine", 1, False, tmp_path / "w.nemo")
+    worker, name, given = asked.started
+    assert worker.endswith("DTensorValueWorkerV2")
+    assert (name, given["workers_per_node"], given["init_optimizer"]) == ("mine", 1, False)
+    assert given["weights_path"] == str(tmp_path / "w.nemo")
+
+
+def test_shutdown_that_fails_is_false_and_a_front_forgotten_ends_its_workers(tokenizer):
+    asked, ended = Clusters(), []
+    assert Policy(asked, policy_config(), tokenizer).shutdown() is False
+    policy = Policy(asked, policy_config(), tokenizer)
+    asked.shutdown = lambda cleanup_method=None: ended.append(cleanup_method)
+    del policy
+    gc.collect()
+    assert ended == [None]
+    with pytest.raises(ConfigError):
+        Policy(asked, {}, tokenizer)  # never had workers: nothing to end
+    gc.collect()
+    assert ended == [None]
+
+
+def test_the_local_cluster_has_one_layout(cluster, tiny_nemo, tokenizer):
+    other = policy_config(tiny_nemo, megatron_cfg={**MEGATRON, "tensor_model_parallel_size": 2})
+    with pytest.raises(LayoutError, match=r"laid out as .*tensor=1.*says .*tensor=2"):
+        Policy(cluster, other, tokenizer)
+    with pytest.raises(ConfigError, match="workers_per_node=3"):
+        Policy(cluster, policy_config(tiny_nemo), tokenizer, workers_per_node=3)
+
+
+# Columns and results -----------------------------------------------------------------------------
+
+
+def test_cfg_is_what_was_given(policy):
+    assert policy.cfg["train_global_batch_size"] == 4
+    assert policy.cfg["megatron_cfg"]["enabled"]
+
+
+def test_generate_needs_ids_and_lengths_alone(policy):
+    greedy = [policy.generate(prompts(), greedy=True)["output_ids"] for _ in range(2)]
+    assert torch.equal(*greedy)
+    first, second = (policy.generate(prompts()) for _ in range(2))
+    assert not torch.equal(first["logprobs"], second["logprobs"])
+    output, data = first["output_ids"], prompts()
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        assert torch.equal(output[row, :length], data["input_ids"][row, :length])
+    lengths = first["unpadded_sequence_lengths"]
+    assert torch.equal(lengths, data["input_lengths"] + first["generation_lengths"])
+    beyond = torch.arange(output.shape[1]) >= lengths[:, None]
+    assert beyond.any()
+    assert (output[beyond] == 7).all()  # generation.pad_token_id
+
+
+def test_draws_come_again_from_the_run_s_seed(tiny_nemo, tokenizer, cluster):
+    runs = []
+    for _ in range(2):
+        again = Policy(
+            cluster,
+            policy_config(tiny_nemo),
+            tokenizer,
+            init_optimizer=False,
+            init_reference_model=False,
+        )
+        runs.append([again.generate(prompts())["output_ids"] for _ in range(2)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_scores_need_ids_and_lengths_alone(policy, value):
+    data = prompts()
+    logprobs = policy.get_logprobs(data)["logprobs"]
+    inside = torch.arange(5) < data["input_lengths"][:, None]
+    assert logprobs.shape == (4, 5)
+    assert (logprobs[:, 0] == 0).all()
+    assert (logprobs[:, 1:][inside[:, 1:]] < 0).all()
+    assert (logprobs[~inside] == 0).all()
+    reference = policy.get_reference_policy_logprobs(data, micro_batch_size=1)
+    torch.testing.assert_close(reference["reference_logprobs"], logprobs)
+    masked = BatchedDataDict({**data, "token_mask": torch.zeros(4, 5)})
+    assert (policy.get_logprobs(masked)["logprobs"] == 0).all()
+    values = value.get_values(data)["values"]
+    assert values.shape == (4, 5)
+    assert torch.equal(value.get_values(trained_batch(), 1)["values"], values)
+
+
+def test_a_wrong_batch_is_refused_by_name(policy, value):
+    with pytest.raises(DataError, match=r"data is a dict; give an .*BatchedDataDict"):
+        policy.generate(dict(prompts()))
+    for ask in (policy.generate, policy.get_logprobs, value.get_values):
+        with pytest.raises(DataError, match="input_lengths: required"):
+            ask(BatchedDataDict({"input_ids": torch.ones(2, 3, dtype=torch.long)}))
+    with pytest.raises(DataError, match="token_mask, sample_mask: required"):
+        policy.train(prompts(), PPOPolicyLoss())
+
+
+def test_an_output_that_lacks_a_column_is_a_value_error(policy, monkeypatch):
+    group = policy.worker_group
+    part = BatchedDataDict({"output_ids": torch.ones(4, 6, dtype=torch.long)})
+    monkeypatch.setattr(
+        group, "run_all_workers_sharded_data", lambda *args, **kwargs: LocalFuture([part])
+    )
+    with pytest.raises(ValueError, match="lacks generation_lengths, unpadded_sequence_lengths"):
+        policy.generate(prompts())
+
+
+def test_train_returns_the_published_keys(policy, value):
+    policy.prepare_for_training()
+    value.prepare_for_training()
+    for front, loss in ((policy, PPOPolicyLoss()), (value, PPOValueLoss(None))):
+        result = front.train(trained_batch(), loss)
+        assert {"loss", "grad_norm", "all_mb_metrics"} <= result.keys()
+        assert result["all_mb_metrics"]["loss"] == [result["loss"]]
+        assert result["grad_norm"] > 0
+
+
+def test_a_policy_without_generation_does_not_generate(tokenizer):
+    policy = Policy(Clusters(), policy_config(generation=None), tokenizer)
+    with pytest.raises(ConfigError, match=r"policy\.generation: not set"):
+        policy.generate(prompts())
+    with pytest.raises(ConfigError, match=r"stop_token_ids=.9999."):
+        Policy(Clusters(), policy_config(generation={"stop_token_ids": [9999]}), tokenizer)
+
+
+# Workers -----------------------------------------------------------------------------------------
+
+
+def test_workers_take_published_arguments(tiny_nemo, tokenizer):
+    place = NamedSharding(np.arange(1).reshape(1, 1, 1, 1), AXES)
+    with pytest.warns(UserWarning, match="pre_init_communication_queue"):
+        worker = MegatronPolicyWorker(
+            policy_config(tiny_nemo),
+            tokenizer,
+            init_optimizer=False,
+            init_reference_model=False,
+            worker_sharding_annotations=place,
+            pre_init_communication_queue=object(),
+        )
+    assert repr(worker) == "MegatronPolicyWorker[rank=0/1]"
+    assert worker.get_logprobs(BatchedDataDict({**trained_batch()}))["logprobs"].shape == (4, 5)
+    critic = MegatronValueWorker(
+        value_config(tiny_nemo), tokenizer, None, None, False, worker_sharding_annotations=place
+    )
+    assert repr(critic) == "MegatronValueWorker[rank=0/1]"
+    assert critic.get_values(prompts())["values"].shape == (4, 5)
+    pair = NamedSharding(np.arange(2).reshape(1, 1, 1, 2), AXES)
+    with pytest.raises(LayoutError, match="tensor_parallel 2, but the configuration says 1"):
+        MegatronValueWorker(value_config(), tokenizer, worker_sharding_annotations=pair)
+
+
+def test_a_tokenizer_of_transformers_is_converted(tokenizer):
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, eos_token="</s>")
+    policy = Policy(Clusters(), policy_config(), theirs)
+    assert policy.tokenizer.encode("a b") == tokenizer.encode("a b")
+    assert policy.tokenizer.eos_id == theirs.eos_token_id
