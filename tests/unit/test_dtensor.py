@@ -110,8 +110,8 @@ def test_a_critic_travels_with_its_head(tiny_nemo, tmp_path):
     with open_model(tiny_nemo) as source:
         worker = DTensorValueWorkerV2(
             CriticConfig(),
-            ModelConfig(restore_from_path=str(tiny_nemo)),
             source.tokenizer,
+            model=ModelConfig(restore_from_path=str(tiny_nemo)),
             parallel=initialize_parallel(),
         )
     critic = worker.model = critic_with_head(tiny_nemo)
