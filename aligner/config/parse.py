@@ -56,16 +56,13 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
             f"write its keys below it ({', '.join(field_types(cls))})"
         )
     hints = field_types(cls)
-    derived = {field.name for field in dataclasses.fields(cls) if field.metadata.get("derived")}  # type: ignore[arg-type]
+    fields = () if is_typeddict(cls) else dataclasses.fields(cls)  # type: ignore[arg-type]
+    derived = {field.name for field in fields if field.metadata.get("derived")}
     values = {key: item for key, item in values.items() if item is not None or key not in derived}
     for key in values:
         if key not in hints:
             raise ConfigError(unknown_key(_join(prefix, str(key)), list(hints), prefix))
-    missing = [
-        field.name
-        for field in (() if is_typeddict(cls) else dataclasses.fields(cls))  # type: ignore[arg-type]
-        if field.name not in values and _is_required(field)
-    ]
+    missing = [field.name for field in fields if field.name not in values and _is_required(field)]
     if missing:
         raise ConfigError(
             f"{_join(prefix, missing[0])}: required and not set; "
