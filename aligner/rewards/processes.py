@@ -2,7 +2,7 @@
 
 import json
 import os
-import signal
+import pickle
 import subprocess
 import sys
 import time
@@ -13,12 +13,15 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aligner.errors import RewardError, RewardTimeoutError
+from aligner import errors
+from aligner.errors import AlignerError, RewardError, RewardTimeoutError
 from aligner.rewards.execution import Scored, failure_message
+from aligner.rewards.process_tree import kill_tree
 from aligner.rewards.protocol import Samples, Signature
 
 # Importing the function's module is not part of its time limit, but must end some time.
 _START_LIMIT_S = 300.0
+_MOST_BYTES = 2**30  # of one answer
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -61,13 +64,15 @@ class RewardProcess:
     """One child process that has imported one reward function.
 
     Not ``multiprocessing.Process``: spawn would import the training script again, and fork does
-    not survive the threads of torch. The child leads a session, so whatever it starts is killed
-    with it, and it ends by itself when this process is gone.
+    not survive the threads of torch. Whatever the child starts is killed with it, and it ends by
+    itself when this process is gone. Messages carry the number of their batch: what a function that
+    forks answers twice is no answer to the next one.
     """
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         """Start the child and wait until it has imported the function ``name``."""
         self._name = name
+        self._number = 0  # of the batch that was sent last
         self._connection, channel = Pipe()
         with channel:
             self._child = subprocess.Popen(
@@ -81,7 +86,7 @@ class RewardProcess:
         kind, payload = self._receive(time.monotonic() + _START_LIMIT_S, _START_LIMIT_S)
         if kind == "refused":
             self.close()
-            raise payload
+            raise _refusal(*payload)
         self.signature: Signature = payload
 
     @property
@@ -96,8 +101,9 @@ class RewardProcess:
 
     def send(self, samples: Samples, time_limit_s: float) -> None:
         """Hand over a batch; ``receive`` must follow."""
+        self._number += 1
         try:
-            self._connection.send((samples, time_limit_s))
+            self._connection.send((self._number, samples, time_limit_s))
         except OSError as error:
             raise self._died() from error
 
@@ -114,7 +120,7 @@ class RewardProcess:
             scored: Scored = payload
             return scored
         if kind == "refused":
-            raise payload
+            raise _refusal(*payload)
         culprit = self._receive_culprit(deadline)
         raise RewardError(failure_message(self._name, payload, samples, culprit))
 
@@ -131,17 +137,31 @@ class RewardProcess:
         return index
 
     def _receive(self, deadline: float, time_limit_s: float) -> tuple[str, Any]:
-        try:
-            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+        """Kind and payload of the next answer to the batch that was sent last."""
+        while True:
+            try:
+                if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                    self.close()
+                    raise RewardTimeoutError(
+                        f"reward function {self._name!r} did not answer within {time_limit_s:g} "
+                        "seconds and was killed; raise reward.time_limit_s or make it faster"
+                    )
+                message = self._connection.recv_bytes(_MOST_BYTES)
+            except (EOFError, OSError) as error:
+                if isinstance(error, AlignerError):
+                    raise
+                raise self._died() from error
+            try:
+                number, kind, payload = pickle.loads(message)
+            except Exception as error:  # damaged pickles raise nearly anything
                 self.close()
-                raise RewardTimeoutError(
-                    f"reward function {self._name!r} did not answer within {time_limit_s:g} "
-                    "seconds and was killed; raise reward.time_limit_s or make it faster"
-                )
-            message: tuple[str, Any] = self._connection.recv()
-        except (EOFError, ConnectionError) as error:
-            raise self._died() from error
-        return message
+                raise RewardError(
+                    f"the process of reward function {self._name!r} sent what is no answer "
+                    f"({type(error).__name__}); does the function write to file descriptors that "
+                    "it did not open?"
+                ) from error
+            if number == self._number:
+                return kind, payload
 
     def _died(self) -> RewardError:
         with suppress(subprocess.TimeoutExpired):
@@ -158,6 +178,10 @@ def _kill(child: "subprocess.Popen[bytes]", connection: Connection, owner: int) 
     if os.getpid() != owner:  # a fork of ours is ending: the child is not its own
         return
     connection.close()
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    kill_tree(child.pid)
     child.wait()
+
+
+def _refusal(name: str, text: str) -> AlignerError:
+    kind = getattr(errors, name, RewardError)
+    return kind(text) if issubclass(kind, AlignerError) else RewardError(text)

@@ -12,8 +12,8 @@ also be ``async def``. All arguments are lists of the same length, one entry per
   ``**columns``. What ``reward.kwargs`` of the configuration holds comes by keyword too, and
   wins over columns.
 
-It returns one finite number per sample, or one dict per sample that holds ``"reward"`` and
-further numbers under the same keys for every sample; those become metrics.
+It returns one number per sample, finite in float32, or one dict per sample that holds
+``"reward"`` and further numbers under the same keys for every sample; those become metrics.
 
 This module and :mod:`aligner.rewards.worker` import neither torch nor numpy: they are loaded by
 every reward process.
@@ -21,6 +21,7 @@ every reward process.
 
 import inspect
 import math
+import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -187,7 +188,23 @@ def _as_number(value: Any, what: str) -> float:
     if not isinstance(value, Real) and callable(getattr(value, "item", None)):
         value = value.item()  # a scalar array or tensor
     if not isinstance(value, Real):
-        raise RewardError(f"{what} is {value!r}, which is not a number")
-    if not math.isfinite(value):
-        raise RewardError(f"{what} is {float(value)}; it must be finite")
-    return float(value)
+        raise RewardError(f"{what} is {shown(value)}, which is not a number")
+    try:
+        number = float(value)
+        struct.pack("<f", number)
+    except OverflowError:
+        raise RewardError(
+            f"{what} is {shown(value)}, which is infinite in float32; it must lie within 3.4e38"
+        ) from None
+    if not math.isfinite(number):
+        raise RewardError(f"{what} is {number}; it must be finite")
+    return number
+
+
+def shown(value: Any) -> str:
+    """``repr`` of what somebody gave us, for a message: its beginning."""
+    try:
+        text = repr(value)
+    except Exception:  # of an integer of thousands of digits, or of a class that cannot do it
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -44,7 +44,7 @@ class ThreadRunner:
                 reply.put(self._function.score(part, limit_s=time_limit_s + 1))
             except AlignerError as error:
                 reply.put(error)
-            except Exception as error:
+            except BaseException as error:
                 culprit = self._function.find_failing(part)
                 raised = describe_exception(error)
                 message = failure_message(self.signature.name, raised, part, culprit)

@@ -19,6 +19,7 @@ WRONG = {
     "no_rewards": (200, b'{"scores": [1.0]}'),
     "nan": (200, b'{"rewards": [NaN]}'),
     "text": (200, b'{"rewards": ["good"]}'),
+    "huge": (200, b'{"rewards": [0.5, 1e300]}'),
     "too_many": (200, b'{"rewards": [1.0, 2.0]}'),
     "redirect": (302, b""),
     "teapot": (418, b'{"error": "I am a teapot"}'),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from aligner.data.importing import load_function
 from aligner.errors import ConfigError, DataError, RewardError, RewardTimeoutError
 from aligner.rewards.function import RewardFunction
 from aligner.rewards.processes import RewardProcess
@@ -20,6 +21,7 @@ from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 FUNCTIONS = """
 import asyncio, os, subprocess, sys, time
+from aligner.errors import RewardError
 
 def lengths(prompts, responses, ground_truths):
     return [len(r) for r in responses]
@@ -68,6 +70,55 @@ def crashes(prompts, responses, ground_truths):
 
 def leaves(prompts, responses, ground_truths):
     sys.exit(3)
+
+def forks(prompts, responses, ground_truths):
+    os.fork()
+    return [float(r) for r in responses]
+
+def hangs_with_a_daemon(prompts, responses, ground_truths):
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    started = [subprocess.Popen(command, start_new_session=True, env={}).pid]
+    reading, writing = os.pipe()
+    if os.fork() == 0:  # the usual way to be a daemon: nobody is its parent any more
+        os.setsid()
+        daemon = os.fork()
+        if daemon:
+            os.write(writing, str(daemon).encode())
+            os._exit(0)
+        time.sleep(1000)
+        os._exit(0)
+    started.append(int(os.read(reading, 20)))
+    with open(ground_truths[0], "w") as file:
+        file.write(" ".join(map(str, [os.getpid(), *started])))
+    time.sleep(1000)
+
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+class Own(RewardError):
+    pass
+
+RAISED = {
+    "base": BaseException("base"), "interrupt": KeyboardInterrupt(), "exit": GeneratorExit("g"),
+    "odd": Odd(), "huge": ValueError("z" * 5_000_000), "own": Own("of my own")}
+
+def raises(prompts, responses, ground_truths):
+    for response in responses:
+        if response in RAISED:
+            raise RAISED[response]
+    return [0.0] * len(prompts)
+
+def returns_much(prompts, responses, ground_truths):
+    return ["y" * 5_000_000] * len(prompts)
+
+def writes_everywhere(prompts, responses, ground_truths):
+    for number in range(3, 20):
+        try:
+            os.write(number, b"\\0\\0\\0\\5junk!")
+        except OSError:
+            pass
+    return [1.0] * len(prompts)
 
 def too_few(prompts, responses):
     return []
@@ -187,6 +238,60 @@ def test_hanging_function_is_killed_with_its_children(load, tmp_path):
         assert gone(int(pid))
 
 
+def test_what_left_the_session_is_killed_too(load, tmp_path):
+    """A grandchild with a session and an environment of its own, and a daemon of two forks."""
+    marker = tmp_path / "pids"
+    with pytest.raises(RewardTimeoutError):
+        score(load("hangs_with_a_daemon", time_limit_s=2.0), ["x"], [str(marker)])
+    pids = [int(pid) for pid in marker.read_text().split()]
+    left = [pid for pid in pids if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 3
+    assert left == []
+
+
+def test_a_function_that_forks_answers_once(load):
+    """The copy's answer to one batch is not taken for the answer to the next."""
+    function = load("forks")
+    for responses in (["1", "2"], ["3", "4"], ["5"], ["6", "7", "8"]):
+        assert score(function, responses).rewards.tolist() == [float(text) for text in responses]
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        ("base", "raised BaseException: base"),
+        ("interrupt", "raised KeyboardInterrupt: "),
+        ("exit", "raised GeneratorExit: g"),
+        ("odd", r"raised Odd: \(its text cannot be had: RuntimeError\)"),
+        ("huge", r"raised ValueError: z+… and 4998000 characters more"),
+    ],
+)
+def test_whatever_is_raised_the_sample_is_named(load, module, where, response, said):
+    function = load("raises")
+    if where == "thread":
+        function = RewardFunction.wrap(load_function(f"{module}:raises", key="reward.function"))
+    with pytest.raises(RewardError, match=rf"{said}.* on sample 1 \(prompt 'prompt 1'") as refusal:
+        score(function, ["a", response, "b"])
+    assert len(str(refusal.value)) < 3000
+    assert score(function, ["a"]).rewards.tolist() == [0.0]
+
+
+def test_answers_are_bounded_and_of_this_library(load):
+    with pytest.raises(RewardError, match="of my own") as refusal:  # a class of the user's file
+        score(load("raises"), ["own"])
+    assert type(refusal.value) is RewardError
+    with pytest.raises(
+        RewardError, match=r"reward is 'yyy.*\.\.\., which is not a number"
+    ) as refusal:
+        score(load("returns_much"), ["x"])
+    assert len(str(refusal.value)) < 400
+    with pytest.raises(RewardError, match=r"sent what is no answer \(UnpicklingError\)|died"):
+        score(load("writes_everywhere"), ["x"])
+
+
 def test_hanging_thread_is_left_behind():
     release = threading.Event()
 
@@ -295,6 +400,11 @@ def test_settings_that_cannot_work(module, load):
         ([{"reward": 1, "x": 2}, {"reward": 1}], r"sample 1 .* first sample's has \['reward', 'x'"),
         ([{"reward": 1, "x": 2}, {"reward": 1, "x": "b"}], "sample 1 .*: x is 'b'"),
         ([{"reward": 1, "x": math.nan}] * 2, "x is nan"),
+        ([1.0, 1e300], r"sample 1 .*: reward is 1e\+300, which is infinite in float32"),
+        ([3.5e38, 1.0], r"sample 0 .*: reward is 3\.5e\+38, which is infinite in float32"),
+        ([1.0, -1e39], r"sample 1 .*: reward is -1e\+39, which is infinite"),
+        ([1.0, 10**400], r"sample 1 .*: reward is 1000.*\.\.\., which is infinite"),
+        ([1.0, 10**5000], r"sample 1 .*: reward is a int, which is infinite"),
     ],
 )
 def test_scores_that_are_refused(scores, message):
@@ -313,6 +423,12 @@ def test_scores_that_are_refused(scores, message):
 def test_numbers_of_any_kind(scores):
     samples = Samples(["p", "q"], ["r", "s"], [None, None])
     assert parse_scores(scores, samples, "f") == ([1.0, 1.0], {})
+
+
+def test_the_largest_and_smallest_numbers_of_float32_are_rewards():
+    largest = torch.finfo(torch.float32).max
+    wrapped = RewardFunction.wrap(lambda prompts, *_: [largest, -largest, 1e-320])
+    assert wrapped(["p"] * 3, ["r"] * 3, [None] * 3).rewards.tolist() == [largest, -largest, 0.0]
 
 
 def test_lists_of_different_lengths_are_refused():

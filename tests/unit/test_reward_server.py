@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from aligner.config import RewardServerConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import ConfigError, RewardServerError
+from aligner.errors import ConfigError, RewardError, RewardServerError
 from aligner.models.reward.remote import RemoteReward, RewardClient, read_token
 from aligner.models.reward.wire import WireSample
 
@@ -273,9 +274,16 @@ def rollout(tokenizer):
     )
 
 
-def test_attributes_of_a_server_are_weighted():
-    from aligner.data.byte_tokenizer import byte_level_tokenizer
+def test_rewards_beyond_float32_name_their_sample():
+    tokenizer = byte_level_tokenizer()
+    with stub("huge") as url:
+        reward = RemoteReward(RewardServerConfig(url=url, retry_for_s=0.5), tokenizer)
+        message = rf"server {url} rates sample 1 \(prompt '1\+1=', response 'x.n'\) with inf"
+        with pytest.raises(RewardError, match=message):
+            reward.get_rewards(rollout(tokenizer))
 
+
+def test_attributes_of_a_server_are_weighted():
     tokenizer = byte_level_tokenizer()
     with stub("two") as url:
         config = RewardServerConfig(url=url, retry_for_s=0.5)

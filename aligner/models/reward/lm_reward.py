@@ -5,6 +5,7 @@ with side effects, or one that is not deterministic, is asked once. A trained re
 (`model_reward`) or a server (`remote`) takes this front's place with the same method.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +15,10 @@ from aligner.config import RewardConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.agreement import is_rank_zero, on_rank_zero
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import RewardError
 from aligner.models.reward.sequences import response_texts
 from aligner.rewards.function import RewardFunction, RewardOutput
+from aligner.rewards.protocol import Samples
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,21 @@ class ScoredResponses:
     responses: list[str]  # without the end-of-sequence token
     rewards: Tensor  # float32 [B]
     parts: dict[str, list[float]]  # further numbers the function returned, B values each
+
+
+def check_finite(scored: ScoredResponses, prompts: Sequence[str], source: str) -> ScoredResponses:
+    """``scored``, or a `RewardError` that names the first sample without a finite reward.
+
+    Rewards that are finite where they come from may be infinite in float32.
+    """
+    infinite = (~scored.rewards.isfinite()).nonzero().flatten().tolist()
+    if infinite:
+        samples = Samples(list(prompts), scored.responses, [None] * len(scored.responses))
+        raise RewardError(
+            f"{source} rates {samples.describe(infinite[0])} with {scored.rewards[infinite[0]]}; a "
+            "reward must be finite in float32"
+        )
+    return scored
 
 
 class RewardInterface(Protocol):

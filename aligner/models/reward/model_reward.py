@@ -8,7 +8,12 @@ from torch import Tensor
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.reward.attributes import attribute_parts, weighted
-from aligner.models.reward.lm_reward import Reward, RewardInterface, ScoredResponses
+from aligner.models.reward.lm_reward import (
+    Reward,
+    RewardInterface,
+    ScoredResponses,
+    check_finite,
+)
 from aligner.models.reward.sequences import SequenceEncoder, response_texts, scored_texts
 
 
@@ -67,11 +72,12 @@ class ModelReward:
         self.model.prepare_for_inference()
         scores = self.model.get_rewards(batch, self.micro_batch_size)["rewards"].cpu()
         self.model.finish_inference()
-        return ScoredResponses(
+        scored = ScoredResponses(
             responses,
             weighted(scores, self.weights),
             attribute_parts(scores, self.model.attributes),
         )
+        return check_finite(scored, data["prompts"], "the reward model")
 
 
 class VerifiedReward:

@@ -25,7 +25,7 @@ from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, RewardServerError
 from aligner.models.reward.attributes import attribute_parts, check_weights, weighted
-from aligner.models.reward.lm_reward import ScoredResponses
+from aligner.models.reward.lm_reward import ScoredResponses, check_finite
 from aligner.models.reward.sequences import response_texts, scored_texts
 from aligner.models.reward.wire import (
     HEALTH,
@@ -210,9 +210,10 @@ class RemoteReward:
 
         responses, rows = on_rank_zero(ask)
         scores = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1)
-        return ScoredResponses(
+        scored = ScoredResponses(
             responses, weighted(scores, self.weights), attribute_parts(scores, self.attributes)
         )
+        return check_finite(scored, data["prompts"], f"the reward server {self._client.config.url}")
 
 
 def read_token(config: RewardServerConfig) -> str | None:

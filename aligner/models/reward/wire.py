@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from aligner.errors import DataError
+from aligner.rewards.protocol import shown
 
 HEALTH, SCORE = "/health", "/score"
 JSON_TYPE = "application/json"
@@ -53,7 +54,7 @@ def parse_rewards(body: bytes, count: int, width: int) -> list[list[float]]:
     value = _parse(body)
     rows = value.get("rewards") if isinstance(value, dict) else None
     if not isinstance(rows, list):
-        raise DataError(f'the answer has no list "rewards": {_shown(value)}')
+        raise DataError(f'the answer has no list "rewards": {shown(value)}')
     if len(rows) != count:
         raise DataError(f"{len(rows)} rewards for {count} samples")
     return [_row(row, number, width) for number, row in enumerate(rows)]
@@ -68,10 +69,10 @@ def parse_health(body: bytes) -> tuple[str, ...]:
     """The attributes of a server that is ready; `DataError` where it does not say so."""
     value = _parse(body)
     if not isinstance(value, dict) or value.get("status") != "ok":
-        raise DataError(f'/health does not say "status": "ok" but {_shown(value)}')
+        raise DataError(f'/health does not say "status": "ok" but {shown(value)}')
     names = value.get("attributes", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f'"attributes" of /health must be a list of names, it is {_shown(names)}')
+        raise DataError(f'"attributes" of /health must be a list of names, it is {shown(names)}')
     return tuple(names)
 
 
@@ -109,7 +110,7 @@ def _row(row: Any, number: int, width: int) -> list[float]:
         raise DataError(f"reward {number} has {len(numbers)} numbers, expected {width}")
     for value in numbers:
         if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
-            raise DataError(f"reward {number} is {_shown(row)}, expected finite numbers")
+            raise DataError(f"reward {number} is {shown(row)}, expected finite numbers")
     return [float(value) for value in numbers]
 
 
@@ -118,8 +119,3 @@ def _finite(value: float) -> bool:
         return math.isfinite(float(value))
     except OverflowError:  # an integer beyond any float
         return False
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
