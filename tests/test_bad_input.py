@@ -189,6 +189,7 @@ def test_a_reward_function_that_hangs(run):
         ["hangs", "reward.time_limit_s"],
         reward__function=f"{run.folder}/rewards.py:hangs",
         reward__time_limit_s=3.0,
+        reward__timeout_reward=None,
     )
 
 

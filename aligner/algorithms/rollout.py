@@ -79,6 +79,7 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     parts = {name: sum(values) / max(1, len(values)) for name, values in scored.parts.items()}
     right = (scored.rewards >= 1).float().mean().item()
     metrics["accuracy"] = parts.pop("accuracy", right)
+    metrics["reward_timeouts"] = scored.timeouts
     return {**metrics, **{f"reward_parts/{name}": value for name, value in parts.items()}}
 
 

@@ -50,6 +50,8 @@ class RewardConfig:
     function: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of it
     time_limit_s: Positive = 60.0  # of the function, for one whole batch
+    # Reward of a sample for which it does not answer in time; null: that ends the run.
+    timeout_reward: float | None = 0.0
     max_concurrency: Count = 1  # parts of a batch it scores at the same time, each in a process
     model: RewardModelConfig | None = None  # kind model
     server: RewardServerConfig | None = None  # kind server

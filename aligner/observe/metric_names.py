@@ -49,6 +49,9 @@ _ROLLOUT = {
         "Share of a response's 3-grams that occurred in it before. Rising: degenerate text.",
         "mean over samples with at least 3 generated tokens",
     ),
+    "reward_timeouts": MetricInfo(
+        "Responses for which the reward function did not answer in time.", "count"
+    ),
     "num_samples": MetricInfo("Responses in this rollout.", "count"),
     "generated_tokens": MetricInfo("Tokens generated in this rollout.", "count"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aligner.data.importing import load_function
+from aligner.errors import RewardTimeoutError
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 Scored = tuple[list[float], dict[str, list[float]]]
@@ -55,6 +56,14 @@ class LoadedFunction:
             except BaseException:
                 return index
         return None
+
+
+def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
+    """The answer, or the error that says that none came in time."""
+    try:
+        return answer()
+    except RewardTimeoutError as error:
+        return error
 
 
 def describe_exception(error: BaseException) -> str:

@@ -10,6 +10,9 @@ Where it runs:
   left behind, never waited for, and ends with the program.
 """
 
+import logging
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,11 +21,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.errors import ConfigError, RewardError
+from aligner.errors import ConfigError, RewardError, RewardTimeoutError
 from aligner.rewards.execution import Scored
 from aligner.rewards.processes import ProcessRunner
 from aligner.rewards.protocol import Samples, Signature
 from aligner.rewards.threads import ThreadRunner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,15 @@ class RewardOutput:
 
     rewards: Tensor  # float32 [B], finite
     metrics: dict[str, list[float]]  # key → B finite values, from functions that return dicts
+    timeouts: int = 0  # samples for which the function did not answer in time
 
 
 class _Runner(Protocol):
     signature: Signature
 
-    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored]: ...
+    def score(
+        self, parts: list[Samples], time_limit_s: float
+    ) -> list[Scored | RewardTimeoutError]: ...
 
     def close(self) -> None: ...
 
@@ -44,7 +52,14 @@ class _Runner(Protocol):
 class RewardFunction:
     """A reward function, ready to score batches. Close it, or use it as a context manager."""
 
-    def __init__(self, runner: _Runner, *, time_limit_s: float, max_concurrency: int) -> None:
+    def __init__(
+        self,
+        runner: _Runner,
+        *,
+        time_limit_s: float,
+        max_concurrency: int,
+        timeout_reward: float | None = None,
+    ) -> None:
         """Use :meth:`load` or :meth:`wrap`."""
         if time_limit_s <= 0:
             raise ConfigError(
@@ -55,6 +70,7 @@ class RewardFunction:
         self._runner = runner
         self._timeout_s = time_limit_s
         self._max_concurrency = max_concurrency
+        self._timeout_reward = timeout_reward
 
     @classmethod
     def load(
@@ -64,6 +80,7 @@ class RewardFunction:
         kwargs: Mapping[str, Any] | None = None,
         time_limit_s: float = 60.0,
         max_concurrency: int = 1,
+        timeout_reward: float | None = None,
     ) -> "RewardFunction":
         """Load the function ``name`` into a process of its own.
 
@@ -74,12 +91,19 @@ class RewardFunction:
             time_limit_s: longest time for one batch.
             max_concurrency: score this many parts of a batch at the same time, each in a process
                 of its own. With more than one the function sees parts, not the batch.
+            timeout_reward: the reward of a sample for which the function does not answer in time;
+                its further numbers are 0. None: `RewardTimeoutError`.
 
         Raises:
             ConfigError: it cannot be imported, or its signature does not fit.
         """
         runner = ProcessRunner(name, kwargs or {})
-        return cls(runner, time_limit_s=time_limit_s, max_concurrency=max_concurrency)
+        return cls(
+            runner,
+            time_limit_s=time_limit_s,
+            max_concurrency=max_concurrency,
+            timeout_reward=timeout_reward,
+        )
 
     @classmethod
     def wrap(
@@ -119,7 +143,8 @@ class RewardFunction:
         Raises:
             RewardError: the function raised, or returned the wrong number of values or something
                 that is not a finite number; the message names function and sample.
-            RewardTimeoutError: it did not answer within the time limit.
+            RewardTimeoutError: it did not answer within the time limit, and no reward is set for
+                that.
             DataError: it needs a column that is not there.
         """
         samples = Samples(
@@ -131,7 +156,19 @@ class RewardFunction:
         self.check_columns(samples.columns)
         if not len(samples):
             return RewardOutput(torch.zeros(0), {})
-        return _join(self._runner.score(self._parts(samples), self._timeout_s), self.name)
+        answers = self._answers(samples)
+        missing = [part for part, scored in answers if scored is None]
+        if missing:
+            log.warning(
+                "reward function %r did not answer in time for %d of %d samples, the first %s; "
+                "their reward is reward.timeout_reward=%g",
+                self.name,
+                sum(map(len, missing)),
+                len(samples),
+                missing[0].describe(0),
+                self._timeout_reward,
+            )
+        return _join(answers, self.name, self._timeout_reward or 0.0)
 
     def close(self) -> None:
         """End the processes. A later call starts them again."""
@@ -143,17 +180,65 @@ class RewardFunction:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _parts(self, samples: Samples) -> list[Samples]:
-        """Contiguous parts whose sizes differ by one at most."""
-        count = min(self._max_concurrency, len(samples))
-        bounds = [len(samples) * part // count for part in range(count + 1)]
-        return [samples.slice(*pair) for pair in pairwise(bounds)]
+    def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
+        """Parts of the batch in order, each with its scores; None where none came in time.
+
+        One sample that hangs takes its whole part with it. Such a part is asked again in halves,
+        one after the other, until what hangs is a single sample, for twice the time limit at most.
+        A half is given four times as long as the last one that answered took.
+        """
+        answers: list[tuple[Samples, Scored | None]] = []
+        waiting, limit = _split(samples, self._max_concurrency), self._timeout_s
+        at_once, end = self._max_concurrency, math.inf
+        while waiting:
+            began = time.monotonic()
+            if began >= end:
+                return _in_order([*answers, *((part, None) for part in waiting)])
+            asked, waiting = waiting[:at_once], waiting[at_once:]
+            scores = self._runner.score(asked, min(limit, end - began))
+            now = time.monotonic()
+            for part, scored in zip(asked, scores, strict=True):
+                if not isinstance(scored, RewardTimeoutError):
+                    answers.append((part, scored))
+                    if at_once == 1:
+                        limit = min(self._timeout_s, max(1.0, 4 * (now - began)))
+                elif self._timeout_reward is None:
+                    raise scored
+                elif len(part) == 1:
+                    answers.append((part, None))
+                else:
+                    waiting += _split(part, 2)
+            if waiting:
+                at_once, end = 1, min(end, now + 2 * self._timeout_s)
+        return _in_order(answers)
 
 
-def _join(parts: list[Scored], name: str) -> RewardOutput:
+def _split(samples: Samples, count: int) -> list[Samples]:
+    """Contiguous parts, ``count`` at most, whose sizes differ by one at most."""
+    count = min(count, len(samples))
+    bounds = [len(samples) * part // count for part in range(count + 1)]
+    return [samples.slice(*pair) for pair in pairwise(bounds)]
+
+
+def _in_order(
+    answers: list[tuple[Samples, Scored | None]],
+) -> list[tuple[Samples, Scored | None]]:
+    return sorted(answers, key=lambda answer: answer[0].offset)
+
+
+def _join(
+    answers: list[tuple[Samples, Scored | None]], name: str, timeout_reward: float
+) -> RewardOutput:
+    known = [scored for _, scored in answers if scored is not None]
+    keys = known[0][1].keys() if known else []
     rewards: list[float] = []
-    metrics: dict[str, list[float]] = {key: [] for key in parts[0][1]}
-    for part_rewards, part_metrics in parts:
+    metrics: dict[str, list[float]] = {key: [] for key in keys}
+    timeouts = 0
+    for part, scored in answers:
+        if scored is None:
+            timeouts += len(part)
+            scored = [timeout_reward] * len(part), {key: [0.0] * len(part) for key in metrics}
+        part_rewards, part_metrics = scored
         if part_metrics.keys() != metrics.keys():
             raise RewardError(
                 f"reward function {name!r} returned the keys {sorted(part_metrics)} for some "
@@ -162,4 +247,4 @@ def _join(parts: list[Scored], name: str) -> RewardOutput:
         rewards.extend(part_rewards)
         for key, values in part_metrics.items():
             metrics[key].extend(values)
-    return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics)
+    return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics, timeouts)

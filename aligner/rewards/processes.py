@@ -9,13 +9,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 from aligner import errors
 from aligner.errors import AlignerError, RewardError, RewardTimeoutError
-from aligner.rewards.execution import Scored, failure_message
+from aligner.rewards.execution import Scored, failure_message, in_time
 from aligner.rewards.process_tree import kill_tree
 from aligner.rewards.protocol import Samples, Signature
 
@@ -39,8 +40,11 @@ class ProcessRunner:
         self._children = [RewardProcess(name, kwargs)]
         self.signature: Signature = self._children[0].signature
 
-    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored]:
-        """Score all parts at the same time; they share one time limit."""
+    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
+        """Score all parts at the same time; they share one time limit.
+
+        In place of the scores of a part that did not answer, the error that says so.
+        """
         self._children = [child for child in self._children if child.alive]
         while len(self._children) < len(parts):
             self._children.append(RewardProcess(self._name, self._kwargs))
@@ -49,7 +53,10 @@ class ProcessRunner:
         try:
             for child, part in pairs:
                 child.send(part, time_limit_s)
-            return [child.receive(part, deadline, time_limit_s) for child, part in pairs]
+            return [
+                in_time(partial(child.receive, part, deadline, time_limit_s))
+                for child, part in pairs
+            ]
         except BaseException:  # an interrupt too: no answer may be left for the next batch
             self.close()
             raise

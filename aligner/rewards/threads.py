@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aligner.errors import AlignerError, RewardError, RewardTimeoutError
@@ -12,6 +13,7 @@ from aligner.rewards.execution import (
     Scored,
     describe_exception,
     failure_message,
+    in_time,
 )
 from aligner.rewards.protocol import Samples, Signature
 
@@ -24,11 +26,11 @@ class ThreadRunner:
         self._function = LoadedFunction(function, name, kwargs)
         self.signature: Signature = self._function.signature
 
-    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored]:
-        """Score all parts at the same time; they share one time limit."""
+    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
+        """Score all parts at the same time; see `ProcessRunner.score`."""
         deadline = time.monotonic() + time_limit_s
         replies = [self._start(part, time_limit_s) for part in parts]
-        return [self._result(reply, deadline, time_limit_s) for reply in replies]
+        return [in_time(partial(self._result, reply, deadline, time_limit_s)) for reply in replies]
 
     def close(self) -> None:
         """Nothing is kept between batches."""

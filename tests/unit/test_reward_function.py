@@ -59,6 +59,11 @@ def hangs(prompts, responses, ground_truths):
     while True:
         time.sleep(1000)
 
+def hangs_on_some(prompts, responses, ground_truths):
+    while "hang" in responses:
+        time.sleep(1000)
+    return [{"reward": 1.0 + len(r), "n": 1.0} for r in responses]
+
 def naps(prompts, responses, ground_truths):
     time.sleep(0.4)
     return [float(os.getpid())] * len(prompts)
@@ -290,6 +295,28 @@ def test_answers_are_bounded_and_of_this_library(load):
     assert len(str(refusal.value)) < 400
     with pytest.raises(RewardError, match=r"sent what is no answer \(UnpicklingError\)|died"):
         score(load("writes_everywhere"), ["x"])
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_sample_that_hangs_takes_no_other_with_it(load, concurrency):
+    function = load(
+        "hangs_on_some", time_limit_s=3.0, timeout_reward=-1.0, max_concurrency=concurrency
+    )
+    responses = ["a", "bb", "c", "d", "ee", "f", "hang", "g"]
+    scored = score(function, responses)
+    assert scored.rewards.tolist() == [2, 3, 2, 2, 3, 2, -1, 2]
+    assert scored.metrics == {"n": [1, 1, 1, 1, 1, 1, 0, 1]}
+    assert scored.timeouts == 1
+    assert score(function, ["a"]).timeouts == 0
+
+
+def test_where_all_hang_the_wait_ends(load):
+    function = load("hangs_on_some", time_limit_s=0.5, timeout_reward=0.25)
+    start = time.monotonic()
+    scored = score(function, ["hang"] * 64)
+    assert time.monotonic() - start < 30
+    assert scored.rewards.tolist() == [0.25] * 64
+    assert (scored.timeouts, scored.metrics) == (64, {})
 
 
 def test_hanging_thread_is_left_behind():

@@ -28,6 +28,7 @@ class ScoredResponses:
     responses: list[str]  # without the end-of-sequence token
     rewards: Tensor  # float32 [B]
     parts: dict[str, list[float]]  # further numbers the function returned, B values each
+    timeouts: int = 0  # responses for which the function did not answer in time
 
 
 def check_finite(scored: ScoredResponses, prompts: Sequence[str], source: str) -> ScoredResponses:
@@ -75,6 +76,7 @@ class Reward:
                     kwargs=config.kwargs,
                     time_limit_s=config.time_limit_s,
                     max_concurrency=config.max_concurrency,
+                    timeout_reward=config.timeout_reward,
                 )
             )
 
@@ -103,7 +105,7 @@ class Reward:
             return responses, output
 
         texts, output = on_rank_zero(score)
-        return ScoredResponses(texts, output.rewards, output.metrics)
+        return ScoredResponses(texts, output.rewards, output.metrics, output.timeouts)
 
     def shutdown(self) -> bool:
         """End the function's processes."""

@@ -84,7 +84,9 @@ class VerifiedReward:
     """Rewards of one source, of which a function says how often they are deserved.
 
     The function's ``accuracy`` (where it gives none, whether its reward is at least 1) becomes the
-    metric of that name, its reward ``reward_parts/verified``. Nobody learns from either.
+    metric of that name, its reward ``reward_parts/verified``. Nobody learns from either. Where the
+    source rates something under a name that the verifier has, too, its number is
+    ``reward_parts/rated_<name>``.
     """
 
     def __init__(self, reward: RewardInterface, verifier: Reward) -> None:
@@ -97,7 +99,8 @@ class VerifiedReward:
         parts = {
             "accuracy": [float(reward >= 1) for reward in verified],
             **checked.parts,
-            **scored.parts,
             "verified": verified,
         }
-        return ScoredResponses(scored.responses, scored.rewards, parts)
+        for name, values in scored.parts.items():
+            parts[f"rated_{name}" if name in parts else name] = values
+        return ScoredResponses(scored.responses, scored.rewards, parts, checked.timeouts)
