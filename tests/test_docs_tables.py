@@ -1,0 +1,316 @@
+"""Every table of the documentation is held to what it speaks of, row by row.
+
+``TABLES`` says of every header what a row claims and which check holds it; a header that is not
+there fails. ``RESULTS`` are numbers that a run came to: each is tied to the command that makes it,
+and tests/docs/test_documented_runs.py makes those that a small machine makes in a minute.
+"""
+
+import ast
+import json
+import re
+import shlex
+from functools import cache
+
+import pytest
+from documented import CONF, ROOT, Command, commands, tables
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from test_conf import ROOTS, composed
+from test_docs_commands import composed_of, hint_of, kind_of
+
+from aligner.config.cli import check_key, check_overrides
+from aligner.config.parse import convert
+from aligner.errors import AlignerError
+from aligner.observe.metric_names import describe
+
+# The configuration whose defaults a page's table of options gives.
+SCRIPT_OF = {"lora": "gpt_sft", "rs": "gpt_rs", "reinforce": "gpt_reinforce"} | {
+    name.removeprefix("gpt_"): name for name in ROOTS
+}
+
+
+def code(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def names_of(cell):
+    """Keys of a cell, those without a section completed from the one before."""
+    found = []
+    for name in code(cell):
+        if "." not in name and found:
+            name = f"{found[-1].rsplit('.', 1)[0]}.{name}"
+        found.append(name)
+    return found
+
+
+def options(table):
+    """Keys and their defaults, as the page's script composes them."""
+    page = table.page.rsplit("/", 1)[-1].removesuffix(".md")
+    if page not in SCRIPT_OF:
+        return [f"{table.place}: which script's defaults are these? tell SCRIPT_OF"]
+    name = SCRIPT_OF[page]
+    tree = composed(name)
+    problems = []
+    for first, default, *_ in table.rows:
+        keys, values = names_of(first), code(default)
+        for index, key in enumerate(keys):
+            if key.endswith(".*"):
+                check_key(key.removesuffix(".*"), ROOTS[name][0])
+                continue
+            try:
+                check_key(key, ROOTS[name][0])
+            except AlignerError as error:
+                problems.append(f"{table.place}: {error}")
+                continue
+            said = values[min(index, len(values) - 1)] if values else default
+            if absent(tree, key):
+                continue  # below a section that is null: docs/ppo.md and tests/test_docs.py have it
+            if OmegaConf.is_missing(
+                OmegaConf.select(tree, key.rsplit(".", 1)[0]), key.rsplit(".", 1)[-1]
+            ):
+                true = "required"
+            else:
+                value = OmegaConf.select(tree, key)
+                value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+                true = value if isinstance(value, str) else json.dumps(value)
+            if said != true:
+                problems.append(f"{table.place}: {key} is said to be {said}, and is {true}")
+    return problems
+
+
+def absent(tree, key):
+    section = OmegaConf.select(tree, key.rsplit(".", 1)[0])
+    return not OmegaConf.is_dict(section) or key.rsplit(".", 1)[-1] not in section
+
+
+def metrics(table):
+    return [
+        f"{table.place}: no metric {name}"
+        for row in table.rows
+        for name in code(row[0])
+        if describe(name) is None
+    ]
+
+
+def values_of(key):
+    """Rows are values of ``key``."""
+
+    def check(table):
+        problems = []
+        for row in table.rows:
+            try:
+                value = OverridesParser.create().parse_override(f"{key}={code(row[0])[0]}").value()
+                root = next(root for root, _ in ROOTS.values() if takes(root, key))
+                convert(hint_of(root, key), value, key)
+                if key == "reward.function":
+                    module, function = value.split(":")
+                    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+                    assert re.search(rf"^(async )?def {function}\(", source, re.MULTILINE), value
+            except (AlignerError, AssertionError, OSError) as error:
+                problems.append(f"{table.place}: {error}")
+        return problems
+
+    return check
+
+
+def takes(root, key):
+    try:
+        check_key(key, root)
+    except AlignerError:
+        return False
+    return True
+
+
+def algorithms(table):
+    """A row's settings, as they stand, are a run of the page's script."""
+    name = SCRIPT_OF[table.page.rsplit("/", 1)[-1].removesuffix(".md")]
+    root, needed = ROOTS[name]
+    problems = []
+    for row in table.rows:
+        settings = [word for span in code(row[1]) for word in shlex.split(span) if "=" in word]
+        if not settings:
+            problems.append(f"{table.place}: {row[0]} sets nothing")
+        try:
+            composed_of(name, tuple(check_overrides([*needed, *settings], root, CONF)))
+        except AlignerError as error:
+            problems.append(f"{table.place}: {row[0]}: {error}")
+    return problems
+
+
+def with_commands(table):
+    """A row is what its command comes to."""
+    known = {(command.page, command.text) for command in commands()}
+    column = next(
+        index for index, name in enumerate(table.header) if name in ("command", "replicate")
+    )
+    return [
+        f"{table.place}: no command that is checked in the row {row[0]}"
+        for row in table.rows
+        if not any((table.page, " ".join(text.split())) in known for text in code(row[column]))
+    ]
+
+
+def paths(*columns):
+    """Files and folders that are there, named in full or below a place that tables are about."""
+    places = [
+        ROOT,
+        ROOT / "examples",
+        ROOT / "tests/vllm",
+        ROOT / "aligner/algorithms",
+        ROOT / "aligner/distributed",
+    ]
+
+    def check(table):
+        problems = []
+        for row in table.rows:
+            for column in columns:
+                found = [*code(row[column]), *re.findall(r"\]\(([^)#]+)", row[column])]
+                found = [
+                    name for name in found if re.fullmatch(r"[\w./*-]+(/|\.\w+|\*)|tests/\w+", name)
+                ]
+                for name in found:
+                    if not any(
+                        list(place.glob(name.rstrip("/"))) for place in [*places, ROOT / "docs"]
+                    ):
+                        problems.append(f"{table.place}: {name} is not there")
+                if not found and column == columns[0]:
+                    problems.append(f"{table.place}: no file in {row[column]}")
+        return problems
+
+    return check
+
+
+FOREIGN = "No space left on device, Connection refused, Unauthorized"
+
+
+@cache
+def said_in_the_code():
+    """Every string of the package, values of f-strings left out."""
+    texts = []
+    for path in (ROOT / "aligner").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                ]
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(re.sub(r"\s+", " ", text) for text in texts)
+
+
+def messages(table):
+    """What a message says between its values is said by the code, or by the system below it."""
+    problems = []
+    for row in table.rows:
+        for message in code(row[0]):
+            for part in re.split(r"…|\.\.\.|\d+|[][();:'=,]", message):
+                words = part.split()
+                if len(part.strip()) >= 8 and 2 * longest_run(words) < len(words):
+                    problems.append(f"{table.place}: nothing says '{part.strip()}'")
+    return problems
+
+
+def longest_run(words):
+    """The most adjacent words that one string of the code has: others may be values."""
+    runs = ((i, j) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
+    said = (said_in_the_code(), FOREIGN)
+    found = [j - i for i, j in runs if any(" ".join(words[i:j]) in text for text in said)]
+    return max(found, default=0)
+
+
+def explained(why):
+    assert why
+
+    def check(table):
+        return []
+
+    return check
+
+
+# First cells of a header: what holds the rows.
+TABLES = {
+    ("key", "default", "meaning"): options,
+    ("key", "meaning"): explained("test_every_key_that_is_named_is_one_and_takes_the_value"),
+    ("layout", "key"): explained("the same; docs/parity.md's tests have every layout"),
+    ("mode", "keys"): explained("the same"),
+    ("column", "option"): explained("the same"),
+    ("metric", "meaning"): metrics,
+    ("`trainer.dpo.loss`",): values_of("trainer.dpo.loss"),
+    ("`reward.function`",): values_of("reward.function"),
+    ("estimator", "value"): values_of("trainer.ppo.kl_estimator"),
+    ("`kl_loss.estimator`",): values_of("model.ppo.kl_loss.estimator"),
+    ("algorithm", "set"): algorithms,
+    ("command",): with_commands,
+    ("benchmark", "compares", "replicate"): with_commands,
+    ("what", "script", "page"): paths(1, 2),
+    ("script", "what it does"): paths(0),
+    ("folder", "what it shows"): paths(0),
+    ("what", "where"): paths(1),
+    ("question", "test"): paths(1),
+    ("algorithm", "functions"): paths(1),
+    ("message",): messages,
+    ("file", "what it holds"): explained("tests/docs/test_documented_runs.py looks for each"),
+    ("file", "what it is"): explained("tests/docs/test_documented_runs.py looks for each"),
+    ("engine", "who starts the workers"): explained("tests/distributed/test_scripts.py, tests/ray"),
+    ("what", "what happens"): explained("tests/ray kills each"),
+    ("in the archive", "written by"): explained("tests/unit/test_nemo_real_files.py and _layouts"),
+    ("family", "`model_type`"): explained("tests/unit/test_hf_families.py converts one of each"),
+    ("request", "answer"): explained("tests/unit/test_reward_server.py asks"),
+    ("status", "means"): explained("tests/unit/test_reward_server.py asks"),
+    ("topic",): explained("other libraries' formulas; tests/unit has ours"),
+    ("what you see",): explained("advice to people"),
+    ("package", "with it"): explained("the start-up report; tests/unit/test_startup_report.py"),
+    ("column", "processes"): explained("names of the columns of docs/parity.md"),
+    ("row", "what is compared"): explained("names of the rows of docs/parity.md"),
+}
+# Numbers that a run came to: first cells of the header, the command that makes them, and whether
+# tests/docs makes them again (False: too long for a test; the page has machine and date).
+RESULTS = {
+    ("seed", "before"): "make ppo",
+    ("step", "seed 1"): "make ppo",
+    ("benchmark", "measured (aligner over the other)"): "python -m benchmarks.ppo_step",
+    ("model", "made from"): "make pipeline",
+    ("stage", "held out"): "make pipeline DATA=gsm8k GSM8K=path/of/gsm8k",
+    ("padded",): "python -m benchmarks.parity",
+    ("dynamic",): "python -m benchmarks.parity",
+    ("packed",): "python -m benchmarks.parity",
+    ("formula", "peer"): "python -m benchmarks.formulas",
+    ("rollouts by",): "python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu",
+    ("", "accuracy at the end"): "python -m benchmarks.value_parity",
+}
+
+
+def entry(registry, table):
+    fitting = [header for header in registry if table.header[: len(header)] == header]
+    return registry[max(fitting, key=len)] if fitting else None
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda table: f"{table.place} {table.header[0]}")
+def test_every_row_holds(table):
+    made_by = entry(RESULTS, table)
+    if made_by is not None:
+        assert any(
+            command.text.startswith(made_by) and kind_of(command) != "foreign"
+            for command in commands()
+            if isinstance(command, Command) and command.page == table.page
+        ), f"{table.place}: numbers of '{made_by}', which is not on the page"
+        return
+    check = entry(TABLES, table)
+    assert check is not None, (
+        f"{table.place}: nobody holds a table with the header {table.header}; say in TABLES "
+        "(tests/test_docs_tables.py) what its rows claim, or in RESULTS which command makes them"
+    )
+    assert all(len(row) == len(table.header) for row in table.rows), f"{table.place}: ragged"
+    problems = check(table)
+    assert problems == [], "\n".join(problems)
+
+
+def test_every_entry_has_a_table():
+    headers = [table.header for table in tables()]
+    stale = [
+        header
+        for header in [*TABLES, *RESULTS]
+        if not any(known[: len(header)] == header for known in headers)
+    ]
+    assert stale == []
