@@ -13,6 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PORT, BEHAVIOUR = int(sys.argv[1]), sys.argv[2]
+CUT = []  # the answer that was cut short
 LEFT = [int(sys.argv[3]) if len(sys.argv) > 3 else 10**9]
 WRONG = {
     "not_json": (200, b"<html>welcome</html>"),
@@ -46,10 +47,24 @@ class Handler(BaseHTTPRequestHandler):
             if LEFT[0] <= 0:
                 os._exit(9)
             LEFT[0] -= 1
+        if BEHAVIOUR == "drip_headers" and samples:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            while True:
+                self.wfile.write(b"X-More: y\r\n"[:1])
+                self.wfile.flush()
+                time.sleep(0.2)
         rewards = [float(sample["response"][:1].isdigit()) for sample in samples]
         if BEHAVIOUR == "two":
             rewards = [[reward, 10.0] for reward in rewards]
         body = json.dumps({"rewards": rewards}).encode()
+        if BEHAVIOUR == "cut" and samples and not CUT:
+            CUT.append(True)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: len(body) // 2])
+            self.close_connection = True
+            return
         self.answer(200, body, drip=BEHAVIOUR == "drip" and bool(samples))
 
     def answer(self, status, body, drip=False):

@@ -217,7 +217,7 @@ def test_a_server_that_keeps_failing_is_given_up():
         client(url).score(SAMPLES)
 
 
-@pytest.mark.parametrize("behaviour", ["silent", "drip"])
+@pytest.mark.parametrize("behaviour", ["silent", "drip", "drip_headers"])
 def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
     with stub(behaviour) as url:
         started = time.monotonic()
@@ -243,6 +243,12 @@ def test_a_killed_server_that_comes_back_is_found_again(caplog):
         thread.join(20)
     assert f"reward server {url}" in caplog.text
     assert "next try in" in caplog.text
+
+
+def test_an_answer_cut_short_is_asked_for_again(caplog):
+    with stub("cut") as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert re.search(r"an answer cut short after \d+ of \d+ bytes; next try in", caplog.text)
 
 
 def test_one_failed_part_ends_the_others():

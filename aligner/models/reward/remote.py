@@ -6,11 +6,13 @@ refused, an answer that makes no sense) stops the run at once. Either way the me
 server and the cause, and reaches every rank.
 """
 
+import contextlib
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -131,15 +133,15 @@ class RewardClient:
 
     def _exchange(self, method: str, path: str, body: bytes) -> bytes:
         """One request; the body of a good answer."""
-        deadline = time.monotonic() + self.config.timeout_s
         connection = self._connection()
         try:
             headers = {"Content-Type": JSON_TYPE, "Accept": JSON_TYPE, "Connection": "close"}
             if self._token is not None:
                 headers["Authorization"] = f"Bearer {self._token}"
-            connection.request(method, f"{self._address.path.rstrip('/')}{path}", body, headers)
-            response = connection.getresponse()
-            answer = self._read(response, deadline)
+            with _ended_after(self.config.timeout_s, connection):
+                connection.request(method, f"{self._address.path.rstrip('/')}{path}", body, headers)
+                response = connection.getresponse()
+                answer = self._read(response)
         except TimeoutError as error:
             raise _TryAgainError(
                 f"no answer to {method} {path} within {self.config.timeout_s:g} s "
@@ -156,8 +158,8 @@ class RewardClient:
             said += " (the token comes from reward.server.token_env or reward.server.token_file)"
         raise self._error(said)
 
-    def _read(self, response: HTTPResponse, deadline: float) -> bytes:
-        """The whole body, also from a server that sends it drop by drop: up to the deadline."""
+    def _read(self, response: HTTPResponse) -> bytes:
+        """The whole body; one that is cut short passes."""
         parts: list[bytes] = []
         size = 0
         while part := response.read1(2**16):
@@ -165,8 +167,10 @@ class RewardClient:
             size += len(part)
             if size > MAX_BYTES:
                 raise self._error(f"an answer of more than {MAX_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError
+        if response.length:  # bytes that were announced and did not come
+            raise _TryAgainError(
+                f"an answer cut short after {size} of {size + response.length} bytes"
+            )
         return b"".join(parts)
 
     def _connection(self) -> HTTPConnection:
@@ -176,6 +180,38 @@ class RewardClient:
 
     def _error(self, cause: str) -> RewardServerError:
         return RewardServerError(f"reward server {self.config.url}: {cause}")
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
+    """Connect, and raise `TimeoutError` where the block takes longer than ``seconds`` in all.
+
+    A timeout of the socket starts again with every byte, and a server may send them one by one.
+    """
+    deadline = time.monotonic() + seconds
+    connection.connect()
+    # Not connection.sock, which is gone once an answer that closes the connection has begun.
+    channel = connection.sock
+    expired = threading.Event()
+
+    def end() -> None:
+        expired.set()
+        with contextlib.suppress(OSError):
+            channel.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if expired.is_set():
+            raise TimeoutError from error
+        raise
+    finally:
+        timer.cancel()
+    if expired.is_set():
+        raise TimeoutError
 
 
 class RemoteReward:

@@ -17,7 +17,7 @@ from aligner.models.gpt.reward import rated_attributes
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.reward.sequences import SequenceEncoder
-from aligner.models.reward.server import Ids, Job, RewardHTTPServer, RewardService, Waiting
+from aligner.models.reward.server import Ids, RewardHTTPServer, RewardService, Slice, Waiting
 from aligner.models.reward.wire import WireSample
 
 # The other ranks wait for rank 0 in a collective; so often it says that there is nothing to do.
@@ -34,7 +34,8 @@ class ServeOptions:
     token: str | None = None  # asked for where it is given
     batch_size: int = 64  # sequences that are scored together
     micro_batch_size: int = 16  # sequences per forward pass
-    max_waiting: int = 4096  # sequences that may wait; further requests are told to come later
+    # Sequences that may wait: further requests are told to come later, and one of more is refused.
+    max_waiting: int = 4096
     timeout_s: float = 120.0  # a request waits so long for the model
     add_bos: bool = False
     precision: Literal["32", "bf16"] = "32"
@@ -118,23 +119,24 @@ def score_until(
 ) -> None:
     """Score what waits on rank 0, with all ranks, until ``stopping`` is set there.
 
-    A batch that fails is told to those who asked; where there are other ranks, their state is then
-    unknown, and the server ends.
+    Requests are scored ``batch_size`` sequences at a time, and between two batches ``stopping`` is
+    looked at. A batch that fails is told to those who asked; where there are other ranks, their
+    state is then unknown, and the server ends.
     """
     while True:
-        jobs: list[Job] = []
+        slices: list[Slice] = []
         if is_rank_zero() and not stopping.is_set():
-            jobs = waiting.take(batch_size, _HEARTBEAT_S)
-        batch = None if stopping.is_set() else [ids for job in jobs for ids in job.sequences]
+            slices = waiting.take(batch_size, _HEARTBEAT_S)
+        batch = None if stopping.is_set() else [ids for part in slices for ids in part.sequences]
         batch = from_rank_zero(batch)
         if batch is None:
             return
         if batch:
-            _answer(jobs, batch, score, has_peers)
+            _answer(slices, batch, score, has_peers)
 
 
 def _answer(
-    jobs: Sequence[Job],
+    slices: Sequence[Slice],
     batch: list[Ids],
     score: Callable[[list[Ids]], list[list[float]]],
     has_peers: bool,
@@ -142,15 +144,15 @@ def _answer(
     try:
         rewards = score(batch)
     except Exception as error:
-        for job in jobs:
-            job.rewards.set_exception(error)
+        for part in slices:
+            part.job.fail(error)
         if has_peers:
             raise
         return
     start = 0
-    for job in jobs:
-        job.rewards.set_result(rewards[start : start + len(job.sequences)])
-        start += len(job.sequences)
+    for part in slices:
+        part.job.add(rewards[start : start + len(part.sequences)])
+        start += len(part.sequences)
 
 
 def _stop_on_signals() -> threading.Event:

@@ -98,9 +98,15 @@ def _parse(body: bytes) -> Any:
 
 
 def _sample(row: Any, number: int) -> WireSample:
-    texts = [row.get(name) for name in WireSample._fields] if isinstance(row, dict) else [None]
+    texts: list[Any] = [None]
+    if isinstance(row, dict):
+        texts = [row.get(name) for name in WireSample._fields]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f'samples[{number}] must be {{"prompt": text, "response": text}}')
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"samples[{number}] holds half a surrogate pair: {error}") from error
     return WireSample(*texts)
 
 

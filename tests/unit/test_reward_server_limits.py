@@ -1,0 +1,224 @@
+"""What one sender can take of a reward server: turns, bytes, connections, time.
+
+The server is the real one; a function that counts and sleeps stands for its model.
+"""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from aligner.config import RewardServerConfig
+from aligner.errors import DataError, RewardServerError
+from aligner.models.reward import server as http_side
+from aligner.models.reward.remote import RewardClient
+from aligner.models.reward.serve import score_until
+from aligner.models.reward.server import RewardHTTPServer, RewardService, Waiting
+from aligner.models.reward.wire import WireSample
+
+BATCH = 4
+
+
+@pytest.fixture
+def serving():
+    """``serving(seconds a batch, most that may wait)``: a server in threads of this process."""
+    running = []
+
+    def start(seconds=0.0, max_waiting=1000, timeout_s=30.0):
+        state = SimpleNamespace(scored=0, stopping=threading.Event())
+
+        def score(sequences):
+            assert len(sequences) <= BATCH
+            time.sleep(seconds)
+            state.scored += len(sequences)
+            return [[float(sum(ids))] for ids in sequences]
+
+        def encode(sample):
+            if sample.prompt == "bad":
+                raise DataError("a bad prompt")
+            if sample.prompt == "worse":
+                raise TypeError("of a tokenizer")
+            return [len(sample.prompt), len(sample.response)]
+
+        waiting = Waiting(max_waiting)
+        server = RewardHTTPServer(
+            ("127.0.0.1", 0), RewardService((), encode, waiting, timeout_s, None)
+        )
+        state.port = server.server_address[1]
+        state.url = f"http://127.0.0.1:{state.port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        state.loop = threading.Thread(
+            target=score_until, args=(state.stopping, waiting, score, BATCH), daemon=True
+        )
+        state.loop.start()
+        running.append((state, server))
+        return state
+
+    yield start
+    for state, server in running:
+        state.stopping.set()
+        server.shutdown()
+        server.server_close()
+
+
+def body_of(count, prompt="1+1=", response="2"):
+    return json.dumps({"samples": [{"prompt": prompt, "response": response}] * count}).encode()
+
+
+def post(port, body, timeout=20):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+    try:
+        connection.request("POST", "/score", body)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"{}")
+    finally:
+        connection.close()
+
+
+def raw(port, data, timeout=10):
+    """All that comes back before the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as channel:
+        channel.sendall(data)
+        answer = b""
+        while piece := channel.recv(65536):
+            answer += piece
+    return answer
+
+
+def test_a_large_request_takes_turns_with_the_others(serving):
+    state = serving(seconds=0.05)
+    answers = {}
+    large = threading.Thread(target=lambda: answers.update(large=post(state.port, body_of(200))))
+    large.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    assert post(state.port, body_of(1, "1+1=", "22")) == (200, {"rewards": [6.0]})
+    assert time.monotonic() - started < 1.0  # of the 2.5 s that the large one takes
+    large.join(20)
+    assert answers["large"] == (200, {"rewards": [5.0] * 200})
+
+
+def test_a_request_of_more_than_may_wait_is_refused(serving):
+    state = serving(max_waiting=8)
+    assert post(state.port, body_of(8))[0] == 200
+    status, answer = post(state.port, body_of(9))
+    assert status == 413
+    assert "9 samples, at most 8" in answer["error"]
+
+
+def test_the_server_stops_between_two_batches(serving):
+    state = serving(seconds=0.05)
+    thread = threading.Thread(target=lambda: post(state.port, body_of(900), 60), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    state.stopping.set()
+    state.loop.join(2)
+    assert not state.loop.is_alive()
+    assert 0 < state.scored < 100
+
+
+def test_what_nobody_waits_for_is_not_scored(serving):
+    state = serving(seconds=0.05, timeout_s=1.5)
+    body = body_of(900)
+    with socket.create_connection(("127.0.0.1", state.port)) as channel:
+        channel.sendall(b"POST /score HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.3)
+    time.sleep(1.0)  # the sender has left
+    left = state.scored
+    time.sleep(0.5)
+    assert left == state.scored < 200
+    status, answer = post(state.port, body)  # a sender that waits longer than the server does
+    assert status == 503
+    assert "within 1.5 s" in answer["error"]
+    late = state.scored
+    time.sleep(0.5)
+    assert state.scored - late <= BATCH
+
+
+@pytest.mark.parametrize(
+    "first", [b"GET /he", b"POST /score HTTP/1.1\r\nContent-Length: 5000\r\n\r\n{"]
+)
+def test_a_request_that_does_not_arrive_is_ended(serving, monkeypatch, first):
+    """However busily it drips."""
+    monkeypatch.setattr(http_side, "ARRIVAL_S", 1.0)
+    state = serving()
+    ended = None
+    with socket.create_connection(("127.0.0.1", state.port), timeout=0.2) as channel:
+        started = time.monotonic()
+        channel.sendall(first)
+        while ended is None and time.monotonic() - started < 8:
+            try:
+                channel.sendall(b"a")
+                if not channel.recv(1):
+                    ended = time.monotonic() - started
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = time.monotonic() - started
+    assert ended is not None
+    assert ended < 4
+
+
+def test_connections_are_bounded(serving, monkeypatch):
+    monkeypatch.setattr(http_side, "MOST_CONNECTIONS", 3)
+    state = serving()
+    held = [socket.create_connection(("127.0.0.1", state.port)) for _ in range(3)]
+    time.sleep(0.3)
+    assert raw(state.port, b"").startswith(b"HTTP/1.1 503 ")
+    for channel in held:
+        channel.close()
+    time.sleep(0.3)
+    assert post(state.port, body_of(1))[0] == 200
+
+
+def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
+    monkeypatch.setattr(http_side, "MOST_BYTES_IN_FLIGHT", 150_000)
+    state = serving()
+    held = socket.create_connection(("127.0.0.1", state.port))
+    held.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 200000\r\n\r\n" + b"[" * 140_000)
+    time.sleep(0.3)
+    status, answer = post(state.port, body_of(1000))
+    assert status == 503
+    assert "too many bytes" in answer["error"]
+    held.close()
+    time.sleep(0.3)
+    assert post(state.port, body_of(1000))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("length", "body", "said"),
+    [
+        (b"9" * 5000, b"", b"Content-Length has 5000 digits"),
+        (b"500", b"{}", b"the body ended 498 bytes early"),
+    ],
+)
+def test_odd_lengths_are_answered(serving, length, body, said):
+    state = serving()
+    with socket.create_connection(("127.0.0.1", state.port), timeout=5) as channel:
+        channel.sendall(b"POST /score HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n" + body)
+        channel.shutdown(socket.SHUT_WR)
+        answer = channel.recv(65536) + channel.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert said in answer
+
+
+@pytest.mark.parametrize(
+    ("sample", "said"),
+    [
+        (("a\ud800b", "2"), "half a surrogate pair"),
+        (("1", "\udfff"), "half a surrogate pair"),
+        (("bad", ""), "a bad prompt"),
+        (("worse", ""), "cannot be encoded: TypeError: of a tokenizer"),
+    ],
+)
+def test_texts_that_cannot_be_scored_are_not_asked_again(serving, sample, said):
+    state = serving()
+    client = RewardClient(RewardServerConfig(url=state.url, timeout_s=5.0, retry_for_s=30.0))
+    started = time.monotonic()
+    with pytest.raises(RewardServerError, match=rf"400 .*{said}"):
+        client.score([WireSample(*sample)])
+    assert time.monotonic() - started < 5
