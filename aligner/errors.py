@@ -30,6 +30,10 @@ class CheckpointError(AlignerError, ValueError):
     """An archive or a run state is damaged, foreign, unsafe, or does not fit the model."""
 
 
+class DamagedStateError(CheckpointError):
+    """A run state whose files are not what was written: cut short, altered, or unreadable."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """The checkpoint that the configuration names does not exist."""
 

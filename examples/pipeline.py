@@ -29,3 +29,5 @@ if __name__ == "__main__":
         main()
     except AlignerError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:  # the stage at hand has saved its run state
+        sys.exit("ended by Ctrl-C; the same command goes on from there")

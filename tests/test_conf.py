@@ -106,11 +106,18 @@ def test_yaml_defaults_equal_dataclass_defaults():
         reward=type(from_yaml.reward)(function="a.b:reward"),
         data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
     )
-    assert from_yaml == sparse
+    names = {**from_yaml.as_dict()["exp_manager"], "explicit_log_dir": "results/aligner"}
+    assert from_yaml.exp_manager.explicit_log_dir == "results/ppo"  # each script has its own
+    assert {**from_yaml.as_dict(), "exp_manager": names} == sparse.as_dict()
 
 
 # What a supervised run has no better default for than its own.
-DIFFERS = {"trainer.{}.val_check_interval", "trainer.{}.save_interval", "exp_manager.monitor"}
+DIFFERS = {
+    "trainer.{}.val_check_interval",
+    "trainer.{}.save_interval",
+    "exp_manager.monitor",
+    "exp_manager.explicit_log_dir",
+}
 SUPERVISED = {
     "gpt_sft": {*DIFFERS, "model.optim.lr", "model.dropout", "exp_manager.mode"},
     "gpt_dpo": DIFFERS,
@@ -133,6 +140,28 @@ def test_defaults_of_a_supervised_run(name):
     assert {change.split(":")[0] for change in changes} == {
         key.format(section) for key in SUPERVISED[name]
     }
+
+
+def test_default_directories_differ():
+    """So that no command finds the run of another one in its directory."""
+    variants = [
+        *((name, []) for name in ROOTS),
+        *(("gpt_reinforce", [f"trainer.ppo.advantage.estimator={e}"]) for e in ("grpo", "dr_grpo")),
+        *(("gpt_dpo", [f"trainer.dpo.loss={loss}"]) for loss in ("ipo", "kto")),
+    ]
+    folders = [
+        load_config(
+            composed(name, [*ROOTS[name][1], *extra]), ROOTS[name][0]
+        ).exp_manager.explicit_log_dir
+        for name, extra in variants
+    ]
+    assert len(set(folders)) == len(folders)
+    recipes = [
+        load_config(composed(f"recipes/{recipe}"), ROOTS[root_of(recipe)][0]) for recipe in RECIPES
+    ]
+    assert [run.exp_manager.explicit_log_dir for run in recipes] == [
+        f"results/{recipe}" for recipe in RECIPES
+    ]
 
 
 @pytest.mark.parametrize("name", ROOTS)

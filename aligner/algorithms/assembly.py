@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from aligner.algorithms.engine import Clusters, Engine, open_engine, with_restarts
+from aligner.algorithms.run_directory import RunDirectory, RunIdentity
 from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import (
@@ -31,6 +32,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
+from aligner.errors import NonFiniteError
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.role_front import RoleFront
 from aligner.observe.environment import describe_environment
@@ -63,7 +65,6 @@ class Assembled:
     intervals: LoopConfig
     steps: int
     layout: str  # of the roles, in words
-    algorithm: str  # a word for the report's title
     trained: tuple[str, RoleFront]  # the role that the run is about, and how its `.nemo` is called
     restores: Sequence[str]  # what a run state brings back, in words
     facts: Callable[[Restored | None, list[str]], StartupFacts]  # from what was restored, and notes
@@ -80,7 +81,8 @@ def launch_run(
     with ExitStack() as closing:
         engine = open_engine(config, log_dir(config), closing)
         console = Console(quiet=not is_rank_zero())
-        check_log_dir(config)
+        for note in prepare_log_dir(config):
+            console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
         inputs = load(engine, closing)
         started = time.monotonic()
 
@@ -99,7 +101,11 @@ def run_to_the_end(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> N
     attempt.closing.callback(loop.samples.close)
     restoration = loop.restore()
     restored = None
-    notes = [*_changes(restoration, run.layout), *run.notes]
+    notes = [
+        *_changes(restoration, run.layout),
+        *_length_notes(config, run, None if restoration is None else restoration.step),
+        *run.notes,
+    ]
     if restoration is not None:
         items = list(run.restores)
         if restoration.saved_layout is None:
@@ -159,6 +165,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
         exp.save_top_k,
         exp.monitor,
         exp.mode,
+        save_last_k=exp.save_last_k,
         rank=this_rank(),
         exchange=gather_objects,
     )
@@ -186,6 +193,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
             run.intervals.val_check_interval,
             run.intervals.save_interval,
             None if limit is None else limit - (time.monotonic() - attempt.started),
+            run.intervals.max_skipped_steps,
         ),
         store=store,
         metrics=MetricsWriter(folder, rank=this_rank(), loggers=loggers),
@@ -194,7 +202,8 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
         config=config.as_dict(),
         monitor=exp.monitor,
         layout=run.layout,
-        resume=exp.resume_if_exists or attempt.is_restart,
+        identity=RunIdentity.of(config).as_dict() if is_rank_zero() else None,
+        on_saved=RunDirectory(folder, store).mark_saved,
     )
 
 
@@ -204,15 +213,18 @@ def finish(
     """Write the report and, when the run came to its end, the trained model; say where all is."""
     name, role = run.trained
     folder = log_dir(config)
-    places = {
-        "report": folder / "report.html",
-        "samples": folder / "samples.jsonl",
-        "metrics": folder / "metrics.jsonl",
-    }
-    states = loop.store.states()
-    if states:
-        places["checkpoint"] = states[-1].path
-    if ended and config.exp_manager.save_nemo:
+    places = {"report": folder / "report.html"}
+    if ended:
+        samples = folder / "samples.jsonl"
+        if on_rank_zero(lambda: samples.exists() and samples.stat().st_size > 0):
+            places["samples"] = samples
+        places["metrics"] = folder / "metrics.jsonl"
+        states = loop.store.states()
+        if states:
+            places["checkpoint"] = states[-1].path
+    saves = ended and config.exp_manager.save_nemo
+    is_sound = not saves or role.has_finite_weights()
+    if saves and is_sound:
         if run.before_saving is not None:
             run.before_saving()
         places["trained .nemo"] = folder / f"{name}.nemo"
@@ -223,22 +235,38 @@ def finish(
     on_rank_zero(
         lambda: write_report(
             folder,
-            title=f"{run.algorithm} of {Path(config.model.restore_from_path).name}",
+            title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
             environment=describe_environment(accelerator.description()),
             artifacts={name: str(path) for name, path in places.items()},
-            status="" if ended else "Stopped by a signal; the same command continues.",
+            status=" ".join(
+                [
+                    *([] if ended else ["Stopped by a signal; the same command continues."]),
+                    *(f"{note[0].upper()}{note[1:]}." for note in _cut_short(config, run)),
+                ]
+            ),
         )
     )
     width = max(len(name) for name in places)
     for place, path in places.items():
         console.print(f"{place:>{width}}  {path}", highlight=False, soft_wrap=True)
+    if not is_sound:
+        raise NonFiniteError(
+            f"weights of the trained model are NaN or infinite, so {folder / name}.nemo was not "
+            "written; go back to an earlier run state, look at the rewards and the data, lower the "
+            "learning rate, or start from another model"
+        )
 
 
-def check_log_dir(config: BaseRunConfig) -> None:
-    """Refuse a directory that cannot be written or that another process writes, and bad names."""
+def prepare_log_dir(config: BaseRunConfig) -> list[str]:
+    """Refuse a directory that is not this run's or cannot be written, and bad names.
+
+    What is to be said of the directory is returned; see `run_directory`.
+    """
     check_names([config.exp_manager.monitor])
-    on_rank_zero(lambda: MetricsWriter(log_dir(config)).close())
+    folder = log_dir(config)
+    directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
+    return on_rank_zero(lambda: directory.prepare(RunIdentity.of(config), config))
 
 
 def log_dir(config: BaseRunConfig) -> Path:
@@ -257,6 +285,28 @@ def _changes(restored: Restoration | None, layout: str) -> list[str]:
             "states are the same, random generators (dropout) start from the seed"
         )
     return notes
+
+
+def _length_notes(config: BaseRunConfig, run: Assembled, done: int | None) -> list[str]:
+    """Where a run is shorter than one may think, and why."""
+    notes = _cut_short(config, run)
+    if done is not None and done >= run.steps:
+        notes.append(
+            f"nothing is left to do: {done} steps are made and {run.steps} are asked for; raise "
+            f"{config.section}.max_steps or max_epochs to go on"
+        )
+    return notes
+
+
+def _cut_short(config: BaseRunConfig, run: Assembled) -> list[str]:
+    loop = run.intervals
+    if loop.max_steps <= run.steps:
+        return []
+    return [
+        f"the run has {run.steps} of {config.section}.max_steps={loop.max_steps} steps, for "
+        f"{config.section}.max_epochs={loop.max_epochs} has no more; raise it to go over the data "
+        "again"
+    ]
 
 
 def dropped_note(count: int, what: str, key: str) -> list[str]:

@@ -100,14 +100,12 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         generation=generation,
         total_steps=steps,
     )
-    estimator = config.trainer.ppo.advantage.estimator
     critic = [] if value is None else ["critic"]
     run = Assembled(
         trainer,
         config.trainer.ppo,
         steps,
         layout=clusters.describe(config),
-        algorithm="PPO" if estimator == "gae" else estimator,
         trained=("policy", policy),
         restores=["policy", *critic, "optimizers", "schedules", "data position", "KL coefficient"],
         facts=lambda restored, notes: startup_facts(

@@ -53,7 +53,6 @@ def train_distill(config: DistillRunConfig) -> None:
             return distill_task(config, sets, tokenizer.pad_id, teaching)
 
         return Lesson(
-            f"Distillation ({'on-policy' if loop.on_policy else 'offline'}, {loop.kl} KL)",
             task,
             lambda attempt, updates: start_policy(config, loop, tokenizer, attempt, updates),
             "policy",

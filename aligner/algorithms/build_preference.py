@@ -56,7 +56,6 @@ def train_dpo(config: DPORunConfig) -> None:
             return preference_task(config, asking.of(sets, config), tokenizer.pad_id)
 
         return Lesson(
-            f"Preference optimisation ({loop.loss.upper()})",
             task,
             # The reference is asked before the first update.
             lambda attempt, updates: start_policy(config, loop, tokenizer, attempt, updates),

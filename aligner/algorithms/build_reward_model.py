@@ -57,7 +57,6 @@ def train_reward_model(config: RewardRunConfig) -> None:
                 role.standardize(found.mean, found.std)
 
         return Lesson(
-            "Reward model",
             task,
             start,
             "reward_model",

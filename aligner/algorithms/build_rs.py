@@ -64,7 +64,6 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         config.loop,
         steps,
         layout=clusters.describe(config),
-        algorithm="Rejection sampling",
         trained=("policy", policy),
         restores=["policy", "optimizer", "schedule", "data position"],
         facts=lambda restored, notes: startup_facts(

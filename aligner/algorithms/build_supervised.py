@@ -51,7 +51,6 @@ class Lesson:
     in the role's layout and read its sequences.
     """
 
-    algorithm: str
     task: Task[Any]
     start: Callable[[Attempt, int], RoleFront]
     saved_as: str  # how the trained `.nemo` is called
@@ -81,7 +80,6 @@ def train_sft(config: SFTRunConfig) -> None:
         longest = max(train.max_length, 0 if validation is None else validation.max_length)
         check_longest_example(config, longest)
         return Lesson(
-            "Fine-tuning",
             Task(
                 train,
                 validation,
@@ -173,13 +171,13 @@ def run_lesson(
             loop,
             steps,
             layout=attempt.clusters.describe(config),
-            algorithm=lesson.algorithm,
             trained=(lesson.saved_as, role),
             restores=["model", "optimizer", "schedule", "data position"],
             facts=lambda restored, notes: StartupFacts(
                 device=accelerator.description(),
                 processes=attempt.clusters.policy.world_size(),
                 has_gpu=accelerator.has_gpu(),
+                algorithm=config.algorithm,
                 model=config.model.restore_from_path,
                 log_dir=config.exp_manager.explicit_log_dir,
                 batches=supervised_arithmetic(

@@ -27,6 +27,7 @@ from typing import Any
 from rich.console import Console
 
 from aligner.algorithms.pipeline_report import StageResult, pair_facts, write_comparison
+from aligner.algorithms.run_directory import set_aside
 from aligner.algorithms.run_loop import config_changes
 from aligner.checkpoint.durable import write_json
 from aligner.config import BaseRunConfig
@@ -206,6 +207,8 @@ def _descendants(stage: Stage, stages: list[Stage]) -> list[Stage]:
 
 def run_stage(stage: Stage) -> None:
     """Run it to its end; `WorkerError` where it does not come there."""
+    if stage.record.get("finished"):  # and is to be made again: its run state is gone
+        set_aside(stage.folder)
     before = stage.record.get("seconds", 0.0)
     stage.write_record(made_of=stage.made_of(), seconds=before, finished=False)
     started = time.monotonic()

@@ -22,7 +22,7 @@ from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import prefixed, samples_of, score
 from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
 from aligner.algorithms.validation import validate_on_prompts
 from aligner.config import RunConfig, TrainerPPOConfig
 from aligner.data.prompts import PromptDataset
@@ -127,7 +127,8 @@ class PPOTrainer:
             "progress/consumed_samples": self.consumed_samples,
         }
         shown = self.config.exp_manager.samples_per_step
-        return Outcome(metrics, samples_of(batch, step, "train", shown))
+        idle = idle_roles(policy=policy_passes, critic=critic_passes)
+        return Outcome(metrics, samples_of(batch, step, "train", shown), idle)
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
         """Sample one response to each validation prompt and score it."""

@@ -16,7 +16,7 @@ from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
 from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import prefixed, samples_of, score
 from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
 from aligner.algorithms.validation import validate_on_prompts
 from aligner.config import RSRunConfig
 from aligner.data.prompts import PromptDataset
@@ -85,7 +85,8 @@ class RSTrainer:
             "progress/consumed_samples": self.consumed_samples,
         }
         shown = self.config.exp_manager.samples_per_step
-        return Outcome(metrics, samples_of(batch, step, "train", shown))
+        samples = samples_of(batch, step, "train", shown)
+        return Outcome(metrics, samples, idle_roles(policy=[result]))
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
         """Sample one response to each validation prompt and score it."""

@@ -11,23 +11,20 @@ of later steps are removed when the run resumes: what a killed run wrote after i
 computed again, to the bit.
 """
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from rich.console import Console
 
+from aligner.algorithms.stopping import stop_signal
 from aligner.checkpoint.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
-from aligner.errors import ConfigError
+from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
 from aligner.observe.metrics import MetricsWriter
 from aligner.observe.nonfinite import training_step
 from aligner.observe.progress import Progress
@@ -37,10 +34,14 @@ from aligner.observe.timers import PhaseTimers
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step or a validation tells: metrics under their full names, samples to show."""
+    """What a step or a validation tells: metrics under their full names, samples to show.
+
+    ``idle_roles``: those whose every update of the step was skipped, for it was not finite.
+    """
 
     metrics: dict[str, float]
     samples: list[Sample] = field(default_factory=list)
+    idle_roles: tuple[str, ...] = ()
 
 
 class Learner(Protocol):
@@ -80,6 +81,7 @@ class Schedule:
     val_check_interval: int
     save_interval: int
     max_seconds: float | None = None
+    max_skipped_steps: int = 5  # in a row without an update; then the run ends with an error
 
     def validates(self, step: int) -> bool:
         """Whether ``step`` is followed by a validation."""
@@ -115,17 +117,21 @@ class RunLoop:
         config: Mapping[str, Any],
         monitor: str,
         layout: str = "1 process",
-        resume: bool = True,
+        identity: Mapping[str, Any] | None = None,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
         """What a run is made of.
 
-        ``config``: the run's, kept in the run state. ``monitor``: metric that ranks states.
-        ``layout``: number of processes and sizes of all parallel axes, in words.
+        ``config``, ``identity``: the run's, kept in the run state. ``monitor``: metric that ranks
+        states. ``layout``: number of processes and sizes of all parallel axes, in words.
+        ``on_saved``: called on rank 0 after every run state.
         """
         self.learner, self.schedule, self.store = learner, schedule, store
         self.metrics, self.samples, self.console = metrics, samples, console
-        self.config, self.monitor, self.layout, self._resume = config, monitor, layout, resume
+        self.config, self.monitor, self.layout = config, monitor, layout
+        self.identity, self._on_saved = identity or {}, on_saved
         self._started = time.monotonic()
+        self._idle_steps = 0  # in a row, up to now
 
     def run(self, done: int | None) -> bool:
         """Run on from step ``done`` (None: a new run, which begins with a validation).
@@ -134,8 +140,9 @@ class RunLoop:
         stopped it before.
         """
         total = self.schedule.total_steps
+        patience = min(self.schedule.max_skipped_steps, total - (done or 0))
         with (
-            _stop_signal() as stopped,
+            stop_signal(is_rank_zero()) as stopped,
             Progress(
                 total, done_steps=done or 0, console=self.console, enabled=is_rank_zero()
             ) as progress,
@@ -149,49 +156,71 @@ class RunLoop:
                     break
                 with training_step(step):
                     outcome = self.learner.step(step, timers)
-                interrupted = any_rank(stopped.is_set())
+                interrupted = any_rank(stopped.name is not None)
                 out_of_time = from_rank_zero(self._out_of_time())
                 is_last = step == total or self.learner.is_out_of_data
                 # Not after a signal: the resumed run must write what an uninterrupted one does.
                 if is_last or self.schedule.validates(step) or (out_of_time and not interrupted):
                     outcome = _joined(outcome, self.learner.validate(step, timers))
                 written = self._record(step, outcome, timers, progress)
+                self._check_learning(step, outcome.idle_roles, patience)
                 if is_last or self.schedule.saves(step) or interrupted or out_of_time:
                     self._save(step, written)
                 if (interrupted or out_of_time) and not is_last:
-                    self._say_stopped(step, "a signal" if interrupted else "trainer.max_time")
+                    reason = stopped.name or "a signal" if interrupted else "trainer.max_time"
+                    self._say_stopped(step, reason)
                     return not interrupted
         return True
 
     def restore(self) -> Restoration | None:
-        """Continue from the newest run state, if there is one.
+        """Continue from the newest run state that can be read, if there are any.
 
-        What was written after that state is removed; without one, everything is. Random states
-        belong to a process: workers restore their own (`worker_state`), this one rank 0's.
+        What was written after that state is removed; without one, everything is: whether that may
+        be is decided before (`run_directory`). Random states belong to a process: workers restore
+        their own (`worker_state`), this one rank 0's.
+
+        Raises:
+            CheckpointError: there are run states, and none can be read. Nothing is removed.
         """
-        path = self.store.latest()
-        if path is not None and not self._resume:
-            raise ConfigError(
-                f"exp_manager.resume_if_exists=false, but {path.parent} holds a run (newest: "
-                f"{path.name}); set it to true, or give another exp_manager.explicit_log_dir"
-            )
+        self.store.recover()
+        states, damaged = self.store.survey()
         restored = None
-        if path is not None:
-            saved = self.store.load(path)
-            self.learner.load(saved.state["learner"], path)
-            saved_layout = saved.state["layout"]
-            if saved_layout == self.layout and is_rank_zero():
-                restore_rng(saved.state["rng"], accelerator.set_rng_state)
-            restored = Restoration(
-                saved.step,
-                path,
-                config_changes(saved.state["config"], self.config),
-                None if saved_layout == self.layout else saved_layout,
+        for reason in damaged:
+            self._say(f"passed over: {reason}", "bold red")
+        for saved in reversed(states):
+            try:
+                restored = self._continue_from(saved.path)
+                break
+            except DamagedStateError as error:
+                damaged.append(str(error))
+                self._say(
+                    f"{error}. The run goes on from an earlier state, if one is left", "bold red"
+                )
+        if restored is None and damaged:
+            raise CheckpointError(
+                f"no run state in {self.store.root} can be read: {'; '.join(damaged)}; bring back "
+                "a copy of one, set exp_manager.explicit_log_dir to another directory, or begin "
+                "anew there with exp_manager.start_anew=true, which keeps what is there"
             )
         last = -1 if restored is None else restored.step
         on_rank_zero(lambda: self.metrics.truncate_after(last))
         on_rank_zero(lambda: self.samples.truncate_after(last))
         return restored
+
+    def _continue_from(self, path: Path) -> Restoration:
+        saved = self.store.load(path)
+        try:
+            learner, layout = saved.state["learner"], saved.state["layout"]
+            self.learner.load(learner, path)
+            if layout == self.layout and is_rank_zero():
+                restore_rng(saved.state["rng"], accelerator.set_rng_state)
+            changes = config_changes(saved.state["config"], self.config)
+        except KeyError as error:
+            raise CheckpointError(
+                f"the run state {path} has no {error}: another algorithm or version wrote it; set "
+                "exp_manager.explicit_log_dir to another directory"
+            ) from error
+        return Restoration(saved.step, path, changes, None if layout == self.layout else layout)
 
     def _record(
         self, step: int, outcome: Outcome, timers: PhaseTimers, progress: Progress
@@ -205,57 +234,60 @@ class RunLoop:
             print_samples(outcome.samples, self.console)  # samples.jsonl has those of every step
         return metrics
 
+    def _check_learning(self, step: int, idle: tuple[str, ...], patience: int) -> None:
+        """Warn of a step that made no update, and end the run after ``patience`` in a row."""
+        self._idle_steps = self._idle_steps + 1 if idle else 0
+        if not idle:
+            return
+        steps = (
+            f"step {step}"
+            if self._idle_steps == 1
+            else f"steps {step - self._idle_steps + 1} to {step}"
+        )
+        told = (
+            f"{steps}: no update of the {' and the '.join(idle)} was made, for every loss or "
+            "gradient was NaN or infinite"
+        )
+        if self._idle_steps >= patience:
+            raise NonFiniteError(
+                f"{told}; the run learns nothing and ends. The samples are in "
+                f"{self.store.root.parent / 'nonfinite'}: look at the rewards and the weights, "
+                "lower the learning rate, or raise max_skipped_steps="
+                f"{self.schedule.max_skipped_steps}"
+            )
+        self._say(told, "bold red")
+
     def _save(self, step: int, metrics: Mapping[str, float]) -> None:
         self.store.save(
             step,
             {
                 "learner": self.learner.state_dict(),
                 "config": dict(self.config),
+                "identity": dict(self.identity),
                 "layout": self.layout,
                 "rng": capture_rng(accelerator.rng_state),
             },
             metric=metrics.get(self.monitor),
             write=self.learner.save_roles,
         )
+        on_rank_zero(self._on_saved)
 
     def _out_of_time(self) -> bool:
         limit = self.schedule.max_seconds
         return limit is not None and time.monotonic() - self._started >= limit
 
     def _say_out_of_data(self, step: int) -> None:
-        if is_rank_zero():
-            self.console.print(
-                f"max_epochs is reached after step {step} of at most {self.schedule.total_steps}",
-                highlight=False,
-            )
+        self._say(f"max_epochs is reached after step {step} of at most {self.schedule.total_steps}")
 
     def _say_stopped(self, step: int, reason: str) -> None:
+        self._say(
+            f"stopped by {reason} after step {step} of {self.schedule.total_steps}; the run state "
+            f"{self.store.path(step)} is saved and the same command continues"
+        )
+
+    def _say(self, text: str, style: str | None = None) -> None:
         if is_rank_zero():
-            self.console.print(
-                f"stopped by {reason} after step {step} of {self.schedule.total_steps}; the run "
-                "state is saved and the same command continues",
-                highlight=False,
-            )
-
-
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets; a second SIGTERM ends the process as it would without us."""
-    stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped  # only the main thread may handle signals
-        return
-    previous = signal.getsignal(signal.SIGTERM)
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-        signal.signal(signal.SIGTERM, previous)
-
-    signal.signal(signal.SIGTERM, handle)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+            self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def _due(step: int, interval: int) -> bool:
@@ -263,7 +295,11 @@ def _due(step: int, interval: int) -> bool:
 
 
 def _joined(first: Outcome, second: Outcome) -> Outcome:
-    return Outcome({**first.metrics, **second.metrics}, [*first.samples, *second.samples])
+    return Outcome(
+        {**first.metrics, **second.metrics},
+        [*first.samples, *second.samples],
+        (*first.idle_roles, *second.idle_roles),
+    )
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -100,6 +100,7 @@ def startup_facts(
         device=accelerator.description(),
         processes=processes,
         has_gpu=accelerator.has_gpu(),
+        algorithm=config.algorithm,
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
         batches=batch_arithmetic(plan),

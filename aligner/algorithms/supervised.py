@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.algorithms.rollout import prefixed
 from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.role_front import RoleFront
@@ -89,7 +89,8 @@ class SupervisedTrainer:
                 "train_data/learned_tokens": int(batch["token_mask"].sum()),
                 "progress/epoch": self.sampler.epoch,
                 "progress/consumed_samples": self.consumed_samples,
-            }
+            },
+            idle_roles=idle_roles(model=[result]),
         )
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:

@@ -28,6 +28,18 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The roles that were to be updated and whose every update was skipped as not finite.
+
+    ``passes``: for each role the results of a step.
+    """
+    skipped = {
+        role: [one for result in results for one in result["all_mb_metrics"].get("skipped", [])]
+        for role, results in passes.items()
+    }
+    return tuple(role for role, each in skipped.items() if each and all(each))
+
+
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
     """Optimizer updates that ``results`` stand for, skipped ones included."""
     return sum(len(result["all_mb_metrics"].get("loss", [])) for result in results)

@@ -3,9 +3,11 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,14 @@ def require_free_space(folder: Path, needed: int) -> None:
 class _File:
     """An unbuffered file that completes short writes and remembers why a write failed.
 
-    Serialisers written in C++ report a failed write without its reason.
+    Serialisers written in C++ report a failed write without its reason. ``checksum`` is the CRC-32
+    of all bytes where they were written one after the other, else None.
     """
 
     def __init__(self, path: Path) -> None:
         self._raw = io.FileIO(path, "wb")
         self.error: OSError | None = None
+        self.checksum: int | None = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -75,6 +79,8 @@ class _File:
         except OSError as error:
             self.error = error
             raise
+        if self.checksum is not None:
+            self.checksum = zlib.crc32(view, self.checksum)
         return done
 
     def flush(self) -> None:
@@ -84,6 +90,7 @@ class _File:
         return self._raw.tell()
 
     def seek(self, offset: int) -> int:
+        self.checksum = None
         return self._raw.seek(offset)
 
     def close(self) -> None:
@@ -142,6 +149,13 @@ def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, durably. Floats keep every bit (shortest repr)."""
     with durable_file(path) as file:
         file.write((json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def unused_path(path: Path) -> Path:
+    """``path``, or the first of ``stem_2.suffix``, ``stem_3.suffix``, … that does not exist."""
+    names = (path.stem if n == 1 else f"{path.stem}_{n}" for n in itertools.count(1))
+    paths = (path.with_name(f"{name}{path.suffix}") for name in names)
+    return next(candidate for candidate in paths if not candidate.exists())
 
 
 def sync_path(path: Path) -> None:

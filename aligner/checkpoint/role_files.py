@@ -10,7 +10,12 @@ from pathlib import Path
 
 from aligner.checkpoint.durable import atomic_file, sync_path, sync_tree
 from aligner.checkpoint.state_files import discard
-from aligner.checkpoint.worker_state import StatefulWorker, read_worker_states, save_worker_state
+from aligner.checkpoint.worker_state import (
+    StatefulWorker,
+    check_worker_states,
+    read_worker_states,
+    save_worker_state,
+)
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.agreement import gather_objects, on_rank_zero
 from aligner.errors import CheckpointNotFoundError, StorageError
@@ -47,6 +52,7 @@ def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
             f"optimizer_path={folder} does not exist; give a directory that save_checkpoint wrote, "
             "or none to begin with fresh optimizer state"
         )
+    check_worker_states(worker.parallel, Path(folder))
     worker.load_state_dict([share["state"] for share in read_worker_states(Path(folder))])
 
 

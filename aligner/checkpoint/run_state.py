@@ -2,28 +2,31 @@
 
 ::
 
-    <root>/step_000012/manifest.json   step, metric, number of ranks, size of every file
+    <root>/step_000012/manifest.json   step, metric, size and checksum of every file
                        state.json      entries without tensors: counters, scheduler, config, …
                        rng.pt          one file per entry with tensors, written by rank 0
-                       policy/         what the workers of a role write (`worker_state`)
+                       policy/         what the workers of a role write (`worker_state`), whose
+                                       checksums stand in a file there
 
 A state is written into ``.tmp-step_000012``, every file and directory is flushed to the disk, and
 only then it gets its name. A process that dies at any moment leaves the earlier states as they
-were; `RunStateStore.latest` removes what it left behind. Nothing is read from a file name but the
-step, and nothing is unpickled.
+were; `RunStateStore.latest` removes what it left behind. A state whose files are not what was
+written is not used. Nothing is read from a file name but the step, and nothing is unpickled.
 """
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from aligner.checkpoint.checksums import CHECKSUMS, damage, file_checksum, read_checksums
 from aligner.checkpoint.durable import (
     require_free_space,
     storage_error,
@@ -46,7 +49,15 @@ from aligner.checkpoint.state_tree import (
     read_tree,
     write_tree,
 )
-from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedStateError,
+    StorageError,
+)
+
+logger = logging.getLogger(__name__)
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
@@ -71,6 +82,8 @@ class RunStateStore:
             Without ``monitor`` the newest are the best.
         monitor: name of the metric given to `save`; None: none is given.
         mode: whether more (``max``) or less of the metric is better.
+        save_last_k: keep the newest so many: where the newest turns out to be damaged, a run goes
+            on from the one before.
         rank, exchange: who writes what; the defaults are one process.
 
     `save`, `writing` and `latest` are collective: every rank calls them, and an error on one rank
@@ -84,6 +97,7 @@ class RunStateStore:
         monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
         *,
+        save_last_k: int = 1,
         rank: int = 0,
         exchange: Exchange = lambda mine: [mine],
     ) -> None:
@@ -91,8 +105,11 @@ class RunStateStore:
             raise ConfigError(f"mode is {mode!r}; it must be 'max' or 'min'")
         if save_top_k < 0:
             raise ConfigError(f"save_top_k is {save_top_k}; it must be 0 or more")
+        if save_last_k < 1:
+            raise ConfigError(f"save_last_k is {save_last_k}; it must be 1 or more")
         self.root = Path(root)
         self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
+        self.save_last_k = save_last_k
         self.rank, self._exchange = rank, exchange
 
     # Writing
@@ -179,6 +196,7 @@ class RunStateStore:
             "monitor": self.monitor,
             "metric": metric if metric is not None and isfinite(metric) else None,
             "files": files,
+            "checksums": _small_checksums(temporary, files),
         }
         write_json(temporary / "manifest.json", manifest)
         sync_tree(temporary)
@@ -191,14 +209,14 @@ class RunStateStore:
         self._thin_out()
 
     def _thin_out(self) -> None:
-        """Remove all states but the newest and the best ``save_top_k``."""
+        """Remove all states but the newest ``save_last_k`` and the best ``save_top_k``."""
         states = self.states()
         ranked = sorted(
             (state for state in states if self._score(state) is not None),
             key=lambda state: (self._score(state), state.step),
             reverse=True,
         )
-        kept = {state.path for state in [*ranked[: self.save_top_k], *states[-1:]]}
+        kept = {state.path for state in [*ranked[: self.save_top_k], *states[-self.save_last_k :]]}
         for state in states:
             if state.path not in kept:
                 discard(state.path)
@@ -213,40 +231,62 @@ class RunStateStore:
 
     # Reading
 
+    def survey(self) -> tuple[list[SavedState], list[str]]:
+        """The complete states, oldest step first, and what is wrong with each of the others.
+
+        Sizes of files are looked at, their checksums where they are loaded. Changes nothing.
+        """
+        states, damaged = [], []
+        folders = sorted(filter(is_step, self.root.iterdir())) if self.root.is_dir() else []
+        for folder in folders:
+            try:
+                states.append(read_manifest(folder))
+            except DamagedStateError as error:
+                damaged.append(str(error))
+        return sorted(states, key=lambda state: state.step), damaged
+
     def states(self) -> list[SavedState]:
         """The complete states, oldest step first. Changes nothing."""
-        if not self.root.is_dir():
-            return []
-        found = [read_manifest(path) for path in self.root.iterdir() if is_step(path)]
-        return sorted((s for s in found if s is not None), key=lambda state: state.step)
+        return self.survey()[0]
 
-    def latest(self) -> Path | None:
-        """The newest complete state, after removing what an interrupted save left behind."""
+    def recover(self) -> None:
+        """Remove what an interrupted save left behind."""
         with self._together():
             if self.rank == 0 and self.root.is_dir():
                 recover(self.root)
-        states = self.states()
+
+    def latest(self) -> Path | None:
+        """The newest complete state, after removing what an interrupted save left behind."""
+        self.recover()
+        states, damaged = self.survey()
+        for reason in damaged:
+            logger.warning("passed over: %s", reason)
         return states[-1].path if states else None
 
     def load(self, path: Path) -> LoadedState:
-        """Read what rank 0 wrote; equal on every rank."""
-        saved = self._complete(path)
-        plain = path / "state.json"
-        state = json.loads(plain.read_text()) if plain.exists() else {}
-        for file in path.glob("*.pt"):
-            state[file.stem] = read_tree(file)
-        return LoadedState(**vars(saved), state=state)
+        """Read what rank 0 wrote; equal on every rank.
 
-    def _complete(self, path: Path) -> SavedState:
+        Raises:
+            DamagedStateError: a file is not what was written; on every rank where it is on one.
+        """
+        with self._together():
+            return self._read(path)
+
+    def _read(self, path: Path) -> LoadedState:
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no run state at {path}")
         saved = read_manifest(path)
-        if saved is None:
-            raise CheckpointError(
-                f"{path} is not a complete run state: manifest.json or a file it lists is missing "
-                "or damaged; remove the directory to resume from an earlier one"
-            )
-        return saved
+        reason = damage(path, saved.checksums)
+        if reason is not None:
+            raise DamagedStateError(reason)
+        plain = path / "state.json"
+        try:
+            state = json.loads(plain.read_bytes()) if plain.exists() else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedStateError(f"{plain} cannot be read: {error}") from error
+        for file in path.glob("*.pt"):
+            state[file.stem] = read_tree(file)
+        return LoadedState(**vars(saved), state=state)
 
     # Several ranks
 
@@ -258,12 +298,21 @@ class RunStateStore:
             yield
         except Exception as caught:
             error = caught
-        reports = self._exchange(None if error is None else str(error))
+        is_damage = isinstance(error, DamagedStateError)
+        reports = self._exchange(None if error is None else (str(error), is_damage))
         if error is not None:
             raise error
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None]
+        failed = [f"rank {rank}: {said[0]}" for rank, said in enumerate(reports) if said]
         if failed:
-            raise StorageError("; ".join(failed))
+            kind = DamagedStateError if all(said[1] for said in reports if said) else StorageError
+            raise kind("; ".join(failed))
+
+
+def _small_checksums(folder: Path, files: Iterable[str]) -> dict[str, str]:
+    """Of all ``files`` but those whose checksums a role's workers wrote while they wrote them."""
+    roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
+    known = {str(role / name) for role in roles for name in read_checksums(folder / role)}
+    return {name: file_checksum(folder / name) for name in files if name not in known}
 
 
 @contextlib.contextmanager

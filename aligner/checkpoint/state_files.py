@@ -1,17 +1,16 @@
 """The directories of a run state on the disk: reading their manifests, removing, recovering."""
 
 import json
-import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from aligner.checkpoint.durable import sync_path
-from aligner.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
+from aligner.errors import CheckpointError, DamagedStateError
 
 FORMAT = 3
 _STEP_NAME = re.compile(r"step_(\d{6,})")
@@ -25,6 +24,7 @@ class SavedState:
     step: int
     monitor: str | None
     metric: float | None  # value of ``monitor`` at that step; None: not measured
+    checksums: Mapping[str, str]  # of files by name; empty in states of earlier versions
 
 
 def is_step(path: Path) -> bool:
@@ -32,14 +32,16 @@ def is_step(path: Path) -> bool:
     return _STEP_NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
-def read_manifest(path: Path) -> SavedState | None:
-    """What the manifest says; None, with a warning, where the directory does not bear it out.
+def read_manifest(path: Path) -> SavedState:
+    """What the manifest says.
 
-    A complete state of another version of this format is refused, never passed over: the run in
-    its directory would begin anew.
+    Raises:
+        DamagedStateError: the directory does not bear it out.
+        CheckpointError: a complete state of another version of this format, which is refused, never
+            passed over.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads((path / "manifest.json").read_bytes())
         if isinstance(manifest["format"], int) and manifest["format"] != FORMAT:
             raise CheckpointError(
                 f"the run state {path} has format {manifest['format']} and this version reads "
@@ -49,13 +51,27 @@ def read_manifest(path: Path) -> SavedState | None:
         for name, size in manifest["files"].items():
             if (path / name).stat().st_size != size:
                 raise ValueError(f"{name} does not have {size} bytes")
-        fields = ("step", "monitor", "metric")
-        return SavedState(path, **{name: manifest[name] for name in fields})
+        checksums = {str(n): str(c) for n, c in manifest.get("checksums", {}).items()}
+        return SavedState(
+            path, _step_of(path, manifest), manifest["monitor"], manifest["metric"], checksums
+        )
     except CheckpointError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("ignoring the incomplete run state %s: %s", path, error)
-        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise DamagedStateError(
+            f"the run state {path} is damaged or incomplete: {reason}"
+        ) from error
+
+
+def _step_of(path: Path, manifest: Mapping[str, Any]) -> int:
+    step, metric = manifest["step"], manifest["metric"]
+    named = _STEP_NAME.fullmatch(path.name)
+    if named is None or type(step) is not int or step != int(named[1]):
+        raise ValueError(f"manifest.json is of step {step!r}")
+    if metric is not None and not isinstance(metric, (int, float)):
+        raise ValueError(f"manifest.json has the metric {metric!r}")
+    return step
 
 
 def discard(path: Path) -> None:

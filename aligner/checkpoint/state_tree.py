@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aligner.checkpoint.durable import durable_file
-from aligner.errors import CheckpointError
+from aligner.errors import CheckpointError, DamagedStateError
 
 _TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
 _FILE_OVERHEAD = 64 * 1024  # the archive's own directory; with a generous share per tensor below
@@ -123,14 +123,16 @@ def estimate_bytes(tree: Any) -> int:
     return sum(storages.values()) + _TENSOR_OVERHEAD * len(storages) + _FILE_OVERHEAD
 
 
-def write_tree(path: Path, tree: Any) -> None:
-    """Write a normalised tree durably, straight from the tensors' memory."""
-    # The checksum costs as much time as the disk; sizes are in the manifest.
+def write_tree(path: Path, tree: Any) -> int:
+    """Write a normalised tree durably, straight from the tensors' memory; its file's CRC-32."""
+    # The archive's own checksums cost as much time as the disk, and reading would not look at them.
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         with durable_file(path, estimate_bytes(tree)) as file:
             torch.save(tree, file)
+        assert file.checksum is not None, "torch.save writes from the beginning to the end"
+        return file.checksum
     finally:
         torch.serialization.set_crc32_options(checksums)
 
@@ -140,4 +142,4 @@ def read_tree(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read as tensors: {error}") from error
+        raise DamagedStateError(f"{path} cannot be read as tensors: {error}") from error

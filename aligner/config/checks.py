@@ -201,6 +201,10 @@ def _check_data(config: SamplingRunConfig | SupervisedRunConfig) -> None:
             "directory"
         )
     path = config.exp_manager.explicit_log_dir
+    if not path:
+        raise ConfigError(
+            "exp_manager.explicit_log_dir: empty; give the directory that the run writes to"
+        )
     if os.path.exists(path) and not os.path.isdir(path):
         raise ConfigError(f"exp_manager.explicit_log_dir={path}: is a file; give a directory")
 
@@ -221,5 +225,5 @@ def _check_max_time(config: BaseRunConfig) -> None:
     except ValueError as error:
         raise ConfigError(
             f"trainer.max_time={config.trainer.max_time}: expected DD:HH:MM:SS, "
-            "for example 00:04:00:00 for four hours"
+            "minutes and seconds below 60, for example 00:04:00:00 for four hours"
         ) from error

@@ -43,7 +43,8 @@ def launch(
 
     ``root`` is what the configuration describes.
 
-    An ``AlignerError`` ends the process with status 2 and its message instead of a traceback;
+    An ``AlignerError`` ends the process with status 2 and its message instead of a traceback,
+    Ctrl-C with status 130 (the first one lets a run that makes steps save and end, with status 0);
     set ``HYDRA_FULL_ERROR=1`` to see the traceback.
     """
 
@@ -236,3 +237,8 @@ def _report_errors(action: Callable[[], None]) -> None:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print("ended by Ctrl-C; the same command goes on from the last run state", file=sys.stderr)
+        sys.exit(130)

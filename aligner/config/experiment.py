@@ -21,7 +21,13 @@ class ExpManagerConfig:
     """Directory, checkpoints and loggers."""
 
     explicit_log_dir: str = "results/aligner"  # everything of the run is below it
-    resume_if_exists: bool = True  # continue from the newest run state there
+    resume_if_exists: bool = True  # continue the run there; false: refuse a directory with one
+    # Begin a new run there: what the earlier one left moves into earlier_001/ and so on. Such a
+    # command begins anew whenever it is started: leave it out to continue.
+    start_anew: bool = False
+    # What may be another than the saved run's when it is continued; else another is refused.
+    accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
+    save_last_k: Count = 2  # newest run states kept: if the last is damaged, the one before is used
     save_top_k: Natural = 1  # best run states kept besides the newest
     monitor: str = "val_rollouts/accuracy"  # metric that says which is best
     mode: Literal["max", "min"] = "max"  # whether more of it is better

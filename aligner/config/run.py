@@ -1,8 +1,9 @@
 """The roots of the configuration."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig
@@ -54,6 +55,16 @@ class BaseRunConfig:
     def reward_world_size(self) -> int:
         """Workers of a reward model that have room of their own; 0: there are none."""
         return 0
+
+    @property
+    def algorithm(self) -> str:
+        """What is done to the model, in a few words."""
+        return algorithm_of(self.as_dict()).name
+
+    @property
+    def section(self) -> str:
+        """Key of the algorithm's section: ``trainer.ppo``, ``trainer.sft``, …"""
+        return f"trainer.{algorithm_of(self.as_dict()).section}"
 
     def as_dict(self) -> dict[str, Any]:
         """The whole tree as JSON has it: mappings, lists and plain values."""
@@ -174,3 +185,48 @@ class RewardRunConfig(SupervisedRunConfig):
     def rows_per_example(self) -> int:
         """Adjacent rows of a batch that belong together."""
         return 1 if self.trainer.reward_model.loss == "regression" else 2
+
+
+class Algorithm(NamedTuple):
+    """An algorithm by its name, and what its run state is made of."""
+
+    name: str
+    section: str  # of ``trainer``
+    has_critic: bool
+
+
+_ESTIMATORS = {
+    "gae": "PPO",
+    "reinforce": "REINFORCE",
+    "rloo": "RLOO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline",
+}
+
+
+def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
+    """The algorithm of a run whose configuration is ``config`` (`BaseRunConfig.as_dict`).
+
+    Also of a saved run's, which may be of an earlier version.
+    """
+    sections = ("ppo", "rs", "sft", "dpo", "reward_model", "distill")
+    trainer = config["trainer"]
+    section = next(name for name in sections if name in trainer)
+    loop = trainer[section]
+    names = {
+        "rs": "Rejection sampling",
+        "sft": "Fine-tuning",
+        "dpo": f"Preference optimisation ({loop.get('loss', 'dpo').upper()})",
+        "reward_model": f"Reward model ({loop.get('loss', '').replace('_', ' ')})",
+    }
+    if section == "ppo":
+        estimator = loop.get("advantage", {}).get("estimator", "gae")
+        name = _ESTIMATORS.get(estimator, estimator)
+    elif section == "distill":
+        where = "on-policy" if loop.get("on_policy") else "offline"
+        name = f"Distillation ({where}, {loop.get('kl')} KL)"
+    else:
+        name = names[section]
+    return Algorithm(name, section, config.get("critic") is not None)

@@ -74,6 +74,7 @@ class LoopConfig:
     gradient_clip_val: NonNegative = 1.0  # largest gradient norm of a step; 0: off
     # A loss or gradient that is NaN or infinite: skip that optimizer step, or stop the run.
     non_finite: Literal["skip", "stop"] = "skip"
+    max_skipped_steps: Count = 5  # steps in a row without a single update that end the run
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class RSTrainerConfig(ProcessConfig):
 
 def parse_duration(text: str) -> float:
     """Seconds of ``DD:HH:MM:SS``; ``ValueError`` where it is not that."""
-    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", text)
+    match = re.fullmatch(r"(\d+):(\d\d):([0-5]\d):([0-5]\d)", text)
     if match is None:
         raise ValueError(f"{text!r} is not DD:HH:MM:SS")
     days, hours, minutes, seconds = (int(part) for part in match.groups())

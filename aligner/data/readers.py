@@ -35,8 +35,8 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
         for part in source:
             yield from read_rows(part, arguments)
         return
-    path = Path(source).expanduser()
-    if not path.exists() and _names_a_function(str(source)):
+    files = source_files(source)
+    if files is None:
         yield from _from_function(str(source), arguments or {})
         return
     if arguments:
@@ -44,8 +44,20 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
             f"data: arguments {sorted(arguments)} are for generator functions, but {source} "
             "is a file"
         )
-    for file in _files_of(path):
+    for file in files:
         yield from (_from_jsonl if file.suffix == ".jsonl" else _from_parquet)(file)
+
+
+def source_files(source: str | Path) -> list[Path] | None:
+    """The files of one source; None for a generator function.
+
+    Raises:
+        DataError: there are none, or of another kind.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and _names_a_function(str(source)):
+        return None
+    return _files_of(path)
 
 
 def _names_a_function(source: str) -> bool:

@@ -135,6 +135,10 @@ class RoleFront:
         paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
         run_on_all(self.worker_group, "save_checkpoint", **paths)
 
+    def has_finite_weights(self) -> bool:
+        """Whether no weight of the role is NaN or infinite."""
+        return all(run_on_all(self.worker_group, "has_finite_weights"))
+
     def num_parameters(self) -> int:
         """Parameters of the whole role."""
         return run_on_all(self.worker_group, "num_parameters")[0]

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf import save_hf
@@ -24,7 +25,7 @@ from aligner.checkpoint.worker_state import load_worker_state, save_worker_state
 from aligner.config import ParallelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import on_rank_zero
+from aligner.distributed.agreement import gather_objects, on_rank_zero
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState, initialize_parallel
@@ -284,6 +285,13 @@ class RoleWorker(Generic[Served]):
             self.model.optimizer.offload()
         else:
             self.model.optimizer.restore()
+
+    def has_finite_weights(self) -> bool:
+        """Whether no weight is NaN or infinite, on any worker of the role; collective."""
+        shares = (
+            p.to_local() if isinstance(p, DTensor) else p for p in self.model.model.parameters()
+        )
+        return all(gather_objects(all(bool(share.isfinite().all()) for share in shares)))
 
     def num_parameters(self) -> int:
         """Parameters of the whole role, over all its processes."""

@@ -1,31 +1,43 @@
 """An append-only file of JSON lines that survives being killed and can go back to a step."""
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from aligner.checkpoint.durable import storage_error
+from aligner.checkpoint.durable import atomic_file, storage_error, unused_path
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
     """Lines that each hold an object with an integer ``step``, in ascending order of steps.
 
     Every `append` is on the disk when it returns. A line that was being written when the process
-    died ends without a newline; it is ignored by readers and removed by `truncate_after`.
+    died ends without a newline; it is ignored by readers and removed by `truncate_after`. Any other
+    line that cannot be read costs itself alone: readers pass over it, and the file as it was is
+    kept beside the one that goes on without it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._open()
+        lines = _lines(path)
+        steps = [line.step for line in lines if line.step is not None]
+        self._end = lines[-1].end if lines else 0
+        self.last_step = steps[-1] if steps else None
+
+    def _open(self) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             # No O_APPEND: a failed write is taken back by truncating, and the next one goes there.
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise storage_error(path, error) from error
-        self._end, self.last_step = _end_of_steps(path, math.inf)
+            raise storage_error(self.path, error) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write records; all of them or, if the disk refuses, none (``StorageError``)."""
@@ -53,10 +65,37 @@ class JsonLines:
 
     def truncate_after(self, step: int) -> int | None:
         """Remove every line of a later step and a torn last line; return the last step left."""
-        self._end, self.last_step = _end_of_steps(self.path, step)
-        os.ftruncate(self._file, self._end)
-        os.fsync(self._file)
+        lines = _lines(self.path)
+        kept = [line for line in lines if line.step is not None and line.step <= step]
+        if kept == lines[: len(kept)]:
+            self._end = kept[-1].end if kept else 0
+            os.ftruncate(self._file, self._end)
+            os.fsync(self._file)
+        else:
+            self._rewrite(kept)
+        self.last_step = kept[-1].step if kept else None
         return self.last_step
+
+    def _rewrite(self, kept: Sequence["_Line"]) -> None:
+        """Go on with ``kept``, which are not the beginning of the file, and keep the file aside."""
+        aside = unused_path(self.path.with_name(f"{self.path.stem}.damaged{self.path.suffix}"))
+        logger.warning(
+            "%s holds lines that cannot be read or stand out of order; the others are kept, and "
+            "the file as it was is %s",
+            self.path,
+            aside,
+        )
+        content = self.path.read_bytes()
+        try:
+            shutil.copy2(self.path, aside)
+            with atomic_file(self.path) as file:
+                for line in kept:
+                    file.write(content[line.start : line.end])
+        except OSError as error:
+            raise storage_error(aside, error) from error
+        os.close(self._file)
+        self._open()
+        self._end = sum(line.end - line.start for line in kept)
 
     def close(self) -> None:
         """Release the file."""
@@ -80,31 +119,41 @@ def _standard(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file as they stand, a torn last line left out; none where it is missing."""
+    """The records of a file as they stand; none where it is missing.
+
+    A torn last line and lines that cannot be read are left out.
+    """
     if path.exists():
-        yield from (record for record, _ in _complete_lines(path))
+        yield from (record for record, _ in _records(path) if record is not None)
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each readable record with the file offset after it; stops at the first that is not."""
-    offset = 0
+class _Line(NamedTuple):
+    """Where a line that ends with a newline stands, and its step; None: it cannot be read."""
+
+    start: int
+    end: int
+    step: int | None
+
+
+def _lines(path: Path) -> list[_Line]:
+    return [line for _, line in _records(path)]
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any] | None, _Line]]:
+    """Every line that ends with a newline: its record, if it can be read, and its place."""
+    end = 0
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if not line.endswith(b"\n"):
                 return
-            offset += len(line)
-            yield record, offset
+            start, end = end, end + len(line)
+            record = _record(line)
+            yield record, _Line(start, end, None if record is None else record["step"])
 
 
-def _end_of_steps(path: Path, last: float) -> tuple[int, int | None]:
-    """File offset after the lines of steps up to ``last``, and the last such step."""
-    end, step = 0, None
-    for record, offset in _complete_lines(path):
-        if record["step"] > last:
-            break
-        end, step = offset, record["step"]
-    return end, step
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None

@@ -1,7 +1,6 @@
 """Evidence of a loss or gradient that is NaN or infinite: which samples, at which step."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.checkpoint.durable import storage_error, write_json
+from aligner.checkpoint.durable import storage_error, unused_path, write_json
 from aligner.checkpoint.state_tree import normalise, write_tree
 
 _step: ContextVar[int] = ContextVar("training step", default=0)
@@ -100,7 +99,8 @@ def write_nonfinite(
         ],
     }
     name = f"step_{current_step():06d}_{role}_update_{update:03d}_rank_{rank:05d}"
-    path = _unused(folder / "nonfinite" / name)
+    # Evidence is never written over (a second pass).
+    path = unused_path(folder / "nonfinite" / f"{name}.json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -108,13 +108,6 @@ def write_nonfinite(
     write_tree(path.with_suffix(".pt"), normalise(tensors, "batch"))
     write_json(path, report)
     return path
-
-
-def _unused(stem: Path) -> Path:
-    """``stem.json``, or ``stem_2.json``, …: evidence is never written over (a second pass)."""
-    names = (stem.name if n == 1 else f"{stem.name}_{n}" for n in itertools.count(1))
-    paths = (stem.with_name(f"{name}.json") for name in names)
-    return next(path for path in paths if not path.exists())
 
 
 def _row(

@@ -13,12 +13,16 @@ from rich.progress import Progress as RichProgress
 _RECENT = 8  # steps that the estimate of the remaining time is based on
 _SHOWN = (  # metric, label, format
     ("train_rollouts/rewards", "reward", "{:.3f}"),
+    ("train_optim/loss", "loss", "{:.4g}"),
+    ("train_optim/accuracy", "accuracy", "{:.3f}"),
     ("val_rollouts/accuracy", "val accuracy", "{:.3f}"),
-    ("val_optim/loss", "val loss", "{:.3f}"),
+    ("val_optim/loss", "val loss", "{:.4g}"),
     ("val_optim/accuracy", "val accuracy", "{:.3f}"),
     ("train_rollouts/init_policy_kl", "KL", "{:.4f}"),
     ("train_rollouts/generation_length", "length", "{:.1f}"),
 )
+# The loss of an algorithm that learns from rewards says nothing of how well it does.
+_NOT_BESIDE_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 
 
 class Progress:
@@ -46,7 +50,7 @@ class Progress:
         self._enabled = enabled
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._start = clock()
-        self._latest: dict[str, float] = {}  # validation happens now and then: keep its number
+        self._latest: dict[str, tuple[int, float]] = {}  # newest value, and the step it is of
         self._bar: RichProgress | None = None
         if enabled and console.is_terminal:
             self._bar = RichProgress(
@@ -89,7 +93,9 @@ class Progress:
         if step > self.done:
             self._seconds.append((now - self._start) / (step - self.done))
         self._start, self.done = now, step
-        self._latest.update({name: metrics[name] for name, _, _ in _SHOWN if name in metrics})
+        for name, _, _ in _SHOWN:
+            if name in metrics:
+                self._latest[name] = (step, metrics[name])
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=step, numbers=self.numbers(), eta=self.remaining()
@@ -99,12 +105,22 @@ class Progress:
             self.console.print("  ".join(p for p in parts if p), highlight=False, soft_wrap=True)
 
     def numbers(self) -> str:
-        """``reward 0.412  KL 0.0031 …``: the newest known value of each."""
-        return "  ".join(
-            f"{label} {form.format(self._latest[name])}"
-            for name, label, form in _SHOWN
-            if name in self._latest
-        )
+        """``reward 0.412  KL 0.0031 …``.
+
+        A line has what its step measured. The bar, which stays, has the newest value of each; where
+        it is of an earlier step (a validation), that step is named.
+        """
+        shown = []
+        for name, label, form in _SHOWN:
+            step, value = self._latest.get(name, (None, 0.0))
+            is_old = step != self.done
+            beside = name in _NOT_BESIDE_REWARDS and "train_rollouts/rewards" in self._latest
+            if step is None or beside or (is_old and self._bar is None):
+                continue
+            shown.append(
+                f"{label} {_unsigned_zero(form.format(value))}" + f" (step {step})" * is_old
+            )
+        return "  ".join(shown)
 
     def remaining(self) -> str:
         """``12.3 s/step  ETA 0:04:06``; empty before the first step."""
@@ -112,6 +128,11 @@ class Progress:
             return ""
         each = sum(self._seconds) / len(self._seconds)
         return f"{each:.1f} s/step  ETA {clock_time(each * max(self.total - self.done, 0))}"
+
+
+def _unsigned_zero(text: str) -> str:
+    """Without the sign of a number that is 0 at this precision."""
+    return text.lstrip("-") if text.startswith("-") and not text.strip("-0.") else text
 
 
 def clock_time(seconds: float) -> str:

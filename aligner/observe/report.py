@@ -130,8 +130,7 @@ def render_report(run: RunRecord) -> str:
             _tiles(series),
             section(
                 "Is it learning?",
-                "Each step the model answers prompts, is rewarded, and is changed a little. Point "
-                "at a curve to read its numbers.",
+                f"{_what_a_step_does(series)} Point at a curve to read its numbers.",
                 _overview(series),
             ),
         ]
@@ -152,6 +151,12 @@ def render_report(run: RunRecord) -> str:
         folded("Environment", facts(dict(run.environment))),
     ]
     return page(run.title, sections)
+
+
+def _what_a_step_does(series: Mapping[str, Series]) -> str:
+    if any(name.startswith(("train_rollouts/", "val_rollouts/")) for name in series):
+        return "Each step the model answers prompts, is rewarded, and is changed a little."
+    return "Each step the model is changed a little, by what a batch of examples tells."
 
 
 def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
@@ -184,9 +189,15 @@ def _tile(series: Series, headline: _Headline, everything: Mapping[str, Series])
     shown = "±0" if not change else f"{'+' if change > 0 else '−'}{short_number(abs(change), 3)}"
     return (
         f'<div class="card tile"><div class="name">{escape(headline.label)}</div>'
-        f'<div class="value">{short_number(first, 3)} → {short_number(last, 3)}</div>'
+        f'<div class="value">{_beside(first, last)} → {_beside(last, first)}</div>'
         f'<div class="note"><b class="{mood.strip()}">{shown}</b> · {note}</div></div>'
     )
+
+
+def _beside(value: float, other: float) -> str:
+    """``value`` as its neighbour is shown: what is nothing beside it is 0."""
+    is_nothing = math.isfinite(other) and abs(value) < 5e-4 * abs(other)
+    return short_number(0.0 if is_nothing else value, 3)
 
 
 def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> float | None:
@@ -207,6 +218,9 @@ def _overview(series: Mapping[str, Series]) -> str:
             for group, label, style in _LINES
             if (one := series.get(f"{group}/{name}")) is not None
         ]
+        if name == "accuracy" and "val_rollouts/accuracy" not in series:
+            info = describe("val_optim/accuracy")
+            lead = f"{info.meaning} Should rise." if info else lead
         cards.append(chart_card(heading, legend_of(lines), lead, lead, lines))
     return f'<div class="charts">{"".join(cards)}</div>'
 

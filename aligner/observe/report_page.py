@@ -17,7 +17,7 @@ p.lead { color:var(--soft); margin:0 0 16px; max-width:75ch }
 .card { background:var(--card); border:1px solid var(--rule); border-radius:10px; padding:14px 16px;
   min-width:0 }
 .tile .name { color:var(--soft); font-size:13px }
-.tile .value { font-size:23px; white-space:nowrap; font-weight:650;
+.tile .value { font-size:23px; overflow-wrap:anywhere; font-weight:650;
   font-variant-numeric:tabular-nums } .tile .note { color:var(--soft); font-size:13px }
 .up { color:var(--good) } .down { color:var(--bad) }
 .card h3 { font-size:14px; margin:0; display:flex; justify-content:space-between; gap:10px }

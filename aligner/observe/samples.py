@@ -1,9 +1,9 @@
 """What the model said: ``samples.jsonl`` and a table on the console."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -52,8 +52,15 @@ class SampleWriter:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All complete lines of a ``samples.jsonl``, oldest first."""
-    return [Sample(**{**record, "reward": float(record["reward"])}) for record in read_lines(path)]
+    """All complete lines of a ``samples.jsonl``, oldest first; what is no sample is left out."""
+    return [sample for record in read_lines(path) if (sample := _sample(record)) is not None]
+
+
+def _sample(record: Mapping[str, Any]) -> Sample | None:
+    try:
+        return Sample(**{**record, "reward": float(record["reward"])})
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:

@@ -53,6 +53,7 @@ class StartupFacts:
     device: str  # "CPU, 2 threads", "8 × NVIDIA H100"
     processes: int
     has_gpu: bool
+    algorithm: str  # its name
     model: str  # where the policy comes from
     log_dir: str
     batches: Sequence[str]  # how many of what makes a step, one sentence each
@@ -129,10 +130,8 @@ def memory_estimate(facts: StartupFacts) -> dict[str, int]:
 def startup_report(facts: StartupFacts) -> Group:
     """The report for the console; ``console.print`` it."""
     return Group(
-        Text(
-            f"aligner on {_count(facts.processes, 'process', 'processes')}: {facts.device}", "bold"
-        ),
-        Text(f"policy from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
+        Text(f"{facts.algorithm} on {_processes(facts)}: {facts.device}", "bold"),
+        Text(f"model from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
         *([Text(facts.dropout)] if facts.dropout else []),
         *(Text(note, "yellow") for note in facts.notes),
         Text("\nBatches", "bold"),
@@ -144,6 +143,10 @@ def startup_report(facts: StartupFacts) -> Group:
         *(_indented(_package_line(status, facts.has_gpu)) for status in facts.packages),
         Text(),
     )
+
+
+def _processes(facts: StartupFacts) -> str:
+    return _count(facts.processes, "process", "processes")
 
 
 def _indented(text: Text) -> Padding:

@@ -29,7 +29,7 @@ from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.agreement import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
-from aligner.errors import StorageError
+from aligner.errors import DamagedStateError, StorageError
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.megatron import MegatronGPTModel
 from aligner.models.gpt.settings import RoleSettings
@@ -179,6 +179,21 @@ def continues_to_the_bit(models: Path, folder: Path, case: str, parallel: Parall
     check_equal(case, tensors(again), trained)
 
 
+def damage_of_one_share_is_known_to_every_rank(folder: Path, role: MegatronGPTModel) -> None:
+    """Each rank reads its own file; none restores anything where one of them is not whole."""
+    save(folder, role)
+    path = store(folder, role).latest() / "role"
+    if torch.distributed.get_rank() == 1:
+        share = path / "rank_00001.pt"
+        content = bytearray(share.read_bytes())
+        content[len(content) // 2] ^= 1
+        share.write_bytes(bytes(content))
+    before = tensors(role)
+    with pytest.raises(DamagedStateError, match=r"rank_00001\.pt is damaged"):
+        restore(folder, role)
+    check_equal("damage", tensors(role), before)
+
+
 class Idle:
     """A learner that does nothing."""
 
@@ -226,6 +241,7 @@ def main() -> None:
             save(folder / case / f"{before}-{after}", role)
             train(role, 1)
             save(folder / case / f"{before}-{after}", role)
+    damage_of_one_share_is_known_to_every_rank(folder / "damage", role)
     a_full_disk_stops_every_rank(folder / "full")
     shutdown_parallel()
 

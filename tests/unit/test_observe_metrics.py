@@ -90,6 +90,43 @@ def test_torn_line_is_not_read_and_is_overwritten_by_the_next(tmp_path):
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2]
 
 
+def test_a_bad_line_costs_no_other_line(tmp_path, caplog):
+    write_steps(tmp_path / "whole", range(7)).close()
+    write_steps(tmp_path / "damaged", range(5)).close()
+    path = tmp_path / "damaged" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = b"{broken\xff\n"
+    lines.insert(4, b"[]\n")
+    path.write_bytes(b"".join(lines) + b'{"step": 5, "tor')
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4]
+    for expected_aside in ("metrics.damaged.jsonl", None):  # the second time nothing is amiss
+        writer = MetricsWriter(path.parent)
+        assert writer.truncate_after(4) == 4
+        for step in (5, 6):
+            writer.write(step, {"train_rollouts/rewards": step / 7})
+        writer.close()
+        assert [line["step"] for line in read_metrics(path)] == [0, 1, 3, 4, 5, 6]
+        if expected_aside:
+            assert str(path.with_name(expected_aside)) in caplog.text
+    whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert path.read_bytes() == b"".join(whole[:2] + whole[3:])
+    assert (
+        path.with_name("metrics.damaged.jsonl").read_bytes()
+        == b"".join(lines) + b'{"step": 5, "tor'
+    )
+    assert not path.with_name("metrics.damaged_2.jsonl").exists()
+
+
+def test_a_step_that_was_altered_costs_no_other_line(tmp_path):
+    write_steps(tmp_path, range(5)).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 1,', '{"step": 9,'))
+    writer = MetricsWriter(tmp_path)
+    assert writer.truncate_after(3) == 3
+    assert [line["step"] for line in read_metrics(path)] == [0, 2, 3]
+    assert len((tmp_path / "metrics.damaged.jsonl").read_text().splitlines()) == 5
+
+
 def test_truncating_everything_and_steps_that_go_back(tmp_path):
     writer = write_steps(tmp_path, [0, 1, 2])
     with pytest.raises(ValueError, match="already holds step 2"):

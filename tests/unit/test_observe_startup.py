@@ -36,6 +36,7 @@ def some_facts(**changes) -> StartupFacts:
         "device": "CPU, 2 threads",
         "processes": 2,
         "has_gpu": False,
+        "algorithm": "GRPO",
         "model": "models/tiny.nemo",
         "log_dir": "results/tiny",
         "batches": batch_arithmetic(a_plan()),
@@ -89,7 +90,7 @@ def test_report_and_dict():
     facts = some_facts(restored=restored, notes=("3 prompts were too long and dropped",))
     text = text_of(facts)
     for part in (
-        "aligner on 2 processes: CPU, 2 threads",
+        "GRPO on 2 processes: CPU, 2 threads",
         "resumed after step 12 from results/tiny/checkpoints/step_000012: policy, optimizer",
         "3 prompts were too long",
         "1,000,001",

@@ -3,9 +3,11 @@
 1. Validation before step 1, when due, and at the end; one metrics line per step.
 2. A run that was stopped anywhere and started again writes what an uninterrupted one does.
 3. SIGTERM saves after the current step and ends; max_time too, with a last validation.
-4. resume_if_exists=false never overwrites a run.
+4. A damaged state is passed over for the one before; where none is left, nothing is touched.
+5. Steps that make no update are told of, and end the run.
 """
 
+import io
 import os
 import random
 import signal
@@ -13,9 +15,10 @@ import signal
 import pytest
 from rich.console import Console
 
+from aligner.algorithms import stopping
 from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule, config_changes
 from aligner.checkpoint.run_state import RunStateStore
-from aligner.errors import ConfigError
+from aligner.errors import CheckpointError, NonFiniteError
 from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import Sample, SampleWriter, read_samples
 
@@ -54,19 +57,31 @@ class Counter:
         assert (folder / "role" / "total").read_text() == repr(self.total)
 
 
+class Stuck(Counter):
+    """Skips all updates of some steps."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.stuck = steps
+
+    def step(self, step, timers):
+        outcome = super().step(step, timers)
+        idle = ("policy",) if step in self.stuck else ()
+        return Outcome(outcome.metrics, outcome.samples, idle)
+
+
 def run(
-    folder, learner, *, total=6, resume=True, save=2, val=3, seconds=None, config=None, **options
+    folder, learner, *, total=6, save=2, val=3, seconds=None, config=None, said=None, **options
 ):
     loop = RunLoop(
         learner,
-        Schedule(total, val, save, seconds),
-        store=RunStateStore(folder / "run_state", 1, "val_rollouts/accuracy"),
+        Schedule(total, val, save, seconds, max_skipped_steps=3),
+        store=RunStateStore(folder / "run_state", 1, "val_rollouts/accuracy", save_last_k=2),
         metrics=MetricsWriter(folder),
         samples=SampleWriter(folder),
-        console=Console(quiet=True),
+        console=Console(quiet=said is None, file=said, width=200),
         config=config or {"a": 1},
         monitor="val_rollouts/accuracy",
-        resume=resume,
         **options,
     )
     restored = loop.restore()
@@ -189,10 +204,94 @@ def test_another_layout_continues_with_fresh_random_states_and_says_so(tmp_path)
     assert run(tmp_path, Counter(), total=2)[1].saved_layout is None
 
 
-def test_without_resume_a_run_is_not_overwritten(tmp_path):
-    run(tmp_path, Counter())
-    with pytest.raises(ConfigError, match="resume_if_exists=false"):
-        run(tmp_path, Counter(), resume=False)
+def alter(path):
+    """One bit of the file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def zero(path):
+    """As large, but nothing: what a power cut leaves."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("harm", [alter, zero])
+@pytest.mark.parametrize("file", ["state.json", "rng.pt", "manifest.json"])
+def test_a_damaged_state_is_passed_over_for_the_one_before(tmp_path, uninterrupted, file, harm):
+    random.seed(3)
+    with pytest.raises(Killed):
+        run(tmp_path, Counter({6: die}))
+    harm(tmp_path / "run_state" / "step_000004" / file)
+    said = io.StringIO()
+    ended, restored = run(tmp_path, Counter(), said=said)
+    assert (ended, restored.step) == (True, 2)
+    assert "step_000004" in said.getvalue()
+    assert lines(tmp_path) == uninterrupted
+
+
+def test_where_every_state_is_damaged_nothing_is_touched(tmp_path):
+    run(tmp_path, Counter(), total=4)
+    for path in tmp_path.glob("run_state/*/state.json"):
+        alter(path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"no run state in .* can be read.*start_anew=true"):
+        run(tmp_path, Counter(), total=4)
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_state_of_something_else_is_no_bare_key_error(tmp_path):
+    RunStateStore(tmp_path / "run_state").save(1, {"learner": {}, "layout": "1 process"})
+    with pytest.raises(CheckpointError, match="has no 'total': another algorithm"):
+        run(tmp_path, Counter())
+
+
+def test_steps_without_an_update_are_told_of_and_end_the_run(tmp_path):
+    said = io.StringIO()
+    with pytest.raises(NonFiniteError, match=r"steps 4 to 6: no update of the policy.*nonfinite"):
+        run(tmp_path, Stuck({1, 2, 4, 5, 6}), total=9, said=said)
+    text = said.getvalue()
+    assert "step 1: no update of the policy" in text
+    assert "steps 1 to 2: no update" in text
+    assert [line["step"] for line in lines(tmp_path)] == list(range(7))
+
+
+def test_a_short_run_that_learned_nothing_is_an_error_and_one_that_did_is_none(tmp_path):
+    with pytest.raises(NonFiniteError):
+        run(tmp_path / "short", Stuck({1, 2}), total=2)
+    assert run(tmp_path / "better", Stuck({2, 3}), total=3)[0]
+
+
+def test_ctrl_c_saves_and_ends_as_sigterm_does_and_what_launchers_repeat_is_no_second_one(
+    tmp_path, uninterrupted, capfd
+):
+    random.seed(3)
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt():
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+    said = io.StringIO()
+    assert not run(tmp_path, Counter({3: interrupt}), said=said)[0]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopped by Ctrl-C after step 3 of 6" in said.getvalue()
+    assert capfd.readouterr().err.count("\n") == 1
+    assert run(tmp_path, Counter())[1].step == 3
+    assert lines(tmp_path) == uninterrupted
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
+    def interrupt_twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(stopping, "_ECHO_S", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    learner = Counter({3: interrupt_twice})
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, learner)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2]
 
 
 def test_interval_zero_means_only_the_ends(tmp_path):

@@ -3,15 +3,22 @@
 import json
 import math
 import random
+import zlib
 
 import numpy as np
 import pytest
 import torch
 
+from aligner.checkpoint.checksums import checksum_text, file_checksum
 from aligner.checkpoint.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.state_tree import estimate_bytes, normalise
-from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.checkpoint.state_tree import estimate_bytes, normalise, write_tree
+from aligner.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DamagedStateError,
+)
 
 
 def small_state(seed: int) -> dict:
@@ -77,6 +84,7 @@ def test_nothing_is_unpickled(tmp_path):
     torch.save({"w": pytest.raises}, path / "policy.pt")
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["policy.pt"] = (path / "policy.pt").stat().st_size
+    del manifest["checksums"]  # whoever forges one can forge the other
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"policy\.pt cannot be read"):
         store.load(path)
@@ -136,10 +144,61 @@ def test_damaged_states_are_passed_over_and_leftovers_removed(tmp_path):
     (tmp_path / "step_000002").rename(tmp_path / ".old-step_000002")  # between the two renames
     assert store.latest() == tmp_path / "step_000002"
     assert not list(tmp_path.glob(".*"))
-    with pytest.raises(CheckpointError, match="not a complete run state"):
+    with pytest.raises(CheckpointError, match="damaged or incomplete"):
         store.load(tmp_path / "step_000003")
     with pytest.raises(CheckpointNotFoundError):
         store.load(tmp_path / "step_000099")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", 10**9),
+        ("step", "3"),
+        ("step", True),
+        ("files", []),
+        ("metric", "x"),
+        ("step", None),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_passed_over(tmp_path, key, value):
+    store = RunStateStore(tmp_path, save_last_k=2)
+    store.save(1, {})
+    path = store.save(2, {}) / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    assert store.latest() == tmp_path / "step_000001"
+    assert str(path.parent) in store.survey()[1][0]
+
+
+def test_the_newest_are_kept_so_that_there_is_one_before_the_last(tmp_path):
+    store = RunStateStore(tmp_path, 1, "loss", "min", save_last_k=2)
+    for step, metric in [(1, 0.5), (2, 0.1), (3, 0.2), (4, None), (5, 0.4)]:
+        store.save(step, {}, metric)
+    assert saved_steps(store) == [2, 4, 5]
+
+
+def test_states_of_earlier_versions_have_no_checksums_and_still_load(tmp_path):
+    store = RunStateStore(tmp_path)
+    path = store.save(7, small_state(7))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert sorted(manifest.pop("checksums")) == [
+        "odd.pt",
+        "optimizer.pt",
+        "policy.pt",
+        "state.json",
+    ]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert store.load(path).state["counters"] == small_state(7)["counters"]
+    (path / "state.json").write_bytes(b"x" * (path / "state.json").stat().st_size)
+    with pytest.raises(DamagedStateError, match=r"state\.json cannot be read"):
+        store.load(path)
+
+
+def test_the_checksum_while_writing_is_that_of_the_file(tmp_path):
+    tree = normalise({"a": torch.randn(100_000), "b": [torch.ones(3, dtype=torch.bfloat16), 1]})
+    checksum = write_tree(tmp_path / "tree.pt", tree)
+    assert f"{zlib.crc32((tmp_path / 'tree.pt').read_bytes()):08x}" == checksum_text(checksum)
+    assert file_checksum(tmp_path / "tree.pt") == checksum_text(checksum)
 
 
 def test_a_state_of_another_format_is_refused_and_not_passed_over(tmp_path):

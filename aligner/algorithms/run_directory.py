@@ -1,0 +1,280 @@
+"""The directory of a run before the run: what is continued there, what is refused, what is kept.
+
+A command continues the run that it began, and no other. ``run.json`` says what a directory's run is
+(`RunIdentity`), and so does every run state. Nothing is deleted here: a run that begins anew in a
+directory finds it emptied of the one before, whose files are in ``earlier_001/`` and so on.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aligner.checkpoint.durable import atomic_file, storage_error, sync_path
+from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.config import BaseRunConfig
+from aligner.config.run import Algorithm, algorithm_of
+from aligner.data.readers import Source, source_files
+from aligner.errors import CheckpointError, ConfigError, DamagedStateError, DataError
+from aligner.observe.jsonl import read_lines
+from aligner.observe.run_lock import RunLock
+
+RUN_FILE = "run.json"
+_HISTORY = ("metrics.jsonl", "samples.jsonl")
+# Everything that a run leaves in its directory; a user's own files there stay where they are.
+_LEFT_BY_A_RUN = (
+    *(RUN_FILE, "run_state", *_HISTORY, "report.html", "tensorboard", "wandb", "wandb_id"),
+    *("nonfinite", "workers", "reference_logprobs.pt"),
+    *(
+        f"{name}.{kind}"
+        for name in ("policy", "reward_model")
+        for kind in ("nemo", "lora.safetensors")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What makes a run this run. Learning rates, rewards, layouts, lengths may change; these not.
+
+    ``models`` and ``data``: by configuration key, where it was, and a fingerprint of its content
+    (None: it could not be read), so that a file may be moved.
+    """
+
+    algorithm: Algorithm
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: BaseRunConfig) -> "RunIdentity":
+        """Of the run that ``config`` describes."""
+        plain = config.as_dict()
+        sections = [name for name in ("model", "teacher") if name in plain]
+        models = {
+            f"{name}.restore_from_path": _content(
+                plain[name]["restore_from_path"],
+                model_fingerprint(plain[name]["restore_from_path"]),
+            )
+            for name in sections
+        }
+        train = plain["data"]["train"]
+        data = {"data.train.source": _content(*_data_content(train["source"], train["arguments"]))}
+        return cls(algorithm_of(plain), models, data)
+
+    @classmethod
+    def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
+        """Of a run state; earlier versions kept the configuration alone.
+
+        Raises:
+            CheckpointError: no training script wrote it.
+        """
+        known = state.get("identity", {})
+        try:
+            algorithm = algorithm_of(state["config"])
+            return cls(algorithm, known.get("models", {}), known.get("data", {}))
+        except (KeyError, StopIteration, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                "the run state does not tell its algorithm: no training script wrote it; set "
+                "exp_manager.explicit_log_dir to another directory"
+            ) from error
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "algorithm": self.algorithm._asdict()}
+
+    def refusals(self, saved: "RunIdentity", accepted: Sequence[str]) -> list[str]:
+        """Why this run does not continue ``saved``, in words; empty: it does.
+
+        ``accepted``: what may be another (``exp_manager.accept_changed``).
+        """
+        mine, others = self.algorithm, saved.algorithm
+        if mine != others:
+            loadable = mine[1:] == others[1:]
+            if not loadable or "algorithm" not in accepted:
+                return [
+                    f"its algorithm is {others.name} and this command's is {mine.name}"
+                    + (_accept("algorithm") if loadable else "")
+                ]
+        found = []
+        for kind, now, before in (
+            ("model", self.models, saved.models),
+            ("data", self.data, saved.data),
+        ):
+            for key, content in now.items():
+                old = before.get(key, {}).get("content")
+                known = None not in (old, content["content"])
+                if known and old != content["content"] and kind not in accepted:
+                    found.append(
+                        f"its {key} was {before[key]['source']} and "
+                        f"{key}={content['source']} has another content{_accept(kind)}"
+                    )
+        return found
+
+
+def _accept(kind: str) -> str:
+    return f" ('exp_manager.accept_changed=[{kind}]' continues with it all the same)"
+
+
+def _content(source: Any, content: str | None) -> dict[str, Any]:
+    return {"source": source, "content": content}
+
+
+def _data_content(source: Source, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """A data source, and a fingerprint of its files or its generators' names and arguments."""
+    parts = [source] if isinstance(source, (str, Path)) else list(source)
+    try:
+        contents = []
+        for part in parts:
+            files = source_files(part)
+            # A generator's file may stand elsewhere.
+            contents.append(Path(str(part)).name if files is None else fingerprint_of(files))
+    except (DataError, OSError):  # told when it is read
+        return source, None
+    if None in contents:
+        return source, None
+    functions = arguments if any(source_files(part) is None for part in parts) else {}
+    return source, json.dumps([contents, functions], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run's directory on the process that writes there."""
+
+    folder: Path
+    store: RunStateStore
+
+    def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
+        """Make sure that what the run finds is its own, or nothing; what is to be said of it.
+
+        Raises:
+            ConfigError: another run is there, or any with ``exp_manager.resume_if_exists=false``.
+            CheckpointError: the run there cannot be continued.
+            StorageError: the directory cannot be written, or another process writes it.
+        """
+        lock = RunLock(self.folder)
+        try:
+            return self._prepare(identity, config)
+        finally:
+            lock.release()
+
+    def mark_saved(self) -> None:
+        """Note that a run state was saved: if none is there later, it was lost."""
+        record = self._record()
+        if not record.get("saved"):
+            self._write({**record, "saved": True})
+
+    def _prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
+        exp = config.exp_manager
+        notes = []
+        if exp.start_anew:
+            notes += self._set_aside("exp_manager.start_anew=true")
+        self.store.recover()
+        states, damaged = self.store.survey()
+        record = self._record()
+        last = self._last_step()
+        if not exp.resume_if_exists and (states or damaged or last is not None):
+            held = states[-1].path.name if states else f"lines of up to step {last}"
+            raise ConfigError(
+                f"exp_manager.resume_if_exists=false, but {self.folder} holds a run (newest: "
+                f"{held}); set it to true to continue, or {self._elsewhere()}"
+            )
+        if not states:
+            self._check_not_lost(damaged, record, last)
+            if last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
+                notes += self._set_aside("no run state had been saved")
+        else:
+            self._check_same(identity, exp.accept_changed)
+        self._write({"identity": identity.as_dict(), "saved": bool(states)})
+        return notes
+
+    def _check_same(self, identity: RunIdentity, accepted: Sequence[str]) -> None:
+        """Refuse another run's states; one that is damaged says nothing (the loop skips it)."""
+        for saved in reversed(self.store.states()):
+            try:
+                before = RunIdentity.saved(self.store.load(saved.path).state)
+            except DamagedStateError:
+                continue
+            reasons = identity.refusals(before, accepted)
+            if reasons:
+                raise ConfigError(
+                    f"{self.folder} holds another run ({saved.path.name}): {'; '.join(reasons)}; "
+                    f"{self._elsewhere()}"
+                )
+            return
+
+    def _check_not_lost(
+        self, damaged: Sequence[str], record: Mapping[str, Any], last: int | None
+    ) -> None:
+        if damaged:
+            raise CheckpointError(
+                f"no run state in {self.store.root} can be read: {'; '.join(damaged)}. Bring back "
+                f"a copy of one, or {self._elsewhere()}"
+            )
+        # A run that was killed before its first save has lost nothing that it could go on from.
+        if last is not None and last > 0 and record.get("saved", True):
+            raise CheckpointError(
+                f"{self.folder} holds the metrics of a run up to step {last} and no run state to "
+                f"continue from; bring {self.store.root.name}/ back, or {self._elsewhere()}"
+            )
+
+    def _elsewhere(self) -> str:
+        return (
+            "set exp_manager.explicit_log_dir to another directory, or begin anew there with "
+            f"exp_manager.start_anew=true (what is there moves into {_next_earlier(self.folder)})"
+        )
+
+    def _last_step(self) -> int | None:
+        """The last step that the history tells of; None: there is no history."""
+        last = (_last_step(self.folder / name) for name in _HISTORY)
+        return max((step for step in last if step is not None), default=None)
+
+    def _set_aside(self, reason: str) -> list[str]:
+        target = set_aside(self.folder)
+        return [] if target is None else [f"{reason}: what an earlier run left is in {target}"]
+
+    def _record(self) -> dict[str, Any]:
+        try:
+            record = json.loads((self.folder / RUN_FILE).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with atomic_file(self.folder / RUN_FILE) as file:
+            file.write((json.dumps(record, indent=1) + "\n").encode())
+
+
+def _last_step(path: Path) -> int | None:
+    try:
+        return max((line["step"] for line in read_lines(path)), default=None)
+    except OSError as error:
+        raise storage_error(path, error) from error
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move what a run left in ``folder`` into a directory of its own there; None: there is nothing.
+
+    What is not a run's stays. Killed in between, it goes on with the next start.
+    """
+    left = [folder / name for name in _LEFT_BY_A_RUN if (folder / name).exists()]
+    left = [path for path in left if path.is_dir() or path.stat().st_size > 0]
+    if not left:
+        return None
+    target = _next_earlier(folder)
+    try:
+        target.mkdir()
+        for path in left:
+            os.rename(path, target / path.name)
+        sync_path(target)
+        sync_path(folder)
+    except OSError as error:
+        raise storage_error(target, error) from error
+    return target
+
+
+def _next_earlier(folder: Path) -> Path:
+    numbers = [int(path.name.removeprefix("earlier_")) for path in folder.glob("earlier_[0-9]*")]
+    return folder / f"earlier_{max(numbers, default=0) + 1:03d}"
