@@ -14,6 +14,7 @@ from torch import Tensor
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
+    from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
     from aligner.distributed.batched_data_dict import BatchedDataDict
     from aligner.distributed.worker_groups import WorkerFuture
     from aligner.types import LossFunction
@@ -203,7 +204,7 @@ class RoleFrontInterface(ABC):
     def train(
         self,
         data: "BatchedDataDict",
-        loss_fn: "LossFunction",
+        loss_fn: "LossFunction | PublishedLossFunction",
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,

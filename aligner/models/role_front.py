@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
+from aligner.algorithms.losses.interfaces import as_loss
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.counter_hash import counter_hash
@@ -55,12 +57,16 @@ class RoleFront:
     def train(
         self,
         data: BatchedDataDict,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | PublishedLossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """One pass over ``data``: one optimizer step for every ``gbs`` rows.
+
+        ``loss_fn``: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them: a function of
+        (logits, data, global_valid_seqs, global_valid_toks); see
+        `aligner.algorithms.losses.interfaces`.
 
         Micro-batches are of ``mbs`` rows where it is given, else what the configuration says; none
         cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,
@@ -72,6 +78,7 @@ class RoleFront:
             DataError: one of `TRAINED_COLUMNS` is absent.
         """
         check_columns(data, TRAINED_COLUMNS)
+        loss_fn = as_loss(loss_fn)
         gbs = gbs or self.config.global_batch_size
         group = loss_fn.rows_per_group
         batching = micro_batching(

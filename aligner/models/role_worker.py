@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
+from aligner.algorithms.losses.interfaces import as_loss
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf import save_hf
 from aligner.checkpoint.model_source import open_model
@@ -103,7 +105,7 @@ class RoleWorker(Generic[Served]):
     def train(
         self,
         data: SlicedDataDict,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | PublishedLossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
@@ -113,7 +115,8 @@ class RoleWorker(Generic[Served]):
         Args:
             data: a shard that `BatchedDataDict.shard_by_batch_size` made, of the columns that
                 ``loss_fn`` and the role read.
-            loss_fn: the loss.
+            loss_fn: the loss: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them
+                (`aligner.algorithms.losses.interfaces`).
             eval_mode: forward only, no update.
             gbs: rows of a global mini-batch, over all ranks; default the role's.
             mbs: rows per forward-backward where the shard does not bring its micro-batches;
@@ -124,7 +127,7 @@ class RoleWorker(Generic[Served]):
             step, ``skipped`` (a step was left out because it was not finite) and
             ``all_mb_metrics``: by name, one value per step, reduced over the global mini-batch.
         """
-        self.model.loss_fn = loss_fn
+        self.model.loss_fn = as_loss(loss_fn)
         history: dict[str, list[float]] = defaultdict(list)
         for number, part in enumerate(self._global_batches(data, gbs)):
             batch, passes = tensors_on_device(part), micro_batches_of(part, mbs)

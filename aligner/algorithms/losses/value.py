@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 
+from aligner.algorithms.losses.interfaces import LossInputType
 from aligner.algorithms.masked import masked_mean
+from aligner.config.fields import NonNegative
+from aligner.config.parse import build
 from aligner.errors import ConfigError
 from aligner.types import Denominators, TokenOutputs
 
@@ -75,3 +78,48 @@ class PPOValueLoss:
         loss = mean(worst) / 2
         metrics = {"loss": loss, "clip_fraction": mean((worst > squared_error).to(loss.dtype))}
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+class MseValueLossConfig(TypedDict, total=False):
+    """What `MseValueLossFn` is told; both may be absent."""
+
+    scale: NonNegative  # default 1
+    cliprange: NonNegative | None  # default None; None and 0: no clipping
+
+
+class MseValueLossFn:
+    """`PPOValueLoss` times ``scale``, as NeMo-RL publishes it.
+
+    Args:
+        cfg: ``scale`` and ``cliprange``; by default the plain squared error, halved.
+    """
+
+    input_type = LossInputType.LOGIT
+
+    def __init__(self, cfg: MseValueLossConfig | None = None) -> None:
+        schema: type[Any] = MseValueLossConfig
+        settings: dict[str, Any] = build(schema, cfg or {}, "loss_fn")
+        self.scale = settings.get("scale", 1.0)
+        self.cliprange = settings.get("cliprange") or None
+        self._loss = PPOValueLoss(self.cliprange)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metric shares of one micro-batch.
+
+        Args:
+            logits: values float32 ``[B, S]`` or ``[B, S, 1]``, of the states before each token.
+            data: ``returns``, ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``, and with clipping
+                ``values`` ``[B, S]`` of the rollout.
+            global_valid_seqs: not read.
+            global_valid_toks: the denominator.
+        """
+        values = logits.squeeze(-1) if logits.ndim == 3 else logits
+        denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
+        loss, metrics = self._loss(TokenOutputs(values), data, denominators)
+        return self.scale * loss, {**metrics, "loss": self.scale * metrics["loss"]}

@@ -9,17 +9,24 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from aligner.algorithms.losses.interfaces import reads_logits
 from aligner.config import LengthParams, SamplingParams
 from aligner.errors import ConfigError
 from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.pipeline import (
+    ForwardStep,
+    Microbatch,
+    MicroBatches,
+    forward_step,
+    loss_head,
+)
 from aligner.models.gpt.reference import ReferencePolicy
-from aligner.models.gpt.token_logprobs import token_logprobs
+from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
 from aligner.models.interfaces import AlignableGenerativeInterface
-from aligner.types import TokenOutputs
+from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
 class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
@@ -67,6 +74,25 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             sampling=self.sampling_params,
             with_entropy=with_entropy,
         )
+
+    def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
+        """megatron-core's forward step, for losses that read all logits too."""
+        if not reads_logits(loss_fn):
+            return super().loss_step(loss_fn, denominators)
+        gpt = self.gpt
+
+        def outputs(hidden: Tensor, microbatch: Microbatch) -> TokenOutputs:
+            logits = token_logits(
+                full_hidden_states(gpt, hidden, vocab_parallel=True),
+                output_weight(gpt),
+                microbatch.layout,
+                vocab_size=self.architecture.vocab_size,
+                tp_group=self.vocab_group,
+                temperature=self.sampling_params.temperature,
+            )
+            return TokenOutputs(logits)
+
+        return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 
     @property
     def vocab_group(self) -> dist.ProcessGroup | None:

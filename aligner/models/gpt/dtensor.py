@@ -79,6 +79,12 @@ class DTensorModel:
         """
         raise NotImplementedError
 
+    def loss_outputs(
+        self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
+    ) -> TokenOutputs:
+        """What ``loss_fn`` reads of each token."""
+        return self.token_outputs(self.model, hidden, microbatch, loss_fn.needs_entropy)
+
     # The model --------------------------------------------------------------------------------
 
     def build(
@@ -148,7 +154,7 @@ class DTensorModel:
 
         def head_of(microbatch: Microbatch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
             def head(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                outputs = self.token_outputs(self.model, hidden, microbatch, loss_fn.needs_entropy)
+                outputs = self.loss_outputs(hidden, microbatch, loss_fn)
                 return loss_fn(outputs, microbatch.columns, denominators)
 
             return head

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from aligner.algorithms.losses.interfaces import reads_logits
 from aligner.config import LengthParams, SamplingParams
 from aligner.distributed import accelerator
 from aligner.distributed.adjoint_collectives import SumGradient
@@ -17,8 +19,8 @@ from aligner.models.gpt.dtensor_model import TransformersModel
 from aligner.models.gpt.dtensor_shards import WholeParameters
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
-from aligner.models.gpt.token_logprobs import token_logprobs
-from aligner.types import TokenOutputs
+from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
+from aligner.types import LossFunction, TokenOutputs
 
 
 class DTensorActorModel(DTensorModel):
@@ -41,9 +43,9 @@ class DTensorActorModel(DTensorModel):
         with_entropy: bool,
     ) -> TokenOutputs:
         """Log-probs (and entropy) where ``token_mask`` is 1."""
-        tp_group = self.parallel.tp_group if self.parallel.config.tensor > 1 else None
+        tp_group = self._vocab_group
         return token_logprobs(
-            hidden if tp_group is None else SumGradient.apply(hidden, tp_group),
+            self._vocab_input(hidden),
             model.output_weight(),
             microbatch.columns["input_ids"],
             microbatch.columns["token_mask"],
@@ -53,6 +55,31 @@ class DTensorActorModel(DTensorModel):
             sampling=self.sampling_params,
             with_entropy=with_entropy,
         )
+
+    def loss_outputs(
+        self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
+    ) -> TokenOutputs:
+        """What ``loss_fn`` reads of each token: log-probs, or all logits."""
+        if not reads_logits(loss_fn):
+            return super().loss_outputs(hidden, microbatch, loss_fn)
+        logits = token_logits(
+            self._vocab_input(hidden),
+            self.model.output_weight(),
+            microbatch.layout,
+            vocab_size=self.architecture.vocab_size,
+            tp_group=self._vocab_group,
+            temperature=self.sampling_params.temperature,
+        )
+        return TokenOutputs(logits)
+
+    @property
+    def _vocab_group(self) -> dist.ProcessGroup | None:
+        return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
+
+    def _vocab_input(self, hidden: Tensor) -> Tensor:
+        """Hidden states to be multiplied with this rank's part of the vocabulary."""
+        group = self._vocab_group
+        return hidden if group is None else SumGradient.apply(hidden, group)
 
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None

@@ -1,6 +1,8 @@
 """Log-probs of selected tokens from hidden states, in the one frame of `aligner.types`."""
 
+import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from aligner.config import SamplingParams
@@ -60,3 +62,25 @@ def token_logprobs(
         layout.to_frame(logprobs, tokens),
         None if entropy is None else layout.to_frame(entropy, tokens),
     )
+
+
+def token_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    layout: TokenLayout,
+    *,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
+    temperature: float,
+) -> Tensor:
+    """Logits of the token after each one, over ``temperature``: float32 ``[B, S, V]``.
+
+    0 beyond a sequence's length. All of them are in memory at once, on every tensor-parallel rank;
+    `token_logprobs` is for those who do not need that. Arguments as there.
+    """
+    rows, tokens = layout.held_tokens()
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden[rows].to(dtype) @ weight.to(dtype).t() / temperature
+    if tp_group is not None:
+        logits = gather_from_tensor_model_parallel_region(logits, group=tp_group)
+    return layout.to_frame(logits[:, :vocab_size], tokens)
