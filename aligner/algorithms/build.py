@@ -52,10 +52,17 @@ class RunInputs:
 def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -> RunInputs:
     """Read and check them; ``closing`` ends the reward function."""
     tokenizer, architecture = describe_model(config.model)
-    for world in filter(None, engine.worlds):
-        check_layout(architecture, config.model.parallel, world)
+    policy_world, value_world = engine.worlds
+    check_layout(architecture, config.model.parallel, policy_world)
+    if value_world:
+        section = "model" if config.value_parallel == config.model.parallel else "critic"
+        check_layout(architecture, config.value_parallel, value_world, section)
     if isinstance(config, RunConfig):
-        check_batch_layout(config, *(config.model.parallel.data_size(n) for n in engine.worlds))
+        sizes = (
+            config.model.parallel.data_size(policy_world),
+            config.value_parallel.data_size(value_world),
+        )
+        check_batch_layout(config, *sizes)
     else:
         check_model_shares(config, engine.worlds[0])
     train_prompts = load_prompts(config, config.data.train, tokenizer)
@@ -114,7 +121,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             clusters.policy.world_size(),
             inputs.train_prompts,
             steps=steps,
-            trained=[*_trained_critic(config), trained_policy(config)],
+            trained=[*_trained_critic(config, clusters), trained_policy(config)],
             passes=config.model.ppo.ppo_epochs,
             with_reference=needs_reference(config),
             frozen=inputs.reward.memory(),
@@ -128,11 +135,19 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
     run_to_the_end(config, run, attempt)
 
 
-def _trained_critic(config: RunConfig) -> list[TrainedRole]:
-    critic = config.critic
+def _trained_critic(config: RunConfig, clusters: Clusters) -> list[TrainedRole]:
+    critic, layout = config.critic, config.value_parallel
     if critic is None:
         return []
-    return [TrainedRole("critic", critic.global_batch_size, critic.micro_batch_size)]
+    return [
+        TrainedRole(
+            "critic",
+            critic.global_batch_size,
+            critic.micro_batch_size,
+            layout.data_size(clusters.value.world_size()),
+            layout.model_parallel_size,
+        )
+    ]
 
 
 def load_prompts(

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from aligner.config import BaseRunConfig
+from aligner.config import BaseRunConfig, ParallelConfig
 from aligner.distributed.launch import start_processes
 from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import describe_layout, initialize_parallel
@@ -40,11 +40,10 @@ class Clusters:
 
     def describe(self, config: BaseRunConfig) -> str:
         """The layout in words, the critic's too where it is another."""
-        layout = config.model.parallel
+        policy = describe_layout(config.model.parallel, self.policy.world_size())
         if not config.value_world_size:
-            return describe_layout(layout, self.policy.world_size())
-        policy = describe_layout(layout, self.policy.world_size())
-        value = describe_layout(layout, self.value.world_size())
+            return policy
+        value = describe_layout(config.value_parallel, self.value.world_size())
         return policy if policy == value else f"{policy}, critic {value}"
 
 
@@ -114,13 +113,15 @@ class RayEngine:
         self._connect()
         config, trainer = self._config, self._config.trainer
 
-        def cluster(name: str, counts: list[int], groups: int) -> RayVirtualCluster:
+        def cluster(
+            name: str, counts: list[int], groups: int, parallel: ParallelConfig | None = None
+        ) -> RayVirtualCluster:
             room = RayVirtualCluster(
                 counts,
                 max_colocated_worker_groups=groups,
                 name=name,
                 cpus_per_bundle=config.cluster.cpus_per_worker,
-                parallel=config.model.parallel,
+                parallel=parallel or config.model.parallel,
                 seed=config.seed,
                 timeout_s=config.cluster.timeout_s,
                 log_dir=self._log_dir,
@@ -132,7 +133,7 @@ class RayEngine:
         policy = cluster("policy", [trainer.devices] * trainer.num_nodes, _ROLES_PER_BUNDLE)
         value = generation = policy
         if not config.cluster.colocated and config.value_world_size:
-            value = cluster("critic", _spread(config), 1)
+            value = cluster("critic", _spread(config), 1, config.value_parallel)
         if config.generation_world_size:
             generation = cluster(
                 "generation", _filled(config.generation_world_size, trainer.devices), 1

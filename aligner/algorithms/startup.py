@@ -92,7 +92,16 @@ def startup_facts(
         ppo_epochs=passes,
         roles=trained,
     )
-    roles = [role_memory(config, architecture, data_size, role.name) for role in reversed(trained)]
+    roles = [
+        role_memory(
+            config,
+            architecture,
+            role.data_parallel_size or data_size,
+            role.name,
+            model_parallel_size=role.model_parallel_size,
+        )
+        for role in reversed(trained)
+    ]
     if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
         roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
     roles += frozen
@@ -126,14 +135,18 @@ def role_memory(
     name: str,
     *,
     trainable: bool = True,
+    model_parallel_size: int | None = None,
 ) -> RoleMemory:
-    """What a role of the run's model takes, on ``data_size`` data-parallel ranks."""
+    """What a role of the run's model takes, on ``data_size`` data-parallel ranks.
+
+    ``model_parallel_size``: default the policy's.
+    """
     low_precision = config.trainer.precision == "bf16"
     return RoleMemory(
         name,
         count_parameters(architecture),
         trainable,
-        model_parallel_size=config.model.parallel.model_parallel_size,
+        model_parallel_size=model_parallel_size or config.model.parallel.model_parallel_size,
         optimizer_shards=data_size,
         weight_bytes=2 if low_precision else 4,
         optimizer_bytes=12 if low_precision else 8,

@@ -14,8 +14,15 @@ from aligner.config.experiment import (
 )
 from aligner.config.generation import GenerationConfig, VllmConfig
 from aligner.config.layout import ParallelConfig, check_layout
-from aligner.config.load import as_omegaconf, load_config, parse_config
+from aligner.config.load import (
+    as_omegaconf,
+    load_config,
+    parse_config,
+    plain_mapping,
+    section_of,
+)
 from aligner.config.model import (
+    LAYOUT_KEYS,
     CriticConfig,
     DynamicBatchingConfig,
     KLLossConfig,
@@ -64,6 +71,7 @@ from aligner.config.trainer import (
 )
 
 __all__ = [
+    "LAYOUT_KEYS",
     "LOSS_OPTIONS",
     "BackendConfig",
     "BaseRunConfig",
@@ -122,4 +130,6 @@ __all__ = [
     "check_layout",
     "load_config",
     "parse_config",
+    "plain_mapping",
+    "section_of",
 ]

@@ -41,7 +41,8 @@ def _with_batches(
         batch = _global_batch(config) or section.global_batch_size
         section = replace(section, global_batch_size=batch)
     if given.get("micro_batch_size") is None:
-        ranks = max(1, config.model.parallel.data_size(world_size))
+        layout = config.value_parallel if role == "critic" else config.model.parallel
+        ranks = max(1, layout.data_size(world_size))
         share, rest = divmod(section.global_batch_size, ranks)
         sizes = range(min(LARGEST_MICRO_BATCH, share), 0, -1)
         fitting = [] if rest else [n for n in sizes if share % n == 0 and n % rows == 0]

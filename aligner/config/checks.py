@@ -187,8 +187,15 @@ def _check_batches(config: RunConfig) -> None:
                 f"nearest that work: {multiples_near(samples, batch.global_batch_size)}"
             )
     worlds = (config.trainer.world_size, config.value_world_size)
-    policy_size, value_size = (config.model.parallel.data_size(world) for world in worlds)
-    check_batch_layout(config, max(1, policy_size), max(1, value_size))
+    layouts = (config.model.parallel, config.value_parallel)
+    policy_size, value_size = (
+        max(1, layout.data_size(world)) for layout, world in zip(layouts, worlds, strict=True)
+    )
+    check_batch_layout(config, policy_size, value_size)
+    if config.critic is not None and config.critic.own_layout:
+        of_critic = config.critic.laid_out(config.model)
+        check_policy_backend(config.policy.backend, of_critic, "critic")
+        check_token_budgets(of_critic)
 
 
 def _check_data(config: SamplingRunConfig | SupervisedRunConfig) -> None:

@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from aligner.config.load import Root, load_config
+from aligner.config.nemo_aligner import remedy
 from aligner.config.parse import field_types, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
@@ -192,7 +193,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
         if level is not None:
             hints = field_types(level)
             if name not in hints:
-                wrong = f"{prefix}.{name}".lstrip(".")
+                wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
                 raise ConfigError(unknown_key(wrong, list(hints), prefix, list(_keys(root))))
             hint = hints[name]
         elif any(arm in (Any, dict) or get_origin(arm) in (dict, Mapping) for arm in arms):

@@ -52,7 +52,14 @@ def check_cluster(config: "BaseRunConfig") -> None:
                 "processes are the workers; set the variables before the command, or "
                 "cluster.engine=ray"
             )
+        if config.value_parallel != config.model.parallel:
+            raise ConfigError(
+                f"{_own_sizes(config)}: with cluster.engine=local one process holds a policy and a "
+                "critic worker, which have one layout; set cluster.engine=ray, or leave the "
+                "critic's sizes at null"
+            )
     if cluster.value_workers is None:
+        _check_value_workers(config, "trainer.devices x trainer.num_nodes", config.value_world_size)
         return
     if cluster.colocated:
         raise ConfigError(
@@ -60,10 +67,26 @@ def check_cluster(config: "BaseRunConfig") -> None:
             "colocated critic has a worker beside each of the policy's; set it, or leave "
             "cluster.value_workers at null"
         )
-    size = config.model.parallel.model_parallel_size
-    if cluster.value_workers % size:
+    _check_value_workers(config, "cluster.value_workers", cluster.value_workers)
+
+
+def _check_value_workers(config: "BaseRunConfig", key: str, workers: int) -> None:
+    size = config.value_parallel.model_parallel_size
+    shared = config.value_parallel == config.model.parallel
+    if workers % size and not (shared and key != "cluster.value_workers"):  # the policy's matter
+        whose = "that the critic shares with the policy" if shared else "of the critic's own"
         raise ConfigError(
-            f"cluster.value_workers={cluster.value_workers} is not a multiple of tensor x pipeline "
-            f"x context = {size}, the layout that the critic shares with the policy; use "
-            f"{-(-cluster.value_workers // size) * size}"
+            f"{key}={workers} is not a multiple of tensor x pipeline x context = {size}, the "
+            f"layout {whose}; use {-(-workers // size) * size}"
         )
+
+
+def _own_sizes(config: "BaseRunConfig") -> str:
+    """The sizes in which the critic differs, as they are given."""
+    critic = getattr(config, "critic", None)
+    own = {} if critic is None else critic.own_layout
+    return ", ".join(
+        f"critic.{key}={str(size).lower()}"
+        for key, size in own.items()
+        if size != getattr(config.model, key)
+    )

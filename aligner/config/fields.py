@@ -1,11 +1,11 @@
 """Annotated field types: what a number may be is written in its type.
 
 ``Annotated[int, Range(low=1)]`` is an ``int`` to a type checker and a checked range to
-``parse.build``.
+``parse.build``; `Aliases` and `Refused` say the same of the names that a value may have.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,31 @@ class Range:
 # Metadata of a number that may be null in a run's configuration, which then works it out. Its
 # default is what a section built by hand has.
 DERIVED = {"derived": True}
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """Other spellings of a value, as pairs of what may be written and what it means."""
+
+    pairs: tuple[tuple[str, Any], ...]
+
+    def resolve(self, value: Any) -> Any:
+        """What ``value`` means; itself where it is no alias."""
+        return next((meant for written, meant in self.pairs if value == written), value)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Values that other libraries have, as pairs of the value and why it is refused here."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def reason(self, value: Any) -> str | None:
+        """Why ``value`` is refused; None where it is not one of these."""
+        if isinstance(value, bool):
+            return None
+        return next((why for refused, why in self.pairs if str(value) == refused), None)
+
 
 Count = Annotated[int, Range(low=1)]
 Natural = Annotated[int, Range(low=0)]

@@ -44,8 +44,13 @@ class ParallelConfig:
         return world_size // self.model_parallel_size
 
 
-def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a layout that cannot work, with the numbers and the nearest that can."""
+def check_layout(
+    architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str = "model"
+) -> None:
+    """Refuse a layout that cannot work, with the numbers and the nearest that can.
+
+    ``section``: where it stands in the configuration.
+    """
     size = parallel.model_parallel_size
     if world_size % size:
         raise LayoutError(
@@ -54,27 +59,28 @@ def check_layout(architecture: GPTArchitecture, parallel: ParallelConfig, world_
             f"{_multiples(size, world_size)} processes (trainer.devices x "
             "trainer.num_nodes) or change the sizes"
         )
-    _check_tensor(architecture, parallel)
+    _check_tensor(architecture, parallel, section)
     _divides(
-        "model.pipeline_model_parallel_size",
+        f"{section}.pipeline_model_parallel_size",
         parallel.pipeline,
         {"layers": architecture.num_layers},
     )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise LayoutError(
-            "model.sequence_parallel=true needs model.tensor_model_parallel_size > 1, got 1; "
-            "set it to false or raise the tensor parallel size"
+            f"{section}.sequence_parallel=true needs {section}.tensor_model_parallel_size > 1, "
+            "got 1; set it to false or raise the tensor parallel size"
         )
-    _check_expert(architecture, parallel, world_size)
+    _check_expert(architecture, parallel, world_size, section)
     is_moe = architecture.num_moe_experts is not None
     if is_moe and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise LayoutError(
-            f"model.tensor_model_parallel_size={parallel.tensor} with a mixture of experts needs "
-            "model.sequence_parallel=true, got false; megatron-core does not train it otherwise"
+            f"{section}.tensor_model_parallel_size={parallel.tensor} with a mixture of experts "
+            f"needs {section}.sequence_parallel=true, got false; megatron-core does not train it "
+            "otherwise"
         )
 
 
-def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig) -> None:
+def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig, section: str) -> None:
     counts = {
         "attention heads": architecture.num_attention_heads,
         "query groups": architecture.num_query_groups,
@@ -84,13 +90,15 @@ def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig) -> No
         counts["feed-forward columns"] = architecture.ffn_hidden_size
     elif parallel.expert == 1:  # experts are split like other layers; shared out, they are whole
         counts["expert columns"] = architecture.expert_ffn_hidden_size
-    _divides("model.tensor_model_parallel_size", parallel.tensor, counts)
+    _divides(f"{section}.tensor_model_parallel_size", parallel.tensor, counts)
 
 
-def _check_expert(architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int) -> None:
+def _check_expert(
+    architecture: GPTArchitecture, parallel: ParallelConfig, world_size: int, section: str
+) -> None:
     if parallel.expert == 1:
         return
-    key = "model.expert_model_parallel_size"
+    key = f"{section}.expert_model_parallel_size"
     if architecture.num_moe_experts is None:
         raise LayoutError(f"{key}={parallel.expert}, but the model has no experts; set it to 1")
     _divides(key, parallel.expert, {"experts": architecture.num_moe_experts})

@@ -1,6 +1,6 @@
 """From omegaconf's tree to ``RunConfig``: the only door."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,11 +8,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.config.batches import derive_batches
 from aligner.config.checks import check_config
-from aligner.config.parse import build
+from aligner.config.parse import build, field_types
 from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import ConfigError
 
 Root = TypeVar("Root", bound=BaseRunConfig)
+Section = TypeVar("Section")
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
@@ -43,3 +44,37 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:
     """A plain mapping in the form that NeMo's base class insists on."""
     return values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
+
+
+def plain_mapping(values: Mapping[str, Any], keys: Sequence[str] | None = None) -> dict[str, Any]:
+    """hydra's or a plain mapping as a plain one: interpolations resolved, missing keys left out.
+
+    ``keys``: only those that are there of these; the others need not resolve.
+    """
+    found = [key for key in values if keys is None or key in keys]
+    if not isinstance(values, DictConfig):
+        return {key: values[key] for key in found}
+    plain = {}
+    for key in found:
+        if OmegaConf.is_missing(values, key):
+            continue
+        try:
+            value = values[key]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            name = getattr(error, "full_key", None) or key
+            raise ConfigError(f"{name}: cannot be resolved: {error}") from error
+        plain[str(key)] = value
+    return plain
+
+
+def section_of(
+    kinds: Sequence[type[Section]], values: Mapping[str, Any], prefix: str = "model"
+) -> Section:
+    """A section of a run's configuration out of a mapping: the first kind that has its keys.
+
+    ``prefix``: of the keys in messages. Where no kind has them all, the first one says so.
+    """
+    kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
+    return build(kind, values, prefix)

@@ -1,8 +1,8 @@
 """Policy and critic: where they come from, how they are cut, and how they are trained."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, TypeVar
 
 from aligner.config.fields import DERIVED, Count, Fraction, Natural, NonNegative, Positive, Range
 from aligner.config.layout import ParallelConfig
@@ -11,6 +11,14 @@ from aligner.config.peft import PeftConfig
 
 FP8_MULTIPLE = 16  # rows of 8-bit matrix products come in multiples of it
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
+LAYOUT_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "sequence_parallel",
+)
+Model = TypeVar("Model", bound="TrainedModelConfig")
 
 
 @dataclass(frozen=True)
@@ -242,13 +250,32 @@ class RSModelConfig(TrainedModelConfig):
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic: the policy's architecture with a value head, in the policy's layout."""
+    """The critic: the policy's architecture with a value head.
+
+    It has the policy's parallel layout unless it is given sizes of its own, which need workers of
+    its own: ``cluster.engine=ray``.
+    """
 
     restore_from_path: str | None = None  # null: model.restore_from_path, with a fresh head
     micro_batch_size: Count = field(default=8, metadata=DERIVED)  # as the model's
     global_batch_size: Count = field(default=64, metadata=DERIVED)  # as the model's
     forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank
     value_clip: Positive | None = 0.2  # clip of the new value around the old one; null: off
+    tensor_model_parallel_size: Count | None = None  # null: model.tensor_model_parallel_size
+    pipeline_model_parallel_size: Count | None = None  # null: model.pipeline_model_parallel_size
+    context_parallel_size: Count | None = None  # null: model.context_parallel_size
+    expert_model_parallel_size: Count | None = None  # null: model.expert_model_parallel_size
+    sequence_parallel: bool | None = None  # null: model.sequence_parallel
     offload_adam_states: bool = False  # optimizer state to host memory while not training
     offload_weights: bool = False  # weights and gradient buffers to host memory while idle
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+
+    @property
+    def own_layout(self) -> dict[str, int | bool]:
+        """The sizes that are given, by their keys."""
+        given = {key: getattr(self, key) for key in LAYOUT_KEYS}
+        return {key: size for key, size in given.items() if size is not None}
+
+    def laid_out(self, model: Model) -> Model:
+        """The policy's section in the critic's layout: what the critic shares with the policy."""
+        return replace(model, **self.own_layout) if self.own_layout else model  # type: ignore[arg-type]

@@ -1,9 +1,18 @@
 """Optimizer and learning-rate schedule of one role; NeMo's names."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positive
+from aligner.config.fields import Aliases, Count, Fraction, Natural, NonNegative, Positive
+
+# NeMo's optimizers that are this one: AdamW by megatron-core, its state shared out over ranks.
+_ADAM_OF_NEMO = (
+    "adamw",
+    "fused_adam",
+    "megatron_fused_adam",
+    "distributed_fused_adam",
+    "mcore_distributed_optim",
+)
 
 
 @dataclass(frozen=True)
@@ -14,7 +23,10 @@ class SchedConfig:
     cosine: warm up, half a cosine to ``min_lr``, then ``constant_steps`` at ``min_lr``.
     """
 
-    name: Literal["constant", "cosine", "linear"] = "constant"
+    # CosineAnnealing, NeMo's name, is cosine.
+    name: Annotated[
+        Literal["constant", "cosine", "linear"], Aliases((("CosineAnnealing", "cosine"),))
+    ] = "constant"
     warmup_steps: Natural = 0  # steps of linear rise from 0 to lr
     constant_steps: Natural = 0  # cosine only: steps held at min_lr at the end
     min_lr: NonNegative = 0.0  # cosine and linear only: where the decay ends
@@ -25,7 +37,11 @@ class SchedConfig:
 class OptimConfig:
     """Optimizer of one role."""
 
-    name: Literal["adam", "sgd"] = "adam"  # adam is AdamW (decoupled weight decay)
+    # adam is AdamW (decoupled weight decay), and so are NeMo's distributed_fused_adam,
+    # mcore_distributed_optim, fused_adam, megatron_fused_adam and adamw.
+    name: Annotated[
+        Literal["adam", "sgd"], Aliases(tuple((name, "adam") for name in _ADAM_OF_NEMO))
+    ] = "adam"
     lr: Positive = 1e-6
     weight_decay: NonNegative = 0.0  # of matrices; biases and norms have none
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # adam only

@@ -19,7 +19,8 @@ from typing import (
     is_typeddict,
 )
 
-from aligner.config.fields import Range
+from aligner.config.fields import Aliases, Range, Refused
+from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
 T = TypeVar("T")
@@ -60,8 +61,9 @@ def build(cls: type[T], values: Any, prefix: str = "") -> T:
     derived = {field.name for field in fields if field.metadata.get("derived")}
     values = {key: item for key, item in values.items() if item is not None or key not in derived}
     for key in values:
-        if key not in hints:
+        if key not in hints and not is_inert(_join(prefix, str(key)), values[key]):
             raise ConfigError(unknown_key(_join(prefix, str(key)), list(hints), prefix))
+    values = {key: item for key, item in values.items() if key in hints}
     missing = [field.name for field in fields if field.name not in values and _is_required(field)]
     if missing:
         raise ConfigError(
@@ -93,6 +95,8 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
         prefix: the dotted key of that place.
         elsewhere: dotted keys of other places, where its last name may belong.
     """
+    if (other := remedy(key)) is not None:
+        return f"{key}: {other}"
     name = key.rsplit(".", 1)[-1]
     near = [other for other in _OTHER_NAMES.get(name, ()) if other in known]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -111,7 +115,7 @@ def convert(hint: Any, value: Any, key: str) -> Any:
     """``value`` as the type ``hint`` describes, or a ``ConfigError`` that names ``key``."""
     origin = get_origin(hint)
     if origin is Annotated:
-        return _convert_ranged(hint, value, key)
+        return _convert_annotated(hint, value, key)
     if origin in (Union, types.UnionType):
         return _convert_union(hint, value, key)
     if origin is Literal:
@@ -138,8 +142,13 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
     raise ConfigError(f"{key}: expected {names[hint]}, got {_show(value)}")
 
 
-def _convert_ranged(hint: Any, value: Any, key: str) -> Any:
+def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
     inner, *constraints = get_args(hint)
+    for constraint in constraints:
+        if isinstance(constraint, Aliases):
+            value = constraint.resolve(value)
+        elif isinstance(constraint, Refused) and (reason := constraint.reason(value)) is not None:
+            raise ConfigError(f"{key}={value}: {reason}")
     converted = convert(inner, value, key)
     for constraint in constraints:
         if isinstance(constraint, Range) and not constraint.contains(converted):

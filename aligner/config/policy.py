@@ -17,24 +17,32 @@ class BackendConfig:
     backend: Literal["megatron", "dtensor"] = "megatron"
 
 
-def check_policy_backend(backend: str, model: TrainedModelConfig) -> None:
-    """Refuse layouts and adapters that a backend does not have, before anything is loaded."""
+def check_policy_backend(backend: str, model: TrainedModelConfig, section: str = "model") -> None:
+    """Refuse layouts and adapters that a backend does not have, before anything is loaded.
+
+    ``section``: where the layout stands.
+    """
     check_peft(backend, model)
     if backend != "dtensor":
         return
-    unknown = {
-        "model.pipeline_model_parallel_size": (model.pipeline_model_parallel_size, 1),
-        "model.context_parallel_size": (model.context_parallel_size, 1),
-        "model.expert_model_parallel_size": (model.expert_model_parallel_size, 1),
-        "model.sequence_parallel": (model.sequence_parallel, False),
-        "model.fp8": (model.fp8, None),
+    whole: dict[str, tuple[object, str]] = {
+        "pipeline_model_parallel_size": (1, "fits more layers by model.tensor_model_parallel_size"),
+        "context_parallel_size": (
+            1,
+            "fits longer sequences by model.tensor_model_parallel_size and "
+            "model.activations_checkpoint_granularity=full",
+        ),
+        "expert_model_parallel_size": (1, "holds every expert on every rank"),
+        "sequence_parallel": (False, "splits layers alone"),
+        "fp8": (None, "has no 8-bit products"),
     }
-    for key, (value, supported) in unknown.items():
+    for key, (supported, instead) in whole.items():
+        value = getattr(model, key)
         if value != supported:
             raise ConfigError(
-                f"{key}={_yaml(value)}: policy.backend=dtensor has data and tensor parallelism "
-                f"alone, and no 8-bit products; set {key}={_yaml(supported)}, or "
-                "policy.backend=megatron"
+                f"{section}.{key}={_yaml(value)}: policy.backend=dtensor has data and tensor "
+                f"parallelism alone, and {instead}; set {section}.{key}={_yaml(supported)}, or "
+                "policy.backend=megatron, which has it"
             )
 
 

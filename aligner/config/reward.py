@@ -112,6 +112,11 @@ def _check_shared_body(config: "SamplingRunConfig", model: RewardModelConfig) ->
     key = "reward.model.share_body_with_critic=true"
     if getattr(config, "critic", None) is None:
         raise ConfigError(f"{key}, but this run has no critic; set it to false")
+    if config.value_parallel != config.model.parallel:
+        raise ConfigError(
+            f"{key}: a reward model has the policy's layout, and this critic one of its own; leave "
+            "the critic's sizes at null, or set share_body_with_critic to false"
+        )
     if config.policy.backend != "megatron":
         raise ConfigError(
             f"{key} swaps weights of megatron-core models, and policy.backend="

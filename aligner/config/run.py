@@ -11,6 +11,7 @@ from aligner.config.distill import DistillTrainerConfig, StudentConfig, TeacherC
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
+from aligner.config.layout import ParallelConfig
 from aligner.config.model import (
     CriticConfig,
     ModelConfig,
@@ -40,6 +41,11 @@ class BaseRunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    @property
+    def value_parallel(self) -> ParallelConfig:
+        """The critic's layout."""
+        return self.model.parallel
 
     @property
     def value_world_size(self) -> int:
@@ -102,6 +108,12 @@ class RunConfig(SamplingRunConfig):
     def loop(self) -> SamplingLoopConfig:
         """See ``trainer.ppo``."""
         return self.trainer.ppo
+
+    @property
+    def value_parallel(self) -> ParallelConfig:
+        """The critic's layout; the policy's unless it has its own."""
+        critic = self.critic
+        return (self.model if critic is None else critic.laid_out(self.model)).parallel
 
     @property
     def value_world_size(self) -> int:

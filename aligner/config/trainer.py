@@ -4,7 +4,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from aligner.config.fields import Count, Fraction, Natural, NonNegative, Positive, Range
+from aligner.config.fields import (
+    Aliases,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Range,
+    Refused,
+)
 from aligner.config.model import KLEstimator
 
 
@@ -108,13 +117,23 @@ class TrainerPPOConfig(SamplingLoopConfig):
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
 
+# Lightning's spellings. bf16 is megatron-core's: bfloat16 weights in the passes, float32 ones in
+# the optimizer.
+_PRECISIONS = Aliases((("32-true", "32"), ("bf16-mixed", "bf16"), ("bf16-true", "bf16")))
+_FLOAT16 = (
+    "float16 needs a loss scale, which no role here keeps; use bf16, or 32 where there is none"
+)
+_NO_FLOAT16 = Refused(tuple((name, _FLOAT16) for name in ("16", "16-mixed", "16-true", "fp16")))
+Precision = Annotated[Literal["32", "bf16"], _PRECISIONS, _NO_FLOAT16]
+
+
 @dataclass(frozen=True)
 class ProcessConfig:
     """Processes, precision and limits."""
 
     num_nodes: Count = 1
     devices: Count = 1  # processes per node
-    precision: Literal["32", "bf16"] = "32"  # of weights in the forward pass; heads stay float32
+    precision: Precision = "32"  # of weights in the forward pass; heads stay float32
     max_time: str | None = None  # DD:HH:MM:SS; then the run saves and ends cleanly
 
     @property

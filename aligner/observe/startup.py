@@ -21,6 +21,8 @@ class TrainedRole:
     name: str  # policy, critic
     global_batch_size: int  # samples per optimizer update, over all ranks
     micro_batch_size: int  # samples per forward-backward, per data-parallel rank
+    data_parallel_size: int | None = None  # None: that of the plan
+    model_parallel_size: int | None = None  # None: the policy's
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
 
 def _training_sentence(plan: BatchPlan, role: TrainedRole) -> str:
     updates = plan.ppo_epochs * plan.num_rollout_samples // role.global_batch_size
-    micro_batches = role.global_batch_size // (role.micro_batch_size * plan.data_parallel_size)
+    ranks = role.data_parallel_size or plan.data_parallel_size
+    micro_batches = role.global_batch_size // (role.micro_batch_size * ranks)
     return (
         f"The {role.name} goes over them {_times(plan.ppo_epochs)} in batches of "
         f"{role.global_batch_size:,}: {_count(updates, 'update')} a step "

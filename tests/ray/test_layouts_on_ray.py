@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from leftovers import processes_of, wait_for
-from runs import ON_RAY, finished, largest_difference, metrics, result, start, train
+from runs import ON_RAY, finished, go_back_to, largest_difference, metrics, result, start, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
 # Nodes and driver must agree on one; a Ray that a run starts sees to it itself.
@@ -50,6 +50,19 @@ def test_tensor_parallel_workers(tmp_path, tiny_nemo, one_process, ray):
     layout = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
     ended = train(tmp_path / "run", tiny_nemo, ON_RAY, *layout)
     assert largest_difference(ended[0], one_process[0]) < 1e-4
+
+
+@pytest.mark.parametrize("colocated", ["true", "false"])
+def test_a_critic_in_a_layout_of_its_own(tmp_path, tiny_nemo, one_process, ray, colocated):
+    """Two data-parallel policy workers, and a critic in two halves; then halves that continue."""
+    layout = [ON_RAY, f"cluster.colocated={colocated}", "trainer.devices=2"]
+    split = "critic.tensor_model_parallel_size=2"
+    ended = train(tmp_path / "run", tiny_nemo, *layout, split)
+    assert largest_difference(ended[0], one_process[0]) < 1e-4
+    if colocated == "true":
+        go_back_to(1, tmp_path / "run", tmp_path / "again")
+        resumed = train(tmp_path / "again", tiny_nemo, *layout)  # in the policy's layout
+        assert largest_difference(resumed[0], ended[0]) < 1e-4
 
 
 @pytest.fixture

@@ -250,8 +250,8 @@ def test_the_reference_is_the_beginning_without_a_second_model(
     assert (after - before).abs().max() > 1e-3
     assert torch.equal(role.get_reference_logprobs(batch), before)
     assert torch.equal(role.get_logprobs(batch), after)
-    assert role._reference._model is None
-    initial = role._reference._initial
+    assert role.reference.gpt is None
+    initial = role.reference._initial
     assert (initial is not None) == begins_with_adapters
     if initial is not None:
         assert set(initial._held) == {n for n, _ in role.gpt.named_parameters() if ".lora." in n}

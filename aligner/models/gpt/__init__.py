@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aligner.models.gpt.critic import MegatronGPTCriticModel
     from aligner.models.gpt.loading import load_from_nemo
     from aligner.models.gpt.megatron import MegatronGPTModel
+    from aligner.models.gpt.reference import ReferencePolicy
     from aligner.models.gpt.reward import MegatronGPTRewardModel
     from aligner.models.gpt.rs_actor import MegatronGPTRSModel
 
@@ -20,6 +21,7 @@ _HOMES = {
     "MegatronGPTModel": "megatron",
     "MegatronGPTRSModel": "rs_actor",
     "MegatronGPTRewardModel": "reward",
+    "ReferencePolicy": "reference",
     "load_from_nemo": "loading",
 }
 
@@ -29,6 +31,7 @@ __all__ = [
     "MegatronGPTModel",
     "MegatronGPTRSModel",
     "MegatronGPTRewardModel",
+    "ReferencePolicy",
     "load_from_nemo",
 ]
 

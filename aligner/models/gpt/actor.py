@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,17 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.algorithms.losses.interfaces import reads_logits
-from aligner.config import LengthParams, SamplingParams
+from aligner.config import (
+    LengthParams,
+    ModelConfig,
+    RSModelConfig,
+    SamplingParams,
+    TrainedModelConfig,
+)
 from aligner.errors import ConfigError
 from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
 from aligner.models.gpt.generation import GenerationOutput, Generator
+from aligner.models.gpt.given_settings import SectionType
 from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.megatron import MegatronGPTModel
 from aligner.models.gpt.pipeline import (
@@ -37,11 +44,21 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
     """
 
     role_name = "policy"
-    length_params = LengthParams()
-    sampling_params = SamplingParams()
-    rollout_micro_batch_size = 64
-    _reference: ReferencePolicy | None = None
+    config_types: ClassVar[tuple[SectionType, ...]] = (
+        ModelConfig,
+        RSModelConfig,
+        TrainedModelConfig,
+    )
     _generator: Generator | None = None
+
+    def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
+        """Arguments as of `MegatronGPTModel`; the settings say how it draws, too."""
+        super().__init__(cfg, trainer, **options)
+        self.__dict__["_reference"] = None  # not a module of this one: it is not trained with it
+        settings = self.settings
+        self.configure_generation(
+            settings.length_params, settings.sampling_params, settings.rollout_micro_batch_size
+        )
 
     # Scoring ----------------------------------------------------------------------------------
 
@@ -119,13 +136,18 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """As `get_logprobs`, under the weights that training began with."""
-        if self._reference is None:
+        return self.reference.get_logprobs(batch, micro_batches)
+
+    @property
+    def reference(self) -> ReferencePolicy:
+        """The policy that training began with; `ConfigError` before `keep_reference`."""
+        found: ReferencePolicy | None = self.__dict__["_reference"]
+        if found is None:
             raise ConfigError(
                 "no reference policy was kept: call keep_reference() right after the weights are "
                 "loaded (a run does so when a KL coefficient is above 0)"
             )
-        with self._reference.model() as initial:
-            return self.infer_tokens(batch, micro_batches, initial)
+        return found
 
     def get_topk_logits(
         self,
@@ -161,12 +183,11 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """Freeze the current weights as the reference policy; with adapters ``mode`` is moot."""
-        if self.adapters is None:
-            build = partial(self.build_gpt, initialize=False)
-            self._reference = ReferencePolicy(self.gpt, mode, build)
-        else:  # what is frozen needs no keeping
-            kind: Literal["bare", "swap"] = "bare" if self.adapters.are_fresh else "swap"
-            self._reference = ReferencePolicy(self.gpt, kind)
+        kind: Literal["keep", "swap", "bare"] = mode
+        if self.adapters is not None:  # what is frozen needs no keeping
+            kind = "bare" if self.adapters.are_fresh else "swap"
+        build = partial(self.build_gpt, initialize=False)
+        self.__dict__["_reference"] = ReferencePolicy(self.gpt, kind, self.infer_tokens, build)
 
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
         """Log-probs of every token: int64 ``[B, S]`` to float32 ``[B, S]``, 0 at position 0."""

@@ -9,6 +9,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
+from aligner.models.gpt.given_settings import SectionType
 from aligner.models.gpt.hidden_states import OutputLayerBypass, full_hidden_states
 from aligner.models.gpt.megatron import MegatronGPTModel
 from aligner.models.gpt.pipeline import (
@@ -32,6 +34,12 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     """
 
     role_name = "critic"
+    config_types: ClassVar[tuple[SectionType, ...]] = (
+        CriticConfig,
+        ModelConfig,
+        RSModelConfig,
+        TrainedModelConfig,
+    )
     has_head = True
     right_shift: ClassVar[bool] = True
     rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None  # where one shares the body

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
@@ -41,7 +42,7 @@ from aligner.models.gpt.updates import (
 from aligner.types import LossFunction, TokenOutputs
 
 
-class DTensorModel:
+class DTensorModel(LightningModule):
     """A role's share of a transformers model on this process."""
 
     role_name = "model"  # in reports
@@ -56,6 +57,7 @@ class DTensorModel:
         tokenizer: Tokenizer,
     ) -> None:
         """Build from an open checkpoint; the optimizer comes with `setup_training`."""
+        super().__init__()
         self.settings = settings
         self.parallel = parallel
         self.tokenizer: Tokenizer | None = tokenizer
@@ -182,7 +184,8 @@ class DTensorModel:
     # Phases -----------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Bring the optimizer state back and enter training mode."""
+        """Bring the optimizer state back, or make the optimizer, and enter training mode."""
+        self.setup_training()
         trainable(self.optimizer).restore()
         self.model.train()
 

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.algorithms.losses.interfaces import reads_logits
+from aligner.checkpoint.model_source import ModelSource
 from aligner.config import LengthParams, SamplingParams
+from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.adjoint_collectives import SumGradient
+from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
 from aligner.models.gpt.dtensor import DTensorModel
 from aligner.models.gpt.dtensor_generation import megatron_copy
@@ -19,19 +22,71 @@ from aligner.models.gpt.dtensor_model import TransformersModel
 from aligner.models.gpt.dtensor_shards import WholeParameters
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.reference import ReferenceModel
+from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
 from aligner.types import LossFunction, TokenOutputs
+
+
+class DTensorReference(ReferenceModel):
+    """The initial weights of such a policy: a second model, or copies in host memory."""
+
+    @torch.no_grad()
+    def __init__(self, policy: "DTensorActorModel", mode: Literal["keep", "swap"]) -> None:
+        """``mode`` as of `ReferencePolicy`."""
+        super().__init__(policy.infer_tokens)
+        self._policy = (policy,)  # in a tuple: it stays a module of its own
+        self.copy: TransformersModel | None = None
+        self._held: dict[str, Tensor] = {}
+        if mode == "swap":
+            self._held = {
+                shard.name: accelerator.to_host(shard.local.clone()) for shard in policy.shards
+            }
+            return
+        self.copy, copies = policy.build(None)
+        self.copy.eval().requires_grad_(False)
+        for copy, shard in zip(copies, policy.shards, strict=True):
+            copy.local.copy_(shard.local)
+
+    @contextlib.contextmanager
+    def initial_model(self) -> Iterator[TransformersModel]:
+        """See `ReferenceModel`."""
+        if self.copy is not None:
+            yield self.copy
+            return
+        self._exchange()
+        try:
+            yield self._policy[0].model
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for shard in self._policy[0].shards:
+            current = accelerator.to_host(shard.local.clone())
+            shard.local.copy_(self._held[shard.name])
+            self._held[shard.name] = current
 
 
 class DTensorActorModel(DTensorModel):
     """PPO's actor, the twin of `MegatronGPTActorModel`."""
 
     role_name = "policy"
-    length_params = LengthParams()
-    sampling_params = SamplingParams()
-    rollout_micro_batch_size = 64
-    _reference: TransformersModel | dict[str, Tensor] | None = None
     _generator: Generator | None = None
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: RoleSettings,
+        parallel: ParallelState,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Arguments as of `DTensorModel`; the settings say how it draws, too."""
+        super().__init__(source, settings, parallel, tokenizer)
+        self.__dict__["_reference"] = None  # not a module of this one: it is not trained with it
+        self.configure_generation(
+            settings.length_params, settings.sampling_params, settings.rollout_micro_batch_size
+        )
 
     # Scoring ----------------------------------------------------------------------------------
 
@@ -91,44 +146,22 @@ class DTensorActorModel(DTensorModel):
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """As `get_logprobs`, under the weights that training began with."""
-        with self._initial_model() as initial:
-            return self.infer_tokens(batch, micro_batches, initial)
+        return self.reference.get_logprobs(batch, micro_batches)
 
-    @torch.no_grad()
-    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy: a second model, or on the host."""
-        if mode == "swap":
-            self._reference = {
-                shard.name: accelerator.to_host(shard.local.clone()) for shard in self.shards
-            }
-            return
-        self._reference, copies = self.build(None)
-        self._reference.eval().requires_grad_(False)
-        for copy, shard in zip(copies, self.shards, strict=True):
-            copy.local.copy_(shard.local)
-
-    @contextlib.contextmanager
-    def _initial_model(self) -> Iterator[TransformersModel]:
-        if self._reference is None:
+    @property
+    def reference(self) -> "DTensorReference":
+        """The policy that training began with; `ConfigError` before `keep_reference`."""
+        found: DTensorReference | None = self.__dict__["_reference"]
+        if found is None:
             raise ConfigError(
                 "no reference policy was kept: call keep_reference() right after the weights are "
                 "loaded (a run does so when a KL coefficient is above 0)"
             )
-        if isinstance(self._reference, TransformersModel):
-            yield self._reference
-            return
-        self._exchange(self._reference)
-        try:
-            yield self.model
-        finally:
-            self._exchange(self._reference)
+        return found
 
-    @torch.no_grad()
-    def _exchange(self, held: dict[str, Tensor]) -> None:
-        for shard in self.shards:
-            current = accelerator.to_host(shard.local.clone())
-            shard.local.copy_(held[shard.name])
-            held[shard.name] = current
+    def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
+        """Freeze the current weights as the reference policy: a second model, or on the host."""
+        self.__dict__["_reference"] = DTensorReference(self, mode)
 
     # Generating -------------------------------------------------------------------------------
 

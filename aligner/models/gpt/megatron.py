@@ -25,7 +25,7 @@ from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo import save_nemo
 from aligner.checkpoint.nemo_config import architecture_from_config
-from aligner.config import as_omegaconf, check_layout
+from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
@@ -33,6 +33,7 @@ from aligner.distributed.collectives import broadcast_floats, combine_metrics, r
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.given_settings import SectionType, settings_beside_architecture
 from aligner.models.gpt.kept_pass import KeptPass
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
@@ -63,7 +64,8 @@ class MegatronGPTModel(ModelPT):
     Args:
         cfg: the ``model_config.yaml`` of a `.nemo` file, as a mapping.
         trainer: a Lightning trainer; ours schedule themselves and pass none.
-        settings: layout, precision, batch sizes, optimizer. Default: one process, no training.
+        settings: layout, precision, batch sizes, optimizer. Default: what stands in ``cfg`` beside
+            the architecture (see `settings_beside_architecture`).
         architecture: parsed from ``cfg`` when not given.
         tokenizer: packaged when the model is saved.
         initialize: fill the weights at random; False when a checkpoint is about to.
@@ -71,6 +73,7 @@ class MegatronGPTModel(ModelPT):
 
     role_name = "model"  # in reports
     has_head: ClassVar[bool] = False  # of its own, in the output layer's place
+    config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of a run's section
     loss_fn: LossFunction | None = None
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
@@ -86,7 +89,7 @@ class MegatronGPTModel(ModelPT):
     ) -> None:
         with logging.temp_verbosity(logging.ERROR):  # it misses data sections we have no use for
             super().__init__(as_omegaconf(cfg), trainer)
-        self.settings = settings or RoleSettings()
+        self.settings = settings or settings_beside_architecture(cfg, self.config_types, trainer)
         self.tokenizer = tokenizer
         self.parallel: ParallelState = initialize_parallel(
             self.settings.parallel, seed=self.settings.seed
@@ -292,7 +295,8 @@ class MegatronGPTModel(ModelPT):
     # Phases -----------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Bring the optimizer state back and enter training mode."""
+        """Bring the optimizer state back, or make the optimizer, and enter training mode."""
+        self.setup_training()
         trainable(self.optimizer).restore()
         self.model.train()
 
@@ -347,7 +351,7 @@ class MegatronGPTModel(ModelPT):
         model = cls(
             checkpoint.config,
             trainer,
-            settings=settings,
+            settings=settings or RoleSettings(),  # the file's own speak of who trained it
             architecture=checkpoint.architecture,
             tokenizer=tokenizer,
             initialize=False,

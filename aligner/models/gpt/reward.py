@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.model_source import ModelSource
+from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
 from aligner.models.gpt.critic import MegatronGPTCriticModel
@@ -69,6 +70,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     """
 
     role_name = "reward model"
+    config_types = (TrainedModelConfig, ModelConfig, RSModelConfig, CriticConfig)
     right_shift = False
     standardization: Standardization | None = None  # applied by `infer`, never in training
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
+from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.pipeline import MicroBatches
 
@@ -13,6 +14,7 @@ from aligner.models.gpt.pipeline import MicroBatches
 class MegatronGPTRSModel(MegatronGPTActorModel):
     """PPO's actor with another loss: the negative mean log-prob of the response's tokens."""
 
+    config_types = (RSModelConfig, ModelConfig, TrainedModelConfig)
     loss_fn = NegativeLogLikelihoodLoss()
 
     def get_loss_and_metrics(

@@ -10,10 +10,12 @@ import torch
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.config import (
     CriticConfig,
+    LengthParams,
     LoraConfig,
     OptimConfig,
     ParallelConfig,
     RolloutConfig,
+    SamplingParams,
     TrainedModelConfig,
 )
 from aligner.config.published import PublishedRole
@@ -36,6 +38,9 @@ class RoleSettings:
     micro_batch_size: int = 8
     global_batch_size: int = 64
     forward_micro_batch_size: int = 16
+    length_params: LengthParams = field(default_factory=LengthParams)  # of responses
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)  # temperature: scores'
+    rollout_micro_batch_size: int = 64  # sequences in flight together while generating
     sequence_packing: bool = False  # the sequences of a micro-batch stand in one row
     sequence_length_round: int = 1  # padded micro-batches are as long as a multiple of it
     optim: OptimConfig | None = None
@@ -75,7 +80,13 @@ def policy_settings(
     model: TrainedModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
 ) -> RoleSettings:
     """Settings of the actor."""
-    return _settings(model, model.rollout, model, run, max_optimizer_steps)
+    rollout = model.rollout
+    return dataclasses.replace(
+        _settings(model, rollout, model, run, max_optimizer_steps),
+        length_params=rollout.length_params,
+        sampling_params=rollout.sampling_params,
+        rollout_micro_batch_size=rollout.rollout_micro_batch_size,
+    )
 
 
 def critic_settings(
@@ -84,11 +95,11 @@ def critic_settings(
     run: RunFacts,
     max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
-    """Settings of the critic, which lives in the policy's layout and has adapters where it has.
+    """Settings of the critic: the policy's layout unless it has its own, adapters where it has.
 
     It begins with the policy's adapters where it begins with the policy's weights.
     """
-    settings = _settings(critic, critic, model, run, max_optimizer_steps)
+    settings = _settings(critic, critic, critic.laid_out(model), run, max_optimizer_steps)
     if critic.restore_from_path is None:
         return settings
     return dataclasses.replace(settings, adapters_path=None)

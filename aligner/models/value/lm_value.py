@@ -59,7 +59,7 @@ class Value(RoleFront, ValueInterface):
             init_optimizer: False for a critic that only predicts.
             weights_path: continue from these weights and this head.
             optimizer_path: continue from this optimizer state.
-            model: the policy's section: layout and micro-batching.
+            model: the policy's section: micro-batching, and layout where the critic has none.
             run: see `Policy`.
             backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
             max_optimizer_steps: what a schedule without ``max_steps`` decays over.
@@ -76,9 +76,10 @@ class Value(RoleFront, ValueInterface):
             run, env_vars = run or RunFacts.of(published), published.env_vars
         if model is None:
             raise ConfigError(
-                "model: required beside a CriticConfig, which has no layout of its own; give the "
+                "model: required beside a CriticConfig, which does not say everything; give the "
                 "policy's section"
             )
+        model = config.laid_out(model)
         run = run or RunFacts()
         check_token_budgets(model)
         check_policy_backend(backend, model)

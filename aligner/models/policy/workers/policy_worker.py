@@ -68,10 +68,6 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         settings = policy_settings(config, run, max_optimizer_steps)
         model = self.load(config, settings, tokenizer, parallel)
         super().__init__(model, parallel)
-        rollout = config.rollout
-        model.configure_generation(
-            rollout.length_params, rollout.sampling_params, rollout.rollout_micro_batch_size
-        )
         if init_reference_model:
             model.keep_reference(config.reference_mode)
         if weights_path is not None:

@@ -35,7 +35,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
         optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
         init_optimizer: False for a critic that only predicts.
         worker_sharding_annotations: place of every worker; must agree with ``config``.
-        model: the policy's section; its layout is the critic's.
+        model: the policy's section; its layout is the critic's where that has none of its own.
         run: what all roles share; default what a mapping says.
         parallel: this process's place; default joined, by RANK and its kin in the environment.
         max_optimizer_steps: what a schedule without ``max_steps`` decays over.
@@ -65,6 +65,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
         if model is None:
             raise ConfigError("model: required beside a CriticConfig; give the policy's section")
         run = run or RunFacts()
+        model = config.laid_out(model)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         body_path = config.restore_from_path or model.restore_from_path

@@ -1,0 +1,119 @@
+"""A layout of the critic's own: what is refused where, and the numbers on Ray."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.algorithms.engine import Clusters
+from aligner.config import CriticConfig, ModelConfig, ParallelConfig, load_config
+from aligner.errors import ConfigError, LayoutError
+
+CONF = Path(__file__).parents[2] / "conf"
+OWN = ["critic.tensor_model_parallel_size=2"]
+RAY = ["cluster.engine=ray", "trainer.devices=2"]
+
+
+def config(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load_config(compose("recipes/ppo_tiny_cpu", list(overrides)))
+
+
+def test_sizes_that_are_not_given_are_the_policys():
+    assert config("trainer.devices=2").value_parallel == ParallelConfig()
+    shared = config("trainer.devices=4", "model.tensor_model_parallel_size=2")
+    assert shared.value_parallel == shared.model.parallel == ParallelConfig(tensor=2)
+    own = config(*RAY, *OWN)
+    assert own.value_parallel == ParallelConfig(tensor=2)
+    assert own.model.parallel == ParallelConfig()
+    model = ModelConfig(restore_from_path="m", pipeline_model_parallel_size=2)
+    laid_out = CriticConfig(tensor_model_parallel_size=4, sequence_parallel=True).laid_out(model)
+    assert laid_out.parallel == ParallelConfig(tensor=4, pipeline=2, sequence_parallel=True)
+    assert CriticConfig().laid_out(model) is model
+
+
+def test_batches_that_are_not_given_follow_the_critics_ranks():
+    """One data-parallel rank of the critic has twice the rows of the policy's two."""
+    null = ["model.micro_batch_size=null", "critic.micro_batch_size=null"]
+    sizes = ["model.global_batch_size=8", "critic.global_batch_size=8"]
+    both = config(*RAY, *OWN, *null, *sizes)
+    assert (both.model.micro_batch_size, both.critic.micro_batch_size) == (4, 8)
+
+
+def test_the_report_says_both_layouts():
+    class Room:
+        def world_size(self):
+            return 2
+
+    words = Clusters.shared(Room()).describe(config(*RAY, *OWN))
+    assert words == "2 processes (data 2), critic 2 processes (tensor 2)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["trainer.devices=2", *OWN],
+            r"critic\.tensor_model_parallel_size=2: with cluster.engine=local .*engine=ray",
+        ),
+        (
+            ["cluster.engine=ray", *OWN],
+            r"trainer.devices x trainer.num_nodes=1 is not a multiple of .* = 2, the layout of the "
+            "critic's own; use 2",
+        ),
+        (
+            [*RAY, *OWN, "cluster.colocated=false", "cluster.value_workers=3"],
+            r"cluster.value_workers=3 is not a multiple of .* of the critic's own; use 4",
+        ),
+        (
+            [*RAY, "critic.context_parallel_size=2", "policy.backend=dtensor"],
+            r"critic\.context_parallel_size=2: policy.backend=dtensor .*policy.backend=megatron",
+        ),
+        (
+            [
+                *RAY,
+                *OWN,
+                "reward=model",
+                "reward.model.restore_from_path=r.nemo",
+                "reward.model.share_body_with_critic=true",
+            ],
+            r"share_body_with_critic=true: a reward model has the policy's layout",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        config(*overrides)
+
+
+def test_a_policy_of_transformers_says_what_to_use_for_long_sequences():
+    with pytest.raises(ConfigError) as caught:
+        config("trainer.devices=2", "model.context_parallel_size=2", "policy.backend=dtensor")
+    for word in (
+        "model.context_parallel_size=2",
+        "tensor_model_parallel_size",
+        "activations_checkpoint_granularity=full",
+        "policy.backend=megatron, which has it",
+    ):
+        assert word in str(caught.value)
+
+
+def test_a_size_that_the_architecture_does_not_divide_by_names_the_critic(tiny_nemo):
+    from contextlib import ExitStack
+    from types import SimpleNamespace
+
+    from aligner.algorithms.build import load_inputs
+
+    odd = config(
+        f"model.restore_from_path={tiny_nemo}",
+        "cluster.engine=ray",
+        "trainer.devices=3",
+        "critic.tensor_model_parallel_size=3",
+        "model.global_batch_size=12",
+        "critic.global_batch_size=12",
+        "model.micro_batch_size=4",
+        "critic.micro_batch_size=4",
+        "model.ppo.num_rollout_samples=12",
+    )
+    with ExitStack() as closing, pytest.raises(LayoutError, match=r"critic\.tensor_model_parallel"):
+        load_inputs(odd, SimpleNamespace(worlds=(3, 3)), closing)

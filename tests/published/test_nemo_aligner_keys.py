@@ -1,0 +1,239 @@
+"""NeMo-Aligner's configuration keys and default values: accepted, or refused with what to use.
+
+The keys are those of its three main configurations (gpt_ppo_actor, gpt_ppo_critic, gpt_rs_actor).
+"""
+
+import pytest
+from omegaconf import OmegaConf
+
+from aligner.config import (
+    CriticConfig,
+    ExpManagerConfig,
+    ModelConfig,
+    OptimConfig,
+    RSRunConfig,
+    RunConfig,
+    TrainedModelConfig,
+)
+from aligner.config.cli import check_overrides
+from aligner.config.nemo_aligner import NEEDLESS, RENAMED
+from aligner.config.parse import build
+from aligner.config.trainer import ProcessConfig
+from aligner.errors import ConfigError
+
+TRAINER = """
+num_nodes devices accelerator precision logger enable_checkpointing use_distributed_sampler
+max_time max_epochs max_steps
+"""
+LOOP = """
+max_epochs max_steps val_check_interval save_interval gradient_clip_val model_gbs model_mbs
+rollout_batch_seq_length
+"""
+PPO_LOOP = """
+critic_warmup_steps initial_policy_kl_penalty use_absolute_kl discount_factor gae_lambda
+normalize_advantages trt_llm.enable trt_llm.reshard trt_llm.max_input_len trt_llm.max_input_tokens
+trt_llm.seed trt_llm.model_type trt_llm.unload_engine_train batch_iterator.use_flask
+batch_iterator.port
+"""
+CRITIC_LOOP = """
+port combine_rm_and_critic_server max_steps gradient_clip_val pad_sequence_length_to_multiple
+max_queue_delay_microseconds inference_micro_batch_size
+"""
+EXP_MANAGER = """
+explicit_log_dir exp_dir name create_wandb_logger wandb_logger_kwargs.project
+wandb_logger_kwargs.name resume_from_checkpoint resume_if_exists resume_ignore_no_checkpoint
+create_checkpoint_callback checkpoint_callback_params.monitor checkpoint_callback_params.save_top_k
+checkpoint_callback_params.mode checkpoint_callback_params.always_save_nemo
+checkpoint_callback_params.save_nemo_on_train_end checkpoint_callback_params.filename
+checkpoint_callback_params.model_parallel_size
+"""
+ROLLOUT = """
+rollout_micro_batch_size num_rollout_samples forward_micro_batch_size val_rollout_micro_batch_size
+num_val_samples offload_adam_states sampling_params.use_greedy sampling_params.temperature
+sampling_params.top_k sampling_params.top_p sampling_params.repetition_penalty
+sampling_params.add_BOS sampling_params.all_probs sampling_params.compute_logprob
+sampling_params.end_strings length_params.max_length length_params.min_length
+"""
+PEFT = """
+peft_scheme restore_from_path restore_from_ckpt.checkpoint_dir restore_from_ckpt.checkpoint_name
+lora_tuning.target_modules lora_tuning.adapter_dim lora_tuning.adapter_dropout
+lora_tuning.column_init_method lora_tuning.row_init_method lora_tuning.layer_selection
+lora_tuning.weight_tying lora_tuning.position_embedding_strategy
+"""
+MODEL = """
+megatron_amp_O2 micro_batch_size global_batch_size encoder_seq_length max_position_embeddings seed
+precision optim.name optim.bucket_cap_mb optim.overlap_grad_sync optim.contiguous_grad_buffer
+optim.lr optim.weight_decay optim.betas optim.sched.name optim.sched.warmup_steps
+optim.sched.constant_steps optim.sched.min_lr
+"""
+ACTOR = """
+mcore_gpt sequence_parallel optim.overlap_param_sync data.data_impl data.splits_string
+data.seq_length data.skip_warmup data.num_workers data.dataloader_type data.reset_position_ids
+data.reset_attention_mask data.eod_mask_loss data.index_mapping_dir data.data_prefix
+overwrite_base_config.data.data_prefix
+"""
+CRITIC = """
+loss_clip_val offload_adam_states output_sequence reward_standardization.enable
+reward_standardization.mean reward_standardization.std forward_micro_batch_size use_avg_pool
+force_head_dtype reward_model_type regression.num_attributes regression.merge_attributes
+regression.attribute_weights
+"""
+REMOTE_RM = "pad_to_length reward_model.name reward_model.ip reward_model.port"
+REMOTE_CRITIC = """
+combine_rm_and_critic_server critic.name.train critic.name.infer critic.name.save critic.ip
+critic.port
+"""
+
+
+def below(prefix, *lists):
+    return [f"{prefix}.{key}" for names in lists for key in names.split()]
+
+
+COMMON = [
+    *below("trainer", TRAINER),
+    *below("exp_manager", EXP_MANAGER),
+    "pretrained_checkpoint.restore_from_path",
+    *below("model", MODEL),
+]
+CONFIGURATIONS = {
+    "gpt_ppo_actor": (
+        RunConfig,
+        [
+            *COMMON,
+            *below("trainer.ppo", LOOP, PPO_LOOP),
+            *below("remote_critic_rm", REMOTE_RM, REMOTE_CRITIC),
+            *below("model.ppo", ROLLOUT, "entropy_bonus ratio_eps trt_llm"),
+            *below("model.peft", PEFT),
+            *below("model", ACTOR),
+        ],
+    ),
+    "gpt_ppo_critic": (
+        RunConfig,
+        [*COMMON, *below("trainer.ppo", CRITIC_LOOP), *below("model", CRITIC)],
+    ),
+    "gpt_rs_actor": (
+        RSRunConfig,
+        [
+            *COMMON,
+            *below("trainer.rs", LOOP),
+            *below("remote_rm", REMOTE_RM),
+            *below("model.rs", ROLLOUT, "num_rollouts_per_prompt top_n_rollouts"),
+            *below("model.peft", PEFT),
+            *below("model", ACTOR),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_key_is_accepted_or_refused_with_what_to_use(name):
+    root, keys = CONFIGURATIONS[name]
+    accepted, bad = 0, []
+    for key in keys:
+        try:
+            check_overrides([f"{key}=1"], root)
+            accepted += 1
+        except ConfigError as error:
+            names_ours = "NeMo-Aligner" in str(error) or "did you mean trainer." in str(error)
+            if not names_ours or not str(error).startswith(key):
+                bad.append(str(error))
+    assert bad == []
+    assert accepted > (15 if name == "gpt_ppo_critic" else 35)
+
+
+def test_what_is_refused_is_no_key_of_ours():
+    """An entry that a dataclass has in the meantime would never be read."""
+    for key in (*RENAMED, *NEEDLESS):
+        for root in (RunConfig, RSRunConfig):
+            with pytest.raises(ConfigError):
+                check_overrides([f"{key}=1"], root)
+
+
+def test_the_keys_that_are_named_instead_exist():
+    words = {"critic.value_clip", "model.global_batch_size", "generation.backend", "data.add_bos"}
+    for said in [*RENAMED.values(), *NEEDLESS.values()]:
+        for word in said.replace(",", " ").replace(";", " ").split():
+            key = word.split("=")[0]
+            if key.split(".")[0] in ("model", "critic", "trainer", "data", "exp_manager", "reward"):
+                words.add(key.removesuffix(".*"))
+    for key in sorted(words):
+        if not any(mark in key for mark in "{*") and not key.startswith("trainer.reward_model"):
+            root = RSRunConfig if ".rs." in key else RunConfig
+            check_overrides([f"{key}=1"], root)
+
+
+def test_a_group_of_theirs_in_a_file_says_what_becomes_of_each_key():
+    with pytest.raises(ConfigError) as caught:
+        build(ExpManagerConfig, {"checkpoint_callback_params": {"mode": "max"}}, "exp_manager")
+    assert "mode: NeMo-Aligner's name; here it is exp_manager.mode" in str(caught.value)
+
+
+def test_a_group_of_another_algorithm_of_ours_is_not_called_theirs():
+    with pytest.raises(ConfigError) as caught:
+        check_overrides(["model.rs.top_n_rollouts=1"], RunConfig)
+    assert "NeMo-Aligner" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["distributed_fused_adam", "mcore_distributed_optim", "fused_adam"]
+)
+def test_their_optimizers_are_adam(name):
+    sched = {"name": "CosineAnnealing", "warmup_steps": 10, "constant_steps": 1000, "min_lr": 9e-8}
+    optim = build(OptimConfig, {"name": name, "lr": 9e-7, "betas": [0.9, 0.98], "sched": sched})
+    assert (optim.name, optim.sched.name) == ("adam", "cosine")
+    assert optim == build(
+        OptimConfig, {"lr": 9e-7, "betas": [0.9, 0.98], "sched": {**sched, "name": "cosine"}}
+    )
+
+
+def test_no_adapters_by_their_word():
+    values = {"restore_from_path": "m.nemo", "peft": {"peft_scheme": "none"}}
+    assert build(TrainedModelConfig, values).peft.lora is None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (32, "32"),
+        ("32-true", "32"),
+        ("bf16", "bf16"),
+        ("bf16-mixed", "bf16"),
+        ("bf16-true", "bf16"),
+    ],
+)
+def test_lightnings_precisions(given, meant):
+    assert build(ProcessConfig, {"precision": given}).precision == meant
+
+
+@pytest.mark.parametrize("given", [16, "16", "16-mixed", "16-true"])
+def test_float16_is_refused_with_what_to_use(given):
+    with pytest.raises(ConfigError, match=r"trainer.precision=16.*loss scale.*bf16"):
+        build(ProcessConfig, {"precision": given}, "trainer")
+
+
+def test_an_unknown_optimizer_still_names_ours():
+    with pytest.raises(ConfigError, match="must be one of adam, sgd"):
+        build(OptimConfig, {"name": "lion"})
+    with pytest.raises(ConfigError, match="must be one of constant, cosine, linear"):
+        build(OptimConfig, {"sched": {"name": "WarmupAnnealing"}})
+
+
+def test_their_defaults_of_a_model_section_are_accepted():
+    """What a mapping of theirs asks for that is so anyway."""
+    model = OmegaConf.to_container(
+        OmegaConf.create(
+            {
+                "restore_from_path": "m.nemo",
+                "mcore_gpt": True,
+                "megatron_amp_O2": True,
+                "ppo": {"sampling_params": {"add_BOS": False, "all_probs": False}},
+                "optim": {"name": "distributed_fused_adam", "bucket_cap_mb": 200},
+            }
+        )
+    )
+    assert build(ModelConfig, model, "model").optim.name == "adam"
+    model["ppo"]["sampling_params"]["add_BOS"] = True
+    with pytest.raises(ConfigError, match=r"data\.add_bos"):
+        build(ModelConfig, model, "model")
+    with pytest.raises(ConfigError, match=r"critic\.value_clip"):
+        build(CriticConfig, {"loss_clip_val": 0.2}, "critic")
