@@ -126,7 +126,8 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
             load_tokenizer(model.tokenizer) if model.tokenizer is not None else checkpoint.tokenizer
         )
         _check_adapters(model, checkpoint.architecture)
-        return tokenizer, checkpoint.architecture
+        ends = model.rollout.sampling_params.end_tokens
+        return tokenizer.with_end_tokens(ends), checkpoint.architecture
 
 
 def _check_adapters(model: TrainedModelConfig, architecture: GPTArchitecture) -> None:

@@ -161,6 +161,7 @@ def load_prompts(
         PromptFormat(
             prompt_column=data.prompt_column,
             ground_truth_column=data.ground_truth_column,
+            tools_column=data.tools_column,
             chat=data.chat,
             system_prompt=data.system_prompt,
             add_bos=data.add_bos,

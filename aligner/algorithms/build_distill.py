@@ -75,6 +75,7 @@ def load_taught(
     prompt_format = PromptFormat(
         prompt_column=data.prompt_column,
         ground_truth_column=None,
+        tools_column=data.tools_column,
         chat=data.chat,
         system_prompt=data.system_prompt,
         add_bos=data.add_bos,

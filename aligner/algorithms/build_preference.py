@@ -93,9 +93,13 @@ def preference_task(config: DPORunConfig, sets: dict[str, Any], pad_id: int) -> 
 
 
 def load_pairs(
-    data: PairDataConfig, source: PromptSourceConfig, tokenizer: Tokenizer
+    data: PairDataConfig,
+    source: PromptSourceConfig,
+    tokenizer: Tokenizer,
+    *,
+    rewards_in_order: bool = False,
 ) -> PairDataset:
-    """Read and tokenize one set of pairs."""
+    """Read and tokenize one set of pairs; ``rewards_in_order``: see `PairFormat`."""
     return PairDataset.load(
         source.source,
         tokenizer,
@@ -105,6 +109,8 @@ def load_pairs(
             rejected_column=data.rejected_column,
             chosen_reward_column=data.chosen_reward_column,
             rejected_reward_column=data.rejected_reward_column,
+            rewards_in_order=rewards_in_order,
+            tools_column=data.tools_column,
             chat=data.chat,
             system_prompt=data.system_prompt,
             add_bos=data.add_bos,
@@ -134,6 +140,7 @@ def single_format(data: PreferenceDataConfig | RewardDataConfig) -> ExampleForma
     return ExampleFormat(
         prompt_column=data.prompt_column,
         response_column=data.response_column,
+        tools_column=data.tools_column,
         chat=data.chat,
         system_prompt=data.system_prompt,
         add_bos=data.add_bos,

@@ -82,7 +82,8 @@ def load_judged(
             arguments=source.arguments,
             limit=source.limit,
         )
-    return load_pairs(data, source, tokenizer)
+    strength_counts = config.trainer.reward_model.variant != "plain"
+    return load_pairs(data, source, tokenizer, rewards_in_order=strength_counts)
 
 
 def _task(

@@ -121,6 +121,7 @@ def load_examples(
             prompt_column=data.prompt_column,
             response_column=data.response_column,
             messages_column=data.messages_column,
+            tools_column=data.tools_column,
             chat=data.chat,
             system_prompt=data.system_prompt,
             add_bos=data.add_bos,

@@ -25,9 +25,11 @@ from aligner.checkpoint.hf_families import (
 from aligner.checkpoint.hf_tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo_config import Config, config_from_architecture
 from aligner.data.tokenizer import (
+    GENERATION_CONFIG,
     TOKENIZER_FILES,
     Tokenizer,
     is_tokenizer_file,
+    load_tokenizer,
     tokenizer_from_files,
 )
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
@@ -64,7 +66,7 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         )
     if path.is_dir():
         config = _read_json(path / "config.json")
-        return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path))
+        return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path, config))
     if path.suffix != ".gguf":
         raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
     from aligner.checkpoint.gguf import read_gguf  # brings in transformers
@@ -160,10 +162,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _tokenizer_files(folder: Path) -> dict[str, bytes]:
-    return {
+def _tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The directory's own, and what they leave to transformers or to ``config.json``."""
+    files = {
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
     }
+    if "tokenizer.json" not in files and {"tokenizer.model", "tokenizer_config.json"} <= set(files):
+        files |= load_tokenizer(folder).files()
+    ends = config.get("eos_token_id")
+    if files and GENERATION_CONFIG not in files and isinstance(ends, list):
+        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": ends}).encode()
+    return files
 
 
 def save_hf(
@@ -232,13 +241,15 @@ def _classifier(family: Family) -> dict[str, Any]:
     return {"architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
-def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | None]:
+def _special_ids(tokenizer_files: Mapping[str, bytes]) -> dict[str, int | list[int] | None]:
+    """``eos_token_id`` is a list where several tokens end a response, as transformers has it."""
     if not tokenizer_files:
         return {}
     tokenizer = tokenizer_from_files(tokenizer_files)
+    ends = list(tokenizer.end_ids)
     return {
         "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
+        "eos_token_id": ends if len(ends) > 1 else ends[0],
         "pad_token_id": tokenizer.pad_id,
     }
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
-from aligner.data.tokenizer import is_tokenizer_file
+from aligner.data.tokenizer import GENERATION_CONFIG, is_tokenizer_file
 from aligner.errors import CheckpointError
 
 _REFERENCE = "nemo:"
@@ -70,6 +70,7 @@ def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) ->
         archive.add(member, content)
         references[name] = f"{_REFERENCE}{member}"
     section: dict[str, Any] = {"type": None, "model": None, "vocab_file": None, "merge_file": None}
+    beside = {name: references.pop(name) for name in [GENERATION_CONFIG] if name in references}
     if set(references) == {"tokenizer.model"}:
         section |= {"library": "sentencepiece", "model": references["tokenizer.model"]}
     elif set(references) == {"vocab.json", "merges.txt"}:
@@ -80,5 +81,6 @@ def write_tokenizer_files(archive: ArchiveWriter, files: Mapping[str, bytes]) ->
             "merge_file": references["merges.txt"],
         }
     else:
-        section |= {"library": "huggingface", "files": references}
-    return section
+        section |= {"library": "huggingface"}
+        beside |= references
+    return section | ({"files": beside} if beside else {})

@@ -26,6 +26,7 @@ class DataConfig:
     validation: PromptSourceConfig | None = None  # null: no validation
     prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
     ground_truth_column: str | None = "ground_truth"  # null: the data has none
+    tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
     chat: bool = False  # plain text becomes a user message; messages always use the template
     system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does

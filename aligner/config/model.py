@@ -39,6 +39,9 @@ class SamplingParams:
     repetition_penalty: Positive = 1.0  # 1: off; CTRL (Keskar et al. 2019): seen logits divided
     use_greedy: bool = False  # always the likeliest token
     end_strings: tuple[str, ...] = ()  # the response ends (properly) after the first of these
+    # Further tokens, as text, that end it: beside EOS, those of generation_config.json and the end
+    # of a turn in the chat template.
+    end_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ class PairDataConfig:
     train: PromptSourceConfig
     validation: PromptSourceConfig | None = None  # null: no validation
     prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
-    chosen_column: str = "chosen"  # text: the better response
-    rejected_column: str = "rejected"  # text: the worse response
+    chosen_column: str = "chosen"  # the better response: text, a message, or a whole chat
+    rejected_column: str = "rejected"  # the worse
+    tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
     chosen_reward_column: str | None = None  # a number; null: 1
     rejected_reward_column: str | None = None  # a number; null: 0
     chat: bool = False  # plain text becomes a user message; messages always use the template

@@ -15,9 +15,10 @@ class ExampleDataConfig:
     train: PromptSourceConfig
     validation: PromptSourceConfig | None = None  # null: no validation
     prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
-    response_column: str = "response"  # text
+    response_column: str = "response"  # text, the assistant's message, or a whole chat
     # A whole chat that ends with the assistant, instead of the two columns above; null: none.
     messages_column: str | None = None
+    tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
     chat: bool = False  # plain text becomes a user message; messages always use the template
     system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does

@@ -1,16 +1,31 @@
-"""Chat messages: what they must look like, and how they become a prompt."""
+"""Chat messages: what they must look like, and how they become a prompt.
 
+Nothing of a message is lost without a word: what the tokenizer's template makes nothing of is
+refused by name.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import DataError
 
-Message = dict[str, str]
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+
+# What a message may have beside role and content. The last two say which call a tool answers;
+# templates that show calls in order leave them out.
+_OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
+_KNOWN_ROLES = ("system", "user", "assistant")  # every template has a place for
 
 
 def parse_messages(value: Sequence[Any]) -> list[Message]:
-    """A chat that waits for the assistant: ``{"role": ..., "content": ...}``, no further keys.
+    """A chat that waits for the assistant.
+
+    A message is ``{"role": text, "content": text}``, and may have ``tool_calls`` (functions with
+    name and arguments, then without ``content``), ``reasoning_content``, ``tool_call_id``,
+    ``name``. Keys that are null count as absent.
 
     Raises:
         DataError: what is wrong; the caller adds where.
@@ -34,24 +49,87 @@ def parse_conversation(value: Sequence[Any]) -> list[Message]:
     return messages
 
 
+def parse_tools(columns: Mapping[str, Any], column: str | None) -> Tools | None:
+    """JSON schemas of functions in a row: a list of them, or its JSON text; None: there are none.
+
+    ``column``: where they stand; None: nowhere.
+    """
+    value = None if column is None else columns.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"column {column!r} is text that is no JSON: {error}") from error
+    if value is not None and not (
+        isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+    ):
+        raise DataError(
+            f"column {column!r} must be a list of functions (JSON schemas), or its JSON text, got "
+            f"{type(value).__name__}; where it is something else set data.tools_column=null"
+        )
+    return [dict(tool) for tool in value] if value else None
+
+
 def _parse(value: Sequence[Any]) -> list[Message]:
     if not value:
         raise DataError("the list of chat messages is empty")
-    messages = []
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            found = sorted(message) if isinstance(message, Mapping) else type(message).__name__
+    return [_parse_message(message, index) for index, message in enumerate(value)]
+
+
+def _parse_message(message: Any, index: int) -> Message:
+    place = f"chat message {index}"
+    if not isinstance(message, Mapping):
+        raise DataError(
+            f"{place} must have exactly the keys role and content, found {type(message).__name__}"
+        )
+    parsed = {
+        key: value
+        for key, value in message.items()
+        if value is not None or key in ("role", "content")
+    }
+    if parsed.get("tool_calls") and parsed.get("content") is None:
+        parsed["content"] = ""
+    if not {"role", "content"} <= parsed.keys() <= {"role", "content", *_OPTIONAL}:
+        raise DataError(
+            f"{place} must have exactly the keys role and content, and of others only "
+            f"{', '.join(_OPTIONAL)}; found {sorted(map(str, message))}"
+        )
+    if not all(isinstance(parsed[part], str) for part in ("role", "content")):
+        raise DataError(f"{place}: role and content must be text")
+    for key, kind in _OPTIONAL.items():
+        if key in parsed and not isinstance(parsed[key], kind):
+            raise DataError(f"{place}: {key} must be {'a list' if kind is list else 'text'}")
+    if "tool_calls" in parsed:
+        parsed["tool_calls"] = [_parse_call(call, place) for call in parsed["tool_calls"]]
+    return parsed
+
+
+def _parse_call(call: Any, place: str) -> dict[str, Any]:
+    """A call whose arguments are a mapping, as templates want them; in data they may be JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f"{place}: each of tool_calls must be a function with a name and arguments, got "
+            f"{call!r:.80}"
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"chat message {index} must have exactly the keys role and content, found {found}"
-            )
-        if not all(isinstance(part, str) for part in message.values()):
-            raise DataError(f"chat message {index}: role and content must be text")
-        messages.append({"role": message["role"], "content": message["content"]})
-    return messages
+                f"{place}: the arguments of {function['name']!r} are text that is no JSON: {error}"
+            ) from error
+    parsed = {**function, "arguments": {} if arguments is None else arguments}
+    return {**call, "function": parsed} if "function" in call else parsed
 
 
 def render_chat(
-    tokenizer: Tokenizer, prompt: str | Sequence[Any], *, system_prompt: str | None = None
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[Any],
+    *,
+    system_prompt: str | None = None,
+    tools: Tools | None = None,
 ) -> str:
     """Prompt text for messages, or for plain text taken as the user's one message.
 
@@ -59,10 +137,90 @@ def render_chat(
         tokenizer: its template is used.
         prompt: text, or a list of messages.
         system_prompt: put first unless the messages bring their own.
+        tools: JSON schemas of functions that the assistant may call.
     """
     messages = parse_messages(
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     )
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return tokenizer.apply_chat_template(messages)
+    messages = with_system(messages, system_prompt)
+    check_all_used(tokenizer, messages, tools)
+    return render(tokenizer, messages, tools)
+
+
+def with_system(messages: list[Message], system_prompt: str | None) -> list[Message]:
+    """The messages with a system prompt first, unless they bring their own or it is None."""
+    if system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    *,
+    open_answer: bool = True,
+) -> str:
+    """The template's text; ``open_answer``: with the opening of the assistant's next message."""
+    further = {} if tools is None else {"tools": tools}
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=open_answer, **further)
+
+
+def check_all_used(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None = None
+) -> None:
+    """Refuse what the template makes nothing of: tools, calls, reasoning, roles beyond the usual.
+
+    Seen by rendering without it. Reasoning is asked about in a chat of its own, for templates drop
+    that of earlier turns on purpose.
+    """
+    usual = all(message["role"] in _KNOWN_ROLES for message in messages)
+    if usual and tools is None and not any(_OPTIONAL.keys() & message for message in messages):
+        return
+    whole = render(tokenizer, messages, tools, open_answer=False)
+
+    def is_lost(fewer: Sequence[Message], fewer_tools: Tools | None) -> bool:
+        try:
+            return render(tokenizer, fewer, fewer_tools, open_answer=False) == whole
+        except DataError:  # it misses what was left out
+            return False
+
+    lost = []
+    if tools is not None and is_lost(messages, None):
+        lost.append("tools (data.tools_column=null leaves them out)")
+    without_calls = [
+        {key: value for key, value in message.items() if key != "tool_calls"}
+        for message in messages
+    ]
+    if without_calls != list(messages) and is_lost(without_calls, tools):
+        lost.append("tool_calls")
+    for role in sorted({message["role"] for message in messages} - set(_KNOWN_ROLES)):
+        if is_lost([message for message in messages if message["role"] != role], tools):
+            lost.append(f"messages of role {role!r}")
+    if any("reasoning_content" in message for message in messages) and not (
+        _shows_reasoning(tokenizer) or opened_tag(render(tokenizer, messages[:1]))
+    ):
+        lost.append("reasoning_content")
+    if lost:
+        raise DataError(
+            f"the tokenizer's chat template makes nothing of {' and '.join(lost)}; use a model "
+            "whose template does, write it into content, or leave it out"
+        )
+
+
+def opened_tag(opening: str) -> str | None:
+    """The tag that an opening of an answer ends with, as ``<think>``; None: with none."""
+    last = opening.rstrip().rpartition("<")[2]
+    is_tag = last.endswith(">") and last[:-1].isidentifier()
+    return f"<{last}" if is_tag else None
+
+
+def _shows_reasoning(tokenizer: Tokenizer) -> bool:
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "some reasoning"},
+    ]
+    try:
+        return "some reasoning" in render(tokenizer, chat, open_answer=False)
+    except DataError:
+        return False

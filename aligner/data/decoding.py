@@ -13,13 +13,13 @@ _INCOMPLETE = "�"
 def decode_response(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], response_ids: Sequence[int]
 ) -> str:
-    """Text that ``response_ids`` add to the prompt; a final end-of-sequence token adds none.
+    """Text that ``response_ids`` add to the prompt; a final token that ends it adds none.
 
     Differs from ``tokenizer.decode(response_ids)`` where a token's text depends on what stands
     before it: SentencePiece swallows the space of a first piece.
     """
     response_ids = list(response_ids)
-    if response_ids and response_ids[-1] == tokenizer.eos_id:
+    if response_ids and response_ids[-1] in tokenizer.end_ids:
         response_ids.pop()
     context, before = _context_of(tokenizer, prompt_ids)
     return tokenizer.decode([*context, *response_ids])[len(before) :]
@@ -56,6 +56,12 @@ class IncrementalDecoder:
         self._window = self._window[-_CONTEXT:]
         self._emitted = self._tokenizer.decode(self._window)
         return new
+
+
+def common_prefix(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _context_of(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[list[int], str]:

@@ -79,7 +79,7 @@ class LabelledDataset(Dataset[Labelled]):
             source, make, longest=longest, what="examples", arguments=arguments, limit=limit
         )
         rows = [
-            Labelled(example, labels[example.id], _foreign(examples, place, longest))
+            Labelled(example, labels[example.id], _foreign(examples, place, longest, source))
             for place, example in enumerate(examples)
         ]
         return cls(rows, dropped_too_long=dropped)
@@ -97,7 +97,9 @@ def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
     return batch
 
 
-def _foreign(examples: Sequence[Example], place: int, longest: int | None) -> Example:
+def _foreign(
+    examples: Sequence[Example], place: int, longest: int | None, source: Source
+) -> Example:
     """The prompt at ``place`` with the nearest earlier response to another prompt that fits."""
     prompt = _prompt(examples[place])
     for step in range(1, len(examples)):
@@ -108,9 +110,9 @@ def _foreign(examples: Sequence[Example], place: int, longest: int | None) -> Ex
             ids = [*prompt, *other.ids[start:end]]
             return Example(examples[place].id, ids, [(len(prompt), len(ids))])
     raise DataError(
-        f"data: row {examples[place].id} has a prompt of {len(prompt)} tokens, and no row with "
-        f"another prompt has a response that fits max_length={longest} with it; raise max_length, "
-        "drop the row, or give rows with different prompts"
+        f"data: {source}: row {examples[place].id + 1} has a prompt of {len(prompt)} tokens, and "
+        f"no row with another prompt has a response that fits max_length={longest} with it; raise "
+        "max_length, drop the row, or give rows with different prompts"
     )
 
 

@@ -1,8 +1,9 @@
 """Preference pairs: two responses to one prompt, of which one is better.
 
-A row is a prompt with a chosen and a rejected response (text, or the assistant's chat message), and
-perhaps the reward of each. In a batch the two sequences of a pair are adjacent rows, the chosen one
-first.
+A row is a prompt with a chosen and a rejected response, and perhaps the reward of each. The
+responses are text, or lists of chat messages: the assistant's alone, or the whole chat, and then
+the prompt may be missing or stand beside it. In a batch the two sequences of a pair are adjacent
+rows, the chosen one first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source
+from aligner.data.readers import Row, Source, finite_number
 from aligner.data.supervised import (
     Example,
     ExampleFormat,
@@ -54,10 +55,12 @@ class PairFormat:
     """How a row becomes a pair."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
-    chosen_column: str = "chosen"  # text
-    rejected_column: str = "rejected"  # text
+    chosen_column: str = "chosen"  # text, or the assistant's message, or a whole chat
+    rejected_column: str = "rejected"  # the same
     chosen_reward_column: str | None = None  # a number; None: the data has none
     rejected_reward_column: str | None = None
+    rewards_in_order: bool = False  # refuse rows whose chosen response has the lower reward
+    tools_column: str | None = "tools"  # functions that a chat's assistant may call; None: none
     chat: bool = False  # a plain-text prompt becomes a user message; messages always use a template
     system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
@@ -68,6 +71,9 @@ class PairFormat:
         return ExampleFormat(
             prompt_column=self.prompt_column,
             response_column=response_column,
+            response_key=f"data.{'chosen' if response_column == self.chosen_column else 'rejected'}"
+            "_column",
+            tools_column=self.tools_column,
             chat=self.chat,
             system_prompt=self.system_prompt,
             add_bos=self.add_bos,
@@ -108,6 +114,12 @@ def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairForma
         make_example(row, index, tokenizer, pair_format.example_format(column))
         for column in (pair_format.chosen_column, pair_format.rejected_column)
     )
+    if _asked(chosen) != _asked(rejected):
+        raise DataError(
+            f"{row.place}: the chats of columns {pair_format.chosen_column!r} and "
+            f"{pair_format.rejected_column!r} differ before their last message; a preference is "
+            "between two answers to the same messages"
+        )
     if chosen.ids == rejected.ids:
         raise DataError(
             f"{row.place}: the chosen and the rejected response are the same; remove the row"
@@ -116,6 +128,13 @@ def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairForma
         _reward(row, pair_format.chosen_reward_column, 1.0),
         _reward(row, pair_format.rejected_reward_column, 0.0),
     )
+    if pair_format.rewards_in_order and rewards[0] < rewards[1]:
+        raise DataError(
+            f"{row.place}: the chosen response has the reward {rewards[0]:g} "
+            f"({pair_format.chosen_reward_column!r}) and the rejected one {rewards[1]:g} "
+            f"({pair_format.rejected_reward_column!r}); swap the columns or remove the row: a "
+            "preference of negative strength would be learned the wrong way round"
+        )
     return Pair(chosen, rejected, rewards)
 
 
@@ -132,14 +151,19 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
     return batch
 
 
+def _asked(example: Example) -> list[int]:
+    return example.ids[: example.learned[-1][0]]
+
+
 def _reward(row: Row, column: str | None, default: float) -> float:
     if column is None:
         return default
     value = row.columns.get(column)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        found = "missing" if value is None else f"{value!r} ({type(value).__name__})"
+    number = finite_number(value)
+    if number is None:
+        found = "missing" if value is None else f"{value!r:.60} ({type(value).__name__})"
         raise DataError(
-            f"{row.place}: column {column!r} must be a number, it is {found}; columns found: "
-            f"{sorted(row.columns)}"
+            f"{row.place}: column {column!r} must be a finite number, it is {found}; columns "
+            f"found: {sorted(row.columns)}"
         )
-    return float(value)
+    return number

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.data.chat import render_chat
+from aligner.data.chat import parse_tools, render_chat
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source
+from aligner.data.readers import Row, Source, take
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
@@ -40,6 +40,7 @@ class PromptFormat:
     ground_truth_column: str | None = "ground_truth"  # None: the data has none
     chat: bool = False  # plain text becomes a user message; messages always use the template
     system_prompt: str | None = None  # put before chat messages that have none
+    tools_column: str | None = "tools"  # functions that a chat's assistant may call; None: none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
     max_prompt_length: int | None = None  # in tokens; longer prompts are dropped and counted
 
@@ -93,17 +94,18 @@ def make_prompt(row: Row, index: int, tokenizer: Tokenizer, prompt_format: Promp
     """Turn one row into a prompt; a refusal says where the row stands and what it holds."""
     columns = dict(row.columns)
     try:
-        raw = _take(columns, prompt_format.prompt_column)
+        raw = take(row, prompt_format.prompt_column, (str, list), "data.prompt_column")
+        del columns[prompt_format.prompt_column]
         ground_truth = None
         if prompt_format.ground_truth_column is not None:
-            ground_truth = _take(columns, prompt_format.ground_truth_column)
+            ground_truth = _ground_truth(columns, prompt_format.ground_truth_column)
         clash = sorted(RESERVED_COLUMNS & columns.keys())
         if clash:
             raise DataError(
                 f"columns {clash} have names that the reward function's own arguments have; "
                 "rename them"
             )
-        text = _render(raw, tokenizer, prompt_format)
+        text = _render(raw, columns, tokenizer, prompt_format)
         ids = _encode(text, tokenizer, prompt_format)
     except DataError as error:
         raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
@@ -122,21 +124,29 @@ def _check_format(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
 
 
-def _take(columns: dict[str, Any], name: str) -> Any:
+def _ground_truth(columns: dict[str, Any], name: str) -> Any:
     if columns.get(name) is None:
-        raise DataError(f"column {name!r} is {'null' if name in columns else 'missing'}")
+        raise DataError(
+            f"column {name!r} is {'null' if name in columns else 'missing'}; name another with "
+            "data.ground_truth_column, or set data.ground_truth_column=null if the data has none"
+        )
     return columns.pop(name)
 
 
-def _render(raw: Any, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
+def _render(
+    raw: str | list[Any],
+    columns: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    prompt_format: PromptFormat,
+) -> str:
     if isinstance(raw, str) and not prompt_format.chat:
         return raw
-    if not isinstance(raw, str | list):
-        raise DataError(
-            f"column {prompt_format.prompt_column!r} must be text or a list of chat messages, "
-            f"got {type(raw).__name__}"
-        )
-    return render_chat(tokenizer, raw, system_prompt=prompt_format.system_prompt)
+    return render_chat(
+        tokenizer,
+        raw,
+        system_prompt=prompt_format.system_prompt,
+        tools=parse_tools(columns, prompt_format.tools_column),
+    )
 
 
 def _encode(text: str, tokenizer: Tokenizer, prompt_format: PromptFormat) -> list[int]:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source
+from aligner.data.readers import Row, Source, finite_number
 from aligner.data.supervised import (
     Example,
     ExampleFormat,
@@ -101,8 +100,9 @@ def _rating(row: Row, column: str) -> float | None:
     value = row.columns.get(column)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    number = finite_number(value)
+    if number is None:
         raise DataError(
-            f"{row.place}: column {column!r} must be a finite number or null, it is {value!r}"
+            f"{row.place}: column {column!r} must be a finite number or null, it is {value!r:.60}"
         )
-    return float(value)
+    return number

@@ -10,6 +10,8 @@ from aligner.errors import ConfigError, DataError
 
 Source = str | Path | Sequence[str | Path]
 
+_LARGEST = 3.4028234663852886e38  # float32's
+
 
 class Row(NamedTuple):
     """One row and where it stands, as ``data/train.jsonl, line 12``."""
@@ -37,7 +39,7 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
         return
     files = source_files(source)
     if files is None:
-        yield from _from_function(str(source), arguments or {})
+        yield from map(_check_text, _from_function(str(source), arguments or {}))
         return
     if arguments:
         raise ConfigError(
@@ -45,7 +47,8 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
             "is a file"
         )
     for file in files:
-        yield from (_from_jsonl if file.suffix == ".jsonl" else _from_parquet)(file)
+        read = _from_jsonl if file.suffix == ".jsonl" else _from_parquet
+        yield from map(_check_text, read(file))
 
 
 def source_files(source: str | Path) -> list[Path] | None:
@@ -87,7 +90,11 @@ def _from_jsonl(path: Path) -> Iterator[Row]:
                 continue
             place = f"{path}, line {number}"
             try:
-                value = json.loads(line)
+                value = json.loads(line, object_pairs_hook=_object)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            except RecursionError as error:
+                raise DataError(f"{place}: lists or objects too deep within each other") from error
             except ValueError as error:  # also UnicodeDecodeError
                 raise DataError(f"{place}: not JSON: {error}") from error
             if not isinstance(value, dict):
@@ -95,6 +102,60 @@ def _from_jsonl(path: Path) -> Iterator[Row]:
                     f"{place}: a row must be a JSON object with columns, got {type(value).__name__}"
                 )
             yield Row(place, value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"the key {twice!r} stands twice in one object; keep one of them")
+    return found
+
+
+def _check_text(row: Row) -> Row:
+    """Refuse text that no file can hold: half of a pair of surrogates, ``\\ud800`` by itself."""
+    for name, column in row.columns.items():
+        parts: list[Any] = [name, column]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, Mapping):
+                parts += [*part, *part.values()]
+            elif isinstance(part, list | tuple):
+                parts += part
+            elif isinstance(part, str) and not part.isascii():
+                try:
+                    part.encode()
+                except UnicodeEncodeError as error:
+                    raise DataError(
+                        f"{row.place}: column {name!r} holds half a character "
+                        f"(\\u{ord(part[error.start]):x} without its other half); write the "
+                        "character whole, or take it out"
+                    ) from error
+    return row
+
+
+def take(row: Row, name: str, kind: type | tuple[type, ...], key: str) -> Any:
+    """A column that must be there and of this kind; ``key`` is the setting that names it."""
+    value = row.columns.get(name)
+    if value is None:
+        raise DataError(
+            f"column {name!r} is {'null' if name in row.columns else 'missing'}; name another with "
+            f"{key}"
+        )
+    if not isinstance(value, kind):
+        names: dict[Any, str] = {str: "text", list: "a list of chat messages"}
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        wanted = " or ".join(names[each] for each in kinds)
+        raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
+    return value
+
+
+def finite_number(value: Any) -> float | None:
+    """``value`` where it is a number that float32 can hold; None where it is not."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= _LARGEST else None  # NaN is never less
 
 
 def _from_parquet(path: Path) -> Iterator[Row]:

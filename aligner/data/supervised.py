@@ -1,6 +1,7 @@
 """Worked examples: sequences of which some tokens are to be learned.
 
-A row is a prompt and its response, or a chat whose assistant messages are the responses. What is
+A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
+may itself be a list of chat messages: the assistant's alone, or the whole chat. What is
 learned is the response and the token that ends it, so that a model which learned it also stops;
 never the prompt, and never what a chat template puts behind the end.
 """
@@ -12,10 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from aligner.data.chat import Message, parse_conversation, parse_messages
+from aligner.data.chat import (
+    Message,
+    Tools,
+    check_all_used,
+    opened_tag,
+    parse_conversation,
+    parse_messages,
+    parse_tools,
+    render,
+    with_system,
+)
 from aligner.data.collate import pad_right
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source
+from aligner.data.readers import Row, Source, take
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, TokenizerError
@@ -46,11 +57,13 @@ class ExampleFormat:
     """How a row becomes an example."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
-    response_column: str = "response"  # text
+    response_column: str = "response"  # text, or the assistant's message, or a whole chat
     messages_column: str | None = None  # a whole chat instead of the two columns above
     chat: bool = False  # a plain-text prompt becomes a user message; messages always use a template
     system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
+    tools_column: str | None = "tools"  # functions that a chat's assistant may call; None: none
+    response_key: str = "data.response_column"  # the setting that response_column comes from
     learn: Literal["last", "all"] = "all"  # which assistant messages of a chat are learned
     max_length: int | None = None  # in tokens; longer examples are dropped and counted
 
@@ -92,13 +105,16 @@ def make_example(
 ) -> Example:
     """Turn one row into an example; a refusal says where the row stands and what it holds."""
     try:
-        if example_format.messages_column is not None:
-            chat = parse_conversation(_take(row, example_format.messages_column, list))
-            ids, learned = encode_chat(
-                tokenizer, _with_system(chat, example_format), example_format.learn
-            )
+        chat, learn = _conversation(row, example_format)
+        if chat is None:
+            prompt = take(row, example_format.prompt_column, str, "data.prompt_column")
+            response = take(row, example_format.response_column, str, example_format.response_key)
+            ids, learned = encode_pair(tokenizer, prompt, response)
         else:
-            ids, learned = _prompt_and_response(row, tokenizer, example_format)
+            chat = with_system(chat, example_format.system_prompt)
+            tools = parse_tools(row.columns, example_format.tools_column)
+            check_all_used(tokenizer, chat, tools)
+            ids, learned = encode_chat(tokenizer, chat, learn, tools)
     except DataError as error:
         raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
     if example_format.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -115,50 +131,92 @@ def encode_pair(
     The prompt keeps the tokens it has on its own, for those are what a model is asked with.
     """
     before = tokenizer.encode(prompt)
-    whole = tokenizer.encode(prompt + response)
-    # Where a token reaches over the border, the response is encoded by itself.
-    fits = whole[: len(before)] == before
-    after = whole[len(before) :] if fits else tokenizer.encode(response)
     if not before:
         raise DataError("the prompt is empty: it has no token")
-    ids = [*before, *after, tokenizer.eos_id]
+    ids = [*before, *_encode_after(tokenizer, before, prompt, response), tokenizer.eos_id]
     return ids, [(len(before), len(ids))]
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], learn: Literal["last", "all"] = "all"
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    learn: Literal["last", "all"] = "all",
+    tools: Tools | None = None,
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids of a chat in the tokenizer's template, and the spans of the assistant's messages.
 
     A span begins behind the template's opening of the message and ends with the token that ends
-    it: the tokenizer's EOS if the template has it there, else the message's last; the last message
-    always gets an EOS.
+    it: the first of the tokenizer's ``end_ids`` if the template has one there, else the message's
+    last; the last message always gets one.
+
+    Some templates open an answer with a tag that they leave out of finished messages (``<think>``
+    in R1's distillations). What is learned of the last message is then its own text behind that
+    opening: ``reasoning_content``, if it has that, the closing tag, ``content``. Content that has
+    no closing tag is an answer without reasoning: the tag is closed before it.
 
     Raises:
         DataError: the template does not keep what came before a message as it was (some drop
-            earlier reasoning); learn the last message only.
+            earlier reasoning); learn the last message only. Or its opening has no place in front
+            of the answer.
     """
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    text, ids, learned = "", [], []
+    text = ""
+    ids: list[int] = []
+    learned: list[tuple[int, int]] = []
     for number in answers if learn == "all" else answers[-1:]:
-        opening = tokenizer.apply_chat_template(messages[:number])
-        closed = tokenizer.apply_chat_template(messages[: number + 1], add_generation_prompt=False)
-        if not (opening.startswith(text) and closed.startswith(opening)):
+        opening = render(tokenizer, messages[:number], tools)
+        closed = render(tokenizer, messages[: number + 1], tools, open_answer=False)
+        is_kept = closed.startswith(opening)
+        if not opening.startswith(text) or not (is_kept or number == answers[-1]):
             raise DataError(
                 f"the chat template changes earlier messages when message {number} is added; set "
                 "learn=last"
             )
-        ids += tokenizer.encode(opening[len(text) :])
-        answer = tokenizer.encode(closed[len(opening) :])
-        end = _end_of_answer(answer, tokenizer.eos_id)
-        learned.append((len(ids), len(ids) + end))
+        ids += _encode_after(tokenizer, ids, text, opening[len(text) :])
+        more = closed[len(opening) :] if is_kept else _behind_tag(opening, messages[number])
+        answer = _encode_after(tokenizer, ids, opening, more)
+        end = next((n for n, token in enumerate(answer, 1) if token in tokenizer.end_ids), None)
+        learned.append((len(ids), len(ids) + (end or len(answer))))
         ids += answer
         text = closed
     start, end = learned[-1]
-    if ids[end - 1] != tokenizer.eos_id:
-        ids[end:] = [tokenizer.eos_id]
+    if ids[end - 1] not in tokenizer.end_ids or end == start:
+        ids[end:] = [tokenizer.turn_end_id]
         learned[-1] = (start, end + 1)
     return ids[: learned[-1][1]], learned
+
+
+def _behind_tag(opening: str, message: Message) -> str:
+    """A message's own text behind an opening that ends with a tag."""
+    tag = opened_tag(opening)
+    if tag is None:
+        raise DataError(
+            f"the chat template opens an answer with {opening[-40:]!r}, and finished messages do "
+            "not begin so: what a model is asked with and what it would learn do not fit; use "
+            "plain-text prompts"
+        )
+    closing, content = f"</{tag[1:]}", message["content"]
+    if message.get("reasoning_content") is not None:
+        return f"{message['reasoning_content'].strip()}\n{closing}\n\n{content}"
+    if closing not in content:
+        return f"\n{closing}\n\n{content}"
+    bare: str = content.lstrip()
+    return bare.removeprefix(tag).lstrip("\n") if bare.startswith(tag) else content
+
+
+def _encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, more: str) -> list[int]:
+    """Ids of ``more`` where it follows ``text``, whose ids stay as they are."""
+    whole = tokenizer.encode(text + more)
+    if whole[: len(ids)] == list(ids):
+        return whole[len(ids) :]
+    # A token reaches over the border. Encoded by itself the text could get a space of its own
+    # before it, as some tokenizers begin every text, so something else begins it.
+    for before in ("\n", ".", "x", "0"):
+        head = tokenizer.encode(before)
+        whole = tokenizer.encode(before + more)
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    return tokenizer.encode(more)
 
 
 def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:
@@ -188,40 +246,56 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
     return batch
 
 
-def _prompt_and_response(
-    row: Row, tokenizer: Tokenizer, example_format: ExampleFormat
-) -> tuple[list[int], list[tuple[int, int]]]:
-    prompt = _take(row, example_format.prompt_column, (str, list))
-    response = _take(row, example_format.response_column, str)
-    if isinstance(prompt, str) and not example_format.chat:
-        return encode_pair(tokenizer, prompt, response)
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = [*parse_messages(asked), {"role": "assistant", "content": response}]
-    return encode_chat(tokenizer, _with_system(messages, example_format), "last")
+def _conversation(
+    row: Row, example_format: ExampleFormat
+) -> tuple[list[Message] | None, Literal["last", "all"]]:
+    """A row's chat and which answers of it are learned; None: it is plain text."""
+    form = example_format
+    if form.messages_column is not None:
+        chat = take(row, form.messages_column, list, "data.messages_column")
+        return parse_conversation(chat), form.learn
+    response = take(row, form.response_column, (str, list), form.response_key)
+    prompt = row.columns.get(form.prompt_column)
+    if isinstance(response, list):
+        return _answered(prompt, response, form), "last"
+    prompt = take(row, form.prompt_column, (str, list), "data.prompt_column")
+    if isinstance(prompt, str) and not form.chat:
+        return None, "last"
+    return [*_asked(prompt), {"role": "assistant", "content": response}], "last"
 
 
-def _with_system(messages: list[Message], example_format: ExampleFormat) -> list[Message]:
-    system = example_format.system_prompt
-    if system is None or messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system}, *messages]
+def _answered(prompt: Any, response: list[Any], form: ExampleFormat) -> list[Message]:
+    """A chat out of a response that is a list of messages: the answer alone, or all of it."""
+    first = response[0] if response else None
+    if isinstance(first, Mapping) and first.get("role") == "assistant":
+        if not isinstance(prompt, str | list):
+            raise DataError(
+                f"column {form.response_column!r} begins with the assistant's message, so column "
+                f"{form.prompt_column!r} must hold what it answers; name it with "
+                "data.prompt_column"
+            )
+        return parse_conversation([*_asked(prompt), *response])
+    chat = parse_conversation(response)
+    if isinstance(prompt, list) and chat[: len(prompt)] != _asked(prompt):
+        raise DataError(
+            f"column {form.response_column!r} is a whole chat that does not begin with the "
+            f"messages of column {form.prompt_column!r}; set data.prompt_column to another name, "
+            "or correct the row"
+        )
+    asked = [message["content"].strip() for message in chat if message["role"] == "user"]
+    if isinstance(prompt, str) and prompt.strip() not in asked:
+        raise DataError(
+            f"column {form.response_column!r} is a whole chat in which no user says what column "
+            f"{form.prompt_column!r} holds ({prompt[:40]!r}); set data.prompt_column to another "
+            "name, or correct the row"
+        )
+    return chat
 
 
-def _end_of_answer(answer: Sequence[int], eos_id: int) -> int:
-    """Tokens of an answer up to its EOS, that included; all of them where it has none."""
-    return answer.index(eos_id) + 1 if eos_id in answer else len(answer)
-
-
-def _take(row: Row, name: str, kind: type | tuple[type, ...]) -> Any:
-    value = row.columns.get(name)
-    if value is None:
-        raise DataError(f"column {name!r} is {'null' if name in row.columns else 'missing'}")
-    if not isinstance(value, kind):
-        names: dict[Any, str] = {str: "text", list: "a list of chat messages"}
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        wanted = " or ".join(names[each] for each in kinds)
-        raise DataError(f"column {name!r} must be {wanted}, got {type(value).__name__}")
-    return value
+def _asked(prompt: str | list[Any]) -> list[Message]:
+    return parse_messages(
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
 
 
 def check_format(example_format: ExampleFormat, tokenizer: Tokenizer) -> None:

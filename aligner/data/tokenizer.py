@@ -6,6 +6,7 @@ transformers unless a chat template, a GGUF file or a directory without ``tokeni
 for it.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from aligner.errors import CheckpointNotFoundError, TokenizerError
 
+GENERATION_CONFIG = "generation_config.json"
 # What a tokenizer is made of, beside SentencePiece models (`is_tokenizer_file`).
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
@@ -49,6 +51,20 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every token that ends a response, ``eos_id`` first.
+
+        Further ones come from ``generation_config.json``, from the end of an assistant's message in
+        the chat template, and from `with_end_tokens`.
+        """
+        ...
+
+    @property
+    def turn_end_id(self) -> int:
+        """The token that ends an assistant's message in the chat template; else ``eos_id``."""
+        ...
+
+    @property
     def bos_id(self) -> int | None:
         """The token that begins a text, if there is one."""
         ...
@@ -70,9 +86,24 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a chat, by default with the opening of the assistant's next message."""
+        """The text of a chat, by default with the opening of the assistant's next message.
+
+        ``tools``: JSON schemas of functions that the assistant may call.
+        """
+        ...
+
+    def with_end_tokens(self, tokens: Sequence[str]) -> "Tokenizer":
+        """The same tokenizer, for which these tokens (as text) end a response as well.
+
+        Raises:
+            TokenizerError: one of them is no token.
+        """
         ...
 
     def files(self) -> dict[str, bytes]:
@@ -84,9 +115,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a directory or a file.
 
     Args:
-        path: a Hugging Face directory; a ``tokenizer.json`` (its neighbours are read too); a
-            SentencePiece ``.model``; a directory with ``vocab.json`` and ``merges.txt`` (GPT-2);
-            or a ``.gguf`` file.
+        path: a Hugging Face directory; a ``tokenizer.json`` (its neighbours are read too, as
+            ``generation_config.json``); a SentencePiece ``.model``; a directory with ``vocab.json``
+            and ``merges.txt`` (GPT-2); or a ``.gguf`` file.
 
     Raises:
         CheckpointNotFoundError: ``path`` does not exist.
@@ -120,7 +151,9 @@ def tokenizer_from_files(
     Args:
         files: ``tokenizer.json`` (with ``tokenizer_config.json``, ``special_tokens_map.json``,
             ``chat_template.jinja`` if there are any), or ``vocab.json`` and ``merges.txt``, or one
-            SentencePiece ``*.model``.
+            SentencePiece ``*.model``. With a ``tokenizer_config.json`` the latter is a Hugging Face
+            tokenizer, special tokens and chat template included, as transformers converts it.
+            ``generation_config.json`` names further tokens that end a response.
         origin: where they come from, for error messages.
     """
     # Imported here: each needs a package that the other does without.
@@ -130,8 +163,16 @@ def tokenizer_from_files(
     if "tokenizer.json" in files or {"vocab.json", "merges.txt"} <= files.keys():
         return HuggingFaceTokenizer.from_files(files, origin=origin)
     models = [name for name in files if name.endswith(".model")]
+    if len(models) == 1 and "tokenizer_config.json" in files:
+        with TemporaryDirectory() as folder:
+            for name, content in files.items():
+                (Path(folder) / Path(name).name).write_bytes(content)
+            _name_class(Path(folder) / "tokenizer_config.json", origin)
+            return _convert_with_transformers(Path(folder), origin=origin)
     if len(models) == 1:
-        return SentencePieceTokenizer(files[models[0]], origin=origin)
+        return SentencePieceTokenizer(
+            files[models[0]], further_ends=generation_ends(files, origin), origin=origin
+        )
     raise TokenizerError(
         f"{origin} holds no tokenizer; looked for tokenizer.json, one *.model, or vocab.json with "
         f"merges.txt and found {sorted(files) or 'nothing'}"
@@ -159,7 +200,32 @@ def differing_token(one: Tokenizer, other: Tokenizer) -> str | None:
     return None
 
 
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
+    """``eos_token_id`` of ``generation_config.json``, one number or a list; () where it is silent.
+
+    Raises:
+        TokenizerError: the file is not JSON, or what it says is no token id.
+    """
+    if GENERATION_CONFIG not in files:
+        return ()
+    try:
+        found = json.loads(files[GENERATION_CONFIG])
+        ends = found.get("eos_token_id")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"{origin}: {GENERATION_CONFIG} is no JSON object: {error}") from error
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(end, int) and end >= 0 for end in ends):
+        raise TokenizerError(
+            f"{origin}: eos_token_id={ends!r} of {GENERATION_CONFIG} must be a token id or a list "
+            "of them"
+        )
+    return tuple(ends)
+
+
+_CONFIG_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    GENERATION_CONFIG,
+)
 
 
 def _read_known_files(directory: Path) -> dict[str, bytes]:
@@ -175,17 +241,31 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
         return _read_known_files(Path(folder))
 
 
-def _convert_with_transformers(directory: Path, gguf_file: str | None = None) -> Tokenizer:
+def _name_class(path: Path, origin: str) -> None:
+    """Files by themselves have no ``config.json`` that would tell transformers the class."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{origin}: {path.name} is not JSON: {error}") from error
+    if isinstance(config, dict) and not config.get("tokenizer_class"):
+        path.write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizer"}))
+
+
+def _convert_with_transformers(
+    directory: Path, gguf_file: str | None = None, origin: str | None = None
+) -> Tokenizer:
     """Let transformers turn a slow or GGUF tokenizer into a ``tokenizer.json``."""
     from transformers import AutoTokenizer
 
-    origin = str(directory / gguf_file) if gguf_file else str(directory)
+    origin = origin or str(directory / gguf_file if gguf_file else directory)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         converted = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False, **options
         )
         files = _saved_files(converted)
+        if (directory / GENERATION_CONFIG).is_file() and gguf_file is None:
+            files[GENERATION_CONFIG] = (directory / GENERATION_CONFIG).read_bytes()
     except Exception as error:
         raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
     return tokenizer_from_files(files, origin=origin)

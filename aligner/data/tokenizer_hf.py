@@ -1,5 +1,6 @@
 """Hugging Face tokenizers, straight on the ``tokenizers`` package."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,19 +8,26 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as RustTokenizer
 
+from aligner.data.tokenizer import GENERATION_CONFIG, generation_ends
 from aligner.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token")
+_ANSWER = "an answer"  # what is looked for in a rendered chat
 
 
 class HuggingFaceTokenizer:
     """A ``tokenizer.json`` and what ``tokenizer_config.json`` says of its special tokens."""
 
     def __init__(
-        self, backend: RustTokenizer, config: Mapping[str, Any], *, origin: str = "tokenizer.json"
+        self,
+        backend: RustTokenizer,
+        config: Mapping[str, Any],
+        *,
+        generation_config: Mapping[str, Any] | None = None,
+        origin: str = "tokenizer.json",
     ) -> None:
         """Wrap ``backend``.
 
@@ -27,12 +35,16 @@ class HuggingFaceTokenizer:
             backend: the tokenizer itself.
             config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text,
                 ``chat_template`` as Jinja text; other keys are carried along to ``files()``.
+            generation_config: its ``eos_token_id`` names further tokens that end a response; the
+                rest is carried along to ``files()``.
             origin: where it comes from, for error messages.
         """
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
         self._config = dict(config)
+        self._generation = dict(generation_config or {})
+        self._ends: tuple[int, ...] | None = None
         self._origin = origin
         self._renderer: PreTrainedTokenizerFast | None = None
         self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
@@ -62,7 +74,9 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises a bare Exception
             raise TokenizerError(f"{origin} is not a readable tokenizer: {error}") from error
         _add_missing_tokens(backend, config)
-        return cls(backend, config, origin=origin)
+        generation_ends(files, origin)  # refuses what cannot be used
+        generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+        return cls(backend, config, generation_config=generation, origin=origin)
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +87,29 @@ class HuggingFaceTokenizer:
     def eos_id(self) -> int:
         """End-of-sequence token."""
         return self._eos_id
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every token that ends a response; see `aligner.data.tokenizer.Tokenizer`."""
+        if self._ends is None:
+            named = generation_ends(self._generation_file(), self._origin)
+            self._ends = tuple(dict.fromkeys((self._eos_id, *named, self.turn_end_id)))
+        return self._ends
+
+    @property
+    def turn_end_id(self) -> int:
+        """The token that ends an assistant's message in the chat template; else EOS."""
+        if not self._config.get("chat_template"):
+            return self._eos_id
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self.apply_chat_template(chat, add_generation_prompt=False)
+        except DataError:  # a template for other chats
+            return self._eos_id
+        behind = text.rpartition(_ANSWER)[2].lstrip()
+        added = self._backend.get_added_tokens_decoder()
+        fitting = [end for end, token in added.items() if behind.startswith(token.content)]
+        return max(fitting, key=lambda end: len(added[end].content), default=self._eos_id)
 
     @property
     def bos_id(self) -> int | None:
@@ -99,8 +136,30 @@ class HuggingFaceTokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
 
+    def with_end_tokens(self, tokens: Sequence[str]) -> "HuggingFaceTokenizer":
+        """The same, for which ``tokens`` end a response as well; ``files()`` remembers them."""
+        ids = []
+        for token in tokens:
+            found = self._backend.token_to_id(token)
+            if found is None:
+                raise TokenizerError(
+                    f"end_tokens: {token!r} is no token of {self._origin}; text of several tokens "
+                    "goes into end_strings"
+                )
+            ids.append(found)
+        ends = tuple(dict.fromkeys((*self.end_ids, *ids)))
+        if ends == self.end_ids:
+            return self
+        other = copy.copy(self)
+        other._generation, other._ends = {**self._generation, "eos_token_id": list(ends)}, ends
+        return other
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Render ``messages`` and, unless told not to, the opening of the assistant's answer."""
         if not self._config.get("chat_template"):
@@ -115,20 +174,29 @@ class HuggingFaceTokenizer:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                tools=None if tools is None else [dict(tool) for tool in tools],
             )
         except Exception as error:  # Jinja's errors, and what templates raise themselves
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(text)
 
     def files(self) -> dict[str, bytes]:
-        """``tokenizer.json`` and a ``tokenizer_config.json`` that includes the chat template."""
+        """``tokenizer.json``, a ``tokenizer_config.json`` that includes the chat template and,
+        where there was one or ends were added, ``generation_config.json``.
+        """
         return {
             "tokenizer.json": self._backend.to_str().encode(),
             "tokenizer_config.json": json.dumps(self._config, indent=2).encode(),
+            **self._generation_file(),
         }
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_renderer": None}
+
+    def _generation_file(self) -> dict[str, bytes]:
+        if not self._generation:
+            return {}
+        return {GENERATION_CONFIG: json.dumps(self._generation, indent=2).encode()}
 
     def _special_id(self, name: str) -> int | None:
         text = self._config.get(name)

@@ -1,18 +1,27 @@
 """SentencePiece models, as NeMo's Llama-style checkpoints carry them."""
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
+from aligner.data.tokenizer import GENERATION_CONFIG
 from aligner.errors import TokenizerError
 
 
 class SentencePieceTokenizer:
     """One ``.model`` file. Plain text only: it has no chat template."""
 
-    def __init__(self, model: bytes, *, origin: str = "tokenizer.model") -> None:
-        """Load from the file's content; ``origin`` is for error messages."""
+    def __init__(
+        self, model: bytes, *, further_ends: Sequence[int] = (), origin: str = "tokenizer.model"
+    ) -> None:
+        """Load from the file's content.
+
+        ``further_ends``: pieces that end a response beside EOS; ``origin`` is for error messages.
+        """
         self._model = model
+        self._further_ends = tuple(further_ends)
         self._origin = origin
         self._processor = SentencePieceProcessor()
         try:
@@ -34,6 +43,16 @@ class SentencePieceTokenizer:
     def eos_id(self) -> int:
         """End-of-sequence piece."""
         return int(self._processor.eos_id())
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every piece that ends a response, EOS first."""
+        return tuple(dict.fromkeys((self.eos_id, *self._further_ends)))
+
+    @property
+    def turn_end_id(self) -> int:
+        """EOS: there is no chat template."""
+        return self.eos_id
 
     @property
     def bos_id(self) -> int | None:
@@ -62,8 +81,25 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode(ids)
         return text
 
+    def with_end_tokens(self, tokens: Sequence[str]) -> "SentencePieceTokenizer":
+        """The same, for which these pieces end a response as well."""
+        ids = [int(self._processor.piece_to_id(token)) for token in tokens]
+        for token, found in zip(tokens, ids, strict=True):
+            if self._processor.id_to_piece(found) != token:
+                raise TokenizerError(
+                    f"end_tokens: {token!r} is no piece of {self._origin}; text of several pieces "
+                    "goes into end_strings"
+                )
+        return SentencePieceTokenizer(
+            self._model, further_ends=(*self._further_ends, *ids), origin=self._origin
+        )
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Refuse: a SentencePiece model holds no template."""
         raise TokenizerError(
@@ -73,11 +109,15 @@ class SentencePieceTokenizer:
         )
 
     def files(self) -> dict[str, bytes]:
-        """The model under the name ``tokenizer.model``."""
-        return {"tokenizer.model": self._model}
+        """``tokenizer.model``, and ``generation_config.json`` where more than EOS ends."""
+        files = {"tokenizer.model": self._model}
+        if self._further_ends:
+            files[GENERATION_CONFIG] = json.dumps({"eos_token_id": list(self.end_ids)}).encode()
+        return files
 
-    def __getstate__(self) -> tuple[bytes, str]:
-        return self._model, self._origin
+    def __getstate__(self) -> tuple[bytes, tuple[int, ...], str]:
+        return self._model, self._further_ends, self._origin
 
-    def __setstate__(self, state: tuple[bytes, str]) -> None:
-        self.__init__(state[0], origin=state[1])  # type: ignore[misc]
+    def __setstate__(self, state: tuple[bytes, tuple[int, ...], str]) -> None:
+        model, ends, origin = state
+        self.__init__(model, further_ends=ends, origin=origin)  # type: ignore[misc]

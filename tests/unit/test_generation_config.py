@@ -76,7 +76,7 @@ def test_sampling_in_vllms_words():
         "top_k": 5,
         "top_p": 0.9,
         "repetition_penalty": 1.2,
-        "min_tokens": 3,
+        "min_tokens": 2,  # vLLM counts without the end that is being drawn
         "max_tokens": 20,
         "stop_token_ids": [2, 7],
         "ignore_eos": True,

@@ -46,7 +46,7 @@ def test_a_foreign_response_fits_the_limit_too(tmp_path):
     ]
     loaded = load(tmp_path, rows, max_length=17)  # of the last row's length
     assert loaded[0].foreign.ids == encoded("long prompt=1")
-    with pytest.raises(DataError, match="row 0 has a prompt of 12 tokens"):
+    with pytest.raises(DataError, match=r"x\.jsonl: row 1 has a prompt of 12 tokens"):
         load(tmp_path, [rows[0], rows[2]], max_length=17)
 
 

@@ -1,9 +1,12 @@
 """Preference pairs: adjacent rows, chosen first, with the rewards the data gives."""
 
+import contextlib
 import json
 
 import pytest
 
+from aligner.algorithms.build_reward_model import load_judged
+from aligner.config import RewardRunConfig, parse_config
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.preferences import PairDataset, PairFormat, collate_pairs
 from aligner.errors import DataError
@@ -51,11 +54,44 @@ def test_a_pair_is_as_long_as_its_longer_sequence(tmp_path):
     [
         ({"prompt": "x", "chosen": "a"}, "line 1: column 'rejected' is missing"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "are the same; remove the row"),
-        ({**ROWS[0], "good": "high"}, "column 'good' must be a number, it is 'high'"),
-        ({**ROWS[0], "good": True}, "column 'good' must be a number, it is True"),
+        ({**ROWS[0], "good": "high"}, "column 'good' must be a finite number, it is 'high'"),
+        ({**ROWS[0], "good": float("nan")}, "column 'good' must be a finite number, it is nan"),
+        ({**ROWS[0], "good": 10**400}, "column 'good' must be a finite number, it is 1000"),
+        ({**ROWS[0], "good": 1e39}, "finite number, it is 1e\\+39"),
+        ({**ROWS[0], "good": True}, "column 'good' must be a finite number, it is True"),
     ],
 )
 def test_bad_row_is_named(tmp_path, row, message):
     with pytest.raises(DataError, match=message) as refusal:
         load(tmp_path, [row], chosen_reward_column="good")
     assert "line 1" in str(refusal.value)
+
+
+def test_a_preference_of_negative_strength_is_refused_where_strength_counts(tmp_path):
+    columns = {"chosen_reward_column": "good", "rejected_reward_column": "bad"}
+    swapped = {**ROWS[0], "good": 0.25, "bad": 0.9}
+    with pytest.raises(DataError, match=r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\); swap"):
+        load(tmp_path, [swapped], rewards_in_order=True, **columns)
+    even = {**ROWS[0], "good": 0.9, "bad": 0.9}
+    assert load(tmp_path, [even], rewards_in_order=True, **columns)[0].rewards == (0.9, 0.9)
+    assert load(tmp_path, [swapped], **columns)[0].rewards == (0.25, 0.9)  # RPO reads both
+
+
+@pytest.mark.parametrize(("variant", "refused"), [("plain", 0), ("margin", 1), ("scaled", 1)])
+def test_reward_models_know_where_strength_counts(variant, refused, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({**ROWS[0], "good": 0.25, "bad": 0.9}) + "\n")
+    config = parse_config(
+        {
+            "model": {"restore_from_path": "m.nemo"},
+            "data": {
+                "train": {"source": str(path)},
+                "chosen_reward_column": "good",
+                "rejected_reward_column": "bad",
+            },
+            "trainer": {"reward_model": {"variant": variant}},
+        },
+        RewardRunConfig,
+    )
+    with pytest.raises(DataError) if refused else contextlib.nullcontext():
+        load_judged(config, config.data.train, byte_level_tokenizer())

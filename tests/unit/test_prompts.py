@@ -240,6 +240,36 @@ def test_bad_settings(tmp_path, tokenizer):
         PromptDataset.load(path, tokenizer, PromptFormat(ground_truth_column="prompt"))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            r'{"prompt": "a\ud800b", "ground_truth": 1}',
+            r"'prompt' holds half a character \(\\ud800",
+        ),
+        (r'{"prompt": "a", "ground_truth": [{"x": "\udfff"}]}', "'ground_truth' holds half a char"),
+        (r'{"prompt": "a", "ground_truth": 1, "\ud800": 1}', "holds half a character"),
+        ('{"prompt": "a", "prompt": "b", "ground_truth": 1}', "the key 'prompt' stands twice"),
+        ('{"prompt": "a", "ground_truth": {"x": 1, "x": 2}}', "the key 'x' stands twice"),
+        ('{"prompt": "a", "ground_truth": ' + "[" * 100_000 + "]" * 100_000 + "}", "too deep"),
+        ('{"prompt": "a", "ground_truth": 1' + "0" * 5000 + "}", "not JSON: Exceeds the limit"),
+        ('{"question": "a"}', "'prompt' is missing; name another with data.prompt_column"),
+        ('{"prompt": "a"}', "data.ground_truth_column=null if the data has none"),
+    ],
+)
+def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, tokenizer, line, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a", "ground_truth": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=f"line 2: .*{message}"):
+        PromptDataset.load(path, tokenizer)
+
+
+def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
+    monkeypatch.setattr(__name__ + ".half_rows", lambda: [{"prompt": "\ud800"}], raising=False)
+    with pytest.raises(DataError, match="half_rows, row 1: column 'prompt' holds half a character"):
+        PromptDataset.load(f"{__name__}:half_rows", tokenizer)
+
+
 def test_rows_know_their_place(tmp_path):
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     path.write_text("\n" + path.read_text())

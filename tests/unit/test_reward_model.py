@@ -18,7 +18,7 @@ from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, l
 from aligner.models.gpt.reward import Standardization
 from aligner.models.gpt.settings import RoleSettings, RunFacts
 from aligner.models.reward.attributes import attribute_parts, check_weights, weighted
-from aligner.models.reward.sequences import SequenceEncoder, scored_texts
+from aligner.models.reward.sequences import SequenceEncoder
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")
@@ -131,12 +131,6 @@ def test_a_sequence_ends_in_one_eos_whatever_the_policy_drew():
         encoder.ids("1+1=", "2" * 8)
     with_bos = SequenceEncoder(tokenizer, 12, add_bos=True)
     assert with_bos.ids("1+1=", "2") == [tokenizer.bos_id, *ids]
-
-
-def test_the_stop_string_that_ended_a_response_is_not_shown():
-    shown = scored_texts(["2\n", "a\nb\n\n", "x", "y\n"], [True, True, True, False], ["\n"])
-    assert shown == ["2", "a\nb", "x", "y\n"]  # the last ran into the length limit
-    assert scored_texts(["2\n"], [True], []) == ["2\n"]
 
 
 def test_attributes_are_weighted():

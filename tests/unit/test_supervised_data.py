@@ -73,7 +73,8 @@ def test_every_answer_of_a_chat(tmp_path, tokenizer):
 
 def test_a_template_without_an_end_gets_one(tokenizer):
     class Plain:
-        eos_id = tokenizer.eos_id
+        eos_id = turn_end_id = tokenizer.eos_id
+        end_ids = (tokenizer.eos_id,)
         encode = staticmethod(tokenizer.encode)
 
         def apply_chat_template(self, messages, *, add_generation_prompt=True):
@@ -88,7 +89,8 @@ def test_a_template_without_an_end_gets_one(tokenizer):
 
 def test_a_template_that_forgets_is_refused(tokenizer):
     class Forgetful:
-        eos_id = tokenizer.eos_id
+        eos_id = turn_end_id = tokenizer.eos_id
+        end_ids = (tokenizer.eos_id,)
         encode = staticmethod(tokenizer.encode)
 
         def apply_chat_template(self, messages, *, add_generation_prompt=True):
@@ -140,7 +142,11 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
     ("row", "options", "message"),
     [
         ({"prompt": "x"}, {}, "line 1: column 'response' is missing"),
-        ({"prompt": "x", "response": 5}, {}, "column 'response' must be text, got int"),
+        (
+            {"prompt": "x", "response": 5},
+            {},
+            "'response' must be text or a list of chat messages, got int",
+        ),
         ({"prompt": "", "response": "5"}, {}, "the prompt is empty"),
         ({"messages": CHAT[:2]}, {"messages_column": "messages"}, "of role 'user'; it must be"),
         ({"messages": CHAT[2:3]}, {"messages_column": "messages"}, "nothing was asked before"),

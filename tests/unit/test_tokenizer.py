@@ -1,5 +1,6 @@
 """Tokenizers: real byte-level BPE and real SentencePiece models, trained here."""
 
+import dataclasses
 import io
 import json
 import pickle
@@ -9,6 +10,9 @@ import sentencepiece
 from tokenizers import ByteLevelBPETokenizer, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
+from aligner.checkpoint.hf import read_hf, save_hf
+from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.data.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_files
 from aligner.errors import AlignerError, CheckpointNotFoundError, DataError, TokenizerError
@@ -216,6 +220,63 @@ def test_llama_style_json_keeps_spaces():
     tokenizer = tokenizer_from_files(files)
     assert tokenizer.decode([0, 1]) == "ab"
     assert decode_response(tokenizer, [1], [0, 1, 3]) == " ab"
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+def test_a_sentencepiece_model_of_hugging_faces_is_what_transformers_makes_of_it(
+    legacy, tmp_path, sentencepiece_file
+):
+    """``legacy`` decides whether text behind a special token begins with a space of its own."""
+    from transformers import AutoTokenizer
+
+    architecture = dataclasses.replace(TINY_ARCHITECTURE, vocab_size=400)
+    folder = tmp_path / "hf"
+    save_hf(folder, random_weights(architecture), architecture, {})
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": {"__type": "AddedToken", "content": "<s>"},
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE.replace("<eos>", "</s>"),
+        **({} if legacy is None else {"legacy": legacy}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+
+    source = read_hf(folder)
+    save_nemo(tmp_path / "m.nemo", source.weights, architecture, source.tokenizer_files)
+    raw = {
+        name: (folder / name).read_bytes()
+        for name in ("tokenizer.model", "tokenizer_config.json", "generation_config.json")
+    }
+    with open_nemo(tmp_path / "m.nemo") as nemo:
+        assert "tokenizer.json" in nemo.tokenizer_files
+        loaded = [nemo.tokenizer, load_tokenizer(folder), tokenizer_from_files(raw)]
+    chat = [{"role": "user", "content": "7+4="}]
+    for tokenizer in loaded:
+        for text in ("<s>hi", "hi", " hi", "<s> hi", "7+4=11</s>a world", "a  b", "a\nb", "é</s>"):
+            assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), text
+        assert tokenizer.encode("16</s>")[-1] == tokenizer.eos_id == 2
+        assert (tokenizer.bos_id, tokenizer.end_ids) == (1, (2, 7))
+        assert tokenizer.apply_chat_template(chat) == "<|user|>7+4=</s><|assistant|>"
+
+
+def test_without_a_class_it_is_llamas(sentencepiece_file):
+    config = b'{"bos_token": "<s>", "eos_token": "</s>"}'
+    files = {"tokenizer.model": sentencepiece_file.read_bytes(), "tokenizer_config.json": config}
+    assert tokenizer_from_files(files).encode("16</s>")[-1] == 2
+
+
+def test_pieces_may_end_a_response_too(sentencepiece_file):
+    plain = load_tokenizer(sentencepiece_file)
+    more = plain.with_end_tokens(["<s>"])
+    assert (plain.end_ids, more.end_ids) == ((2,), (2, 1))
+    for copy in (tokenizer_from_files(more.files()), pickle.loads(pickle.dumps(more))):
+        assert copy.end_ids == (2, 1)
+    with pytest.raises(TokenizerError, match="'<nothing>' is no piece"):
+        plain.with_end_tokens(["<nothing>"])
 
 
 def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):

@@ -68,6 +68,28 @@ def test_stop_strings_end_a_response(pair):
     assert (output["generation_lengths"][~stopped] == 12).all()
 
 
+def test_ends_and_min_length_are_our_own_engines(own_ray, wide_nemo):
+    """Most letters end a response, but none before the third token: three are the shortest."""
+    ends = [chr(code) for code in range(33, 127)]
+    ppo = {
+        "length_params": {"max_length": 12, "min_length": 3},
+        "sampling_params": {"end_tokens": ends},
+    }
+    with roles(run_config(wide_nemo, ppo=ppo)) as (policy, generation):
+        generation.prepare_for_generation()
+        output = generation.generate(prompts(64), seed=1)
+        lengths, is_end = output["generation_lengths"], output["is_end"]
+        assert int(lengths.min()) == 3
+        assert (lengths[~is_end] == 12).all()
+        last = output["output_ids"].gather(1, output["unpadded_sequence_lengths"][:, None] - 1)
+        known = {policy.tokenizer.eos_id, *map(ord, ends)}
+        assert [int(token) in known for token in last] == is_end.tolist()
+        assert len(set(last[is_end].flatten().tolist())) > 2
+        ours, theirs = (engine.generate(prompts(), greedy=True) for engine in (policy, generation))
+        for key in ("output_ids", "generation_lengths", "is_end"):
+            assert torch.equal(ours[key], theirs[key]), key
+
+
 def test_it_draws_from_the_policys_distribution(pair):
     """First tokens of one prompt against the trainer's probabilities: a chi-square test."""
     policy, generation = pair

@@ -47,7 +47,7 @@ class VllmGeneration(BackgroundGeneration):
             python_executable=str(Path(self._settings.python).expanduser().absolute()),
             architecture=architecture,
             tokenizer_files=tokenizer.files(),
-            eos_ids=(tokenizer.eos_id,),
+            eos_ids=tokenizer.with_end_tokens(rollout.sampling_params.end_tokens).end_ids,
             pad_id=tokenizer.pad_id,
             precision=config.trainer.precision,
             length=rollout.length_params,

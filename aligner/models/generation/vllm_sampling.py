@@ -25,7 +25,8 @@ def sampling_arguments(
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "repetition_penalty": sampling.repetition_penalty,
-        "min_tokens": length.min_length if length.min_length > 1 else 0,
+        # vLLM bans the ends while fewer tokens are out; ours counts the end that is being drawn.
+        "min_tokens": max(0, length.min_length - 1),
         "max_tokens": length.max_length,
         "stop_token_ids": list(eos_ids),
         "ignore_eos": True,  # which ids end a response is said above

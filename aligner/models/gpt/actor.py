@@ -259,7 +259,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             self.gpt,
             self.architecture,
             tokenizer=self.tokenizer,
-            eos_ids=(self.tokenizer.eos_id,),
+            eos_ids=self.tokenizer.with_end_tokens(self.sampling_params.end_tokens).end_ids,
             pad_id=self.tokenizer.pad_id,
             length=self.length_params,
             sampling=self.sampling_params,

@@ -186,7 +186,7 @@ class DTensorActorModel(DTensorModel):
             megatron_copy(self.shards, self.architecture, self.parallel, self.settings.dtype),
             self.architecture,
             tokenizer=self.tokenizer,
-            eos_ids=(self.tokenizer.eos_id,),
+            eos_ids=self.tokenizer.with_end_tokens(self.sampling_params.end_tokens).end_ids,
             pad_id=self.tokenizer.pad_id,
             length=self.length_params,
             sampling=self.sampling_params,

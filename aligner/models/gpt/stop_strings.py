@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from aligner.data.decoding import common_prefix
 from aligner.data.tokenizer import Tokenizer
 
 _CONTEXT = 8  # tokens that a token's text may depend on (`aligner.data.decoding`)
@@ -40,7 +41,7 @@ class StopStrings:
         before = self._tokenizer.decode([*context, *response[:-1]])
         text = self._tokenizer.decode([*context, *response])
         # What the last token changed; it may have turned U+FFFD into the character it completes.
-        old = _common_prefix(before, text)
+        old = common_prefix(before, text)
         return any(
             text.find(string, max(len(context_text), old - len(string) + 1)) >= 0
             for string in self._strings
@@ -55,9 +56,3 @@ class StopStrings:
             known = unsure or not self._last_characters.isdisjoint(text)
             self._may_complete[token] = known
         return known
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """How many characters both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -66,7 +66,7 @@ class ModelReward:
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
         """Score every row; columns as of `Reward.get_rewards`."""
         responses = response_texts(self.tokenizer, data)
-        texts = scored_texts(responses, data["is_end"].tolist(), self.end_strings)
+        texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
         pairs = zip(data["prompts"], texts, strict=True)
         batch = self.encoder.collate([self.encoder.ids(prompt, text) for prompt, text in pairs])
         self.model.prepare_for_inference()

@@ -240,7 +240,7 @@ class RemoteReward:
 
         def ask() -> tuple[list[str], list[list[float]]]:
             responses = response_texts(self.tokenizer, data)
-            texts = scored_texts(responses, data["is_end"].tolist(), self.end_strings)
+            texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
             samples = list(map(WireSample, data["prompts"], texts))
             return responses, self._client.score(samples, max(1, len(self.attributes)))
 

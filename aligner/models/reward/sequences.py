@@ -3,13 +3,13 @@
 That is ``prompt + response + EOS`` in the reward model's own tokens, whatever tokens the policy
 drew. Its score stands at the EOS, where it was trained. A stop string that ended the response is no
 part of it. A response that ran into the length limit gets the EOS too, for a score elsewhere would
-mean nothing: charge for it by ``trainer.*.improper_end``.
+mean nothing: PPO can charge for it by ``trainer.ppo.improper_end``; rejection sampling cannot.
 """
 
 from collections.abc import Sequence
 
 from aligner.data.collate import pad_right
-from aligner.data.decoding import decode_response
+from aligner.data.decoding import common_prefix, decode_response
 from aligner.data.supervised import encode_pair
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -63,19 +63,53 @@ def response_texts(tokenizer: Tokenizer, data: BatchedDataDict) -> list[str]:
 
 
 def scored_texts(
-    responses: Sequence[str], is_end: Sequence[bool], end_strings: Sequence[str]
+    tokenizer: Tokenizer,
+    data: BatchedDataDict,
+    responses: Sequence[str],
+    end_strings: Sequence[str],
 ) -> list[str]:
-    """Responses without the stop string (and repetitions of it) that ended them."""
+    """``responses`` as a reward model is shown them: without the stop string that ended them.
+
+    Args:
+        tokenizer: the policy's.
+        data: of the rollout: what `response_texts` reads, and ``is_end`` bool [B].
+        responses: what that returned.
+        end_strings: the policy's stop strings.
+    """
+    if not end_strings:
+        return list(responses)
+    rows = zip(
+        responses,
+        data["is_end"].tolist(),
+        data["input_ids"].tolist(),
+        data["prompt_lengths"].tolist(),
+        data["input_lengths"].tolist(),
+        strict=True,
+    )
     return [
-        _without_stop(text, end_strings) if ended else text
-        for text, ended in zip(responses, is_end, strict=True)
+        _without_stop(tokenizer, ids[:start], ids[start:end], text, end_strings) if ended else text
+        for text, ended, ids, start, end in rows
     ]
 
 
-def _without_stop(text: str, end_strings: Sequence[str]) -> str:
-    """The last token may hold more than the stop string: what follows it goes too."""
-    last = max((text.rfind(string) for string in end_strings), default=-1)
-    text = text if last < 0 else text[:last]
+def _without_stop(
+    tokenizer: Tokenizer,
+    prompt_ids: list[int],
+    response_ids: list[int],
+    text: str,
+    end_strings: Sequence[str],
+) -> str:
+    """A stop string ended the response where its last token completed one.
+
+    Earlier ones, before ``min_length``, are part of it, but for repetitions at the very end. The
+    last token may hold more than the stop string: what follows it goes too.
+    """
+    if response_ids[-1] in tokenizer.end_ids:
+        return text
+    before = decode_response(tokenizer, prompt_ids, response_ids[:-1])
+    old = common_prefix(before, text)
+    begins = (text.find(string, max(0, old - len(string) + 1)) for string in end_strings)
+    text = text[: min((at for at in begins if at >= 0), default=len(text))]
     while stop := next((string for string in end_strings if text.endswith(string)), None):
         text = text.removesuffix(stop)
     return text

@@ -1,0 +1,289 @@
+"""Chats as training data: tokenizers that prepend a space, templates that open an answer, tools.
+
+Every sequence that is learned is the one that a model is asked with: prompts of rollouts, SFT, DPO,
+KTO and reward models agree token by token.
+"""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.labelled import LabelledDataset
+from aligner.data.preferences import PairDataset, PairFormat
+from aligner.data.prompts import PromptDataset, PromptFormat
+from aligner.data.ratings import RatedDataset
+from aligner.data.supervised import ExampleDataset, ExampleFormat, encode_chat, encode_pair
+from aligner.data.tokenizer import tokenizer_from_files
+from aligner.errors import DataError
+from aligner.models.reward.sequences import SequenceEncoder
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + "
+    "' [/INST]' }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = LLAMA2.replace("' ' + m.content + ' ' + eos_token", "m.content + eos_token")
+QUESTION = {"role": "user", "content": "two and two"}
+CHAT = [
+    QUESTION,
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "and one"},
+    {"role": "assistant", "content": "five more"},
+]
+
+
+def prepending(template):
+    """A BPE whose normaliser begins every piece of text with a space, as Llama 2's does."""
+    backend = RustTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    words = ["[INST] two and two [/INST] four and one five more ab ab abab"] * 20
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"])
+    # Words apart, or the whole line would become one token.
+    backend.train_from_iterator([word for line in words for word in line.split()], trainer)
+    backend.add_special_tokens([AddedToken(each, normalized=False) for each in ("<s>", "</s>")])
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    files = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+    return tokenizer_from_files(files)
+
+
+@pytest.fixture(scope="module", params=[LLAMA2, MISTRAL], ids=["llama2", "mistral"])
+def tokenizer(request):
+    return prepending(request.param)
+
+
+def chatml(template, **config):
+    """The byte-level tokenizer with another template."""
+    files = byte_level_tokenizer().files()
+    known = json.loads(files["tokenizer_config.json"])
+    merged = {**known, **config, "chat_template": template}
+    return tokenizer_from_files({**files, "tokenizer_config.json": json.dumps(merged).encode()})
+
+
+def written(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def learned(tokenizer, ids, spans):
+    return [tokenizer.decode(ids[start:end]) for start, end in spans]
+
+
+# A space of its own ----------------------------------------------------------------------------
+
+
+def test_every_answer_is_encoded_where_it_stands(tokenizer):
+    ids, spans = encode_chat(tokenizer, CHAT)
+    whole = tokenizer.apply_chat_template(CHAT, add_generation_prompt=False)
+    assert ids == tokenizer.encode(whole)
+    for number, (start, end) in enumerate(spans):
+        asked = tokenizer.apply_chat_template(CHAT[: 2 * number + 1])
+        assert ids[:start] == tokenizer.encode(asked)  # what a rollout's prompt would be
+        assert ids[end - 1] == tokenizer.eos_id
+
+
+def test_all_kinds_of_data_hold_the_sequence_that_a_model_is_asked_with(tokenizer, tmp_path):
+    row = {"prompt": [QUESTION], "response": "four", "chosen": "four", "rejected": "five"}
+    others = {"label": True, "good": 1.0, "ground_truth": "four"}
+    second = {**row, **others, "prompt": CHAT[:3], "label": False}
+    path = written(tmp_path, {**row, **others}, second)
+    form = ExampleFormat()
+    prompt = PromptDataset.load(path, tokenizer)[0]
+    learned_from = [
+        ExampleDataset.load(path, tokenizer, form)[0],
+        PairDataset.load(path, tokenizer)[0].chosen,
+        LabelledDataset.load(path, tokenizer, form)[0].example,
+        RatedDataset.load(path, tokenizer, form, ["good"])[0].example,
+    ]
+    closed = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=False)
+    for example in learned_from:
+        assert example.ids == tokenizer.encode(closed)
+        assert example.ids[: example.learned[0][0]] == prompt.ids
+    text = closed[len(prompt.text) :].removesuffix("</s>")
+    assert SequenceEncoder(tokenizer, 256).ids(prompt.text, text) == learned_from[0].ids
+
+
+def test_a_token_over_the_border_gets_no_space_either(tokenizer):
+    assert len(tokenizer.encode("ab")) == 1  # where the response is not encoded whole
+    ids, span = encode_pair(tokenizer, "a", "b")
+    assert tokenizer.decode(ids[:-1]) == "ab"
+    assert len(ids) == 3
+    assert span == [(1, 3)]
+
+
+# Openings that finished messages do not show -----------------------------------------------
+
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
+    "{% set text = m.content %}{% if '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{{ '<A>' + text + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<A><think>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": "hm\n</think>\n\n4"}, "hm\n</think>\n\n4"),
+        ({"content": "<think>\nhm\n</think>\n\n4"}, "hm\n</think>\n\n4"),
+        ({"content": "4", "reasoning_content": "hm"}, "hm\n</think>\n\n4"),
+        ({"content": "4"}, "\n</think>\n\n4"),
+    ],
+)
+def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, text, tmp_path):
+    tokenizer = chatml(R1)
+    chat = [QUESTION, {"role": "assistant", **answer}]
+    path = written(tmp_path, {"messages": chat}, {"messages": CHAT[:2] + chat})
+    form = ExampleFormat(messages_column="messages", learn="last")
+    alone, later = ExampleDataset.load(path, tokenizer, form)
+    asked = tokenizer.apply_chat_template([QUESTION])
+    assert tokenizer.decode(alone.ids) == f"{asked}{text}<|im_end|>"
+    assert learned(tokenizer, alone.ids, alone.learned) == [f"{text}<|im_end|>"]
+    assert tokenizer.decode(later.ids) == f"<U>two and two<A>four<|im_end|>{asked}{text}<|im_end|>"
+    assert learned(tokenizer, later.ids, later.learned) == [f"{text}<|im_end|>"]
+    # What a reward model is asked with about a sampled response.
+    assert SequenceEncoder(tokenizer, 256).ids(asked, text) == alone.ids
+
+
+def test_preferences_between_reasoned_answers(tmp_path):
+    tokenizer = chatml(R1)
+    row = {"prompt": [QUESTION], "chosen": "hm</think>4", "rejected": "<think>\nno</think>5"}
+    pair = PairDataset.load(written(tmp_path, row), tokenizer)[0]
+    for example, text in ((pair.chosen, "hm</think>4"), (pair.rejected, "no</think>5")):
+        assert learned(tokenizer, example.ids, example.learned) == [f"{text}<|im_end|>"]
+
+
+def test_what_cannot_be_learned_is_refused_with_the_remedy():
+    with pytest.raises(DataError, match="message 1 is added; set learn=last"):
+        encode_chat(chatml(R1), CHAT)
+    opens_otherwise = R1.replace("<think>\\n", "Answer: ")
+    with pytest.raises(DataError, match=r"opens an answer with .*Answer: .*plain-text prompts"):
+        encode_chat(chatml(opens_otherwise), CHAT[:2], "last")
+
+
+# Tools ---------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+WITH_TOOLS = (
+    "{% if tools %}{{ 'TOOLS ' + (tools | tojson) + '\\n' }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.reasoning_content %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name }}"
+    "{{ call.function.arguments.x }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CALL = {"type": "function", "id": "1", "function": {"name": "add", "arguments": '{"x": 7}'}}
+USE = [
+    QUESTION,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "14", "tool_call_id": "1", "name": "add"},
+    {"role": "assistant", "content": "14!", "reasoning_content": "easy", "tool_calls": None},
+]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
+def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
+    tokenizer = chatml(WITH_TOOLS)
+    row = {"messages": USE, "prompt": USE[:3], "tools": tools, "ground_truth": 14}
+    path = written(tmp_path, row)
+    example = ExampleDataset.load(path, tokenizer, ExampleFormat(messages_column="messages"))[0]
+    assert tokenizer.decode(example.ids).startswith('TOOLS [{"type": "function"')
+    assert learned(tokenizer, example.ids, example.learned) == [
+        "<call>add7<|im_end|>",
+        "<think>easy</think>14!<|im_end|>",
+    ]
+    prompt = PromptDataset.load(path, tokenizer)[0]
+    assert prompt.text.startswith("TOOLS [")
+    assert prompt.text.endswith("<|im_start|>tool\n14<|im_end|>\n<|im_start|>assistant\n")
+    without = PromptDataset.load(path, tokenizer, PromptFormat(tools_column=None))[0]
+    assert not without.text.startswith("TOOLS")
+    assert prompt.columns["tools"] == tools  # the reward function's, too
+
+
+@pytest.mark.parametrize(
+    ("chat", "further", "lost"),
+    [
+        (CHAT[:2], {"tools": TOOLS}, "makes nothing of tools "),
+        (USE[:2], {}, "makes nothing of tool_calls;"),
+        ([QUESTION, {**CHAT[1], "reasoning_content": "hm"}], {}, "nothing of reasoning_content;"),
+        ([*CHAT[:2], USE[2], CHAT[3]], {}, "nothing of messages of role 'tool';"),
+        (CHAT[:2], {"tools": 5}, "column 'tools' must be a list of functions"),
+        (CHAT[:2], {"tools": "{"}, "column 'tools' is text that is no JSON"),
+        ([{**QUESTION, "weight": 1}, CHAT[1]], {}, r"of others only tool_calls.*found .*'weight'"),
+        (
+            [QUESTION, {"role": "assistant", "tool_calls": [5]}],
+            {},
+            "must be a function with a name",
+        ),
+    ],
+)
+def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost, tmp_path):
+    plain = (
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ '<|im_start|>' + m.role "
+        "+ '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    path = written(tmp_path, {"messages": chat, **further})
+    with pytest.raises(DataError, match=rf"rows.jsonl, line 1: .*{lost}"):
+        ExampleDataset.load(path, chatml(plain), ExampleFormat(messages_column="messages"))
+
+
+# Responses that are messages ----------------------------------------------------------------
+
+
+def test_preferences_in_every_public_form(tmp_path):
+    tokenizer = byte_level_tokenizer()
+    chosen, rejected = ({"role": "assistant", "content": text} for text in ("four", "five"))
+    text = PairDataset.load(
+        written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"}),
+        tokenizer,
+        PairFormat(chat=True),
+    )[0]
+    both = {"chosen": [QUESTION, chosen], "rejected": [QUESTION, rejected]}
+    rows = [
+        {"prompt": [QUESTION], "chosen": [chosen], "rejected": [rejected]},
+        {"prompt": "two and two", "chosen": [chosen], "rejected": [rejected]},
+        both,
+        {"prompt": "two and two", **both},
+        {"prompt": [QUESTION], **both},
+        {"prompt": [QUESTION], "chosen": "four", "rejected": "five"},
+    ]
+    for pair in PairDataset.load(written(tmp_path, *rows), tokenizer):
+        assert (pair.chosen.ids, pair.chosen.learned) == (text.chosen.ids, text.chosen.learned)
+        assert pair.rejected.ids == text.rejected.ids
+    row = {"prompt": [QUESTION], "response": [chosen], "label": True}
+    other = {"prompt": "and one", "response": [rejected], "label": False}
+    path = written(tmp_path, row, other)
+    assert ExampleDataset.load(path, tokenizer)[0].ids == text.chosen.ids
+    labelled = LabelledDataset.load(path, tokenizer, ExampleFormat())
+    assert labelled[0].example.ids == text.chosen.ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rejected": CHAT[:4]}, "'chosen' and 'rejected' differ before their last message"),
+        ({"prompt": "three"}, "in which no user says what column 'prompt' holds"),
+        ({"prompt": CHAT[2:3]}, "does not begin with the messages of column 'prompt'"),
+        ({"chosen": CHAT[1:2]}, "so column 'prompt' must hold what it answers"),
+        ({"chosen": CHAT[:1]}, "must be the assistant's"),
+        ({"chosen": []}, "the list of chat messages is empty"),
+        ({"chosen": 5}, "'chosen' must be text or a list of chat messages, got int"),
+        ({"rejected": None}, "'rejected' is null; name another with data.rejected_column"),
+    ],
+)
+def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
+    row = {"chosen": CHAT[:2], "rejected": [QUESTION, {"role": "assistant", "content": "5"}]}
+    with pytest.raises(DataError, match=rf"line 1: .*{message}"):
+        PairDataset.load(written(tmp_path, {**row, **changes}), byte_level_tokenizer())
