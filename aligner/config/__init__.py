@@ -24,6 +24,7 @@ from aligner.config.load import (
 from aligner.config.model import (
     LAYOUT_KEYS,
     CriticConfig,
+    Drawing,
     DynamicBatchingConfig,
     KLLossConfig,
     LengthParams,
@@ -80,6 +81,7 @@ __all__ = [
     "DPORunConfig",
     "DataConfig",
     "DistillRunConfig",
+    "Drawing",
     "DynamicBatchingConfig",
     "ExampleDataConfig",
     "ExpManagerConfig",

@@ -45,6 +45,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """How long responses are and how they are drawn."""
+
+    length: LengthParams
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
 class KLLossConfig:
     """KL to the reference policy as a term of the loss (GRPO's place for it)."""
 

@@ -15,6 +15,7 @@ from aligner.errors import DataError
 
 if TYPE_CHECKING:
     from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
+    from aligner.config import Drawing
     from aligner.distributed.batched_data_dict import BatchedDataDict
     from aligner.distributed.worker_groups import WorkerFuture
     from aligner.types import LossFunction
@@ -160,11 +161,17 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(
-        self, data: "BatchedDataDict", greedy: bool = False, *, seed: int | None = None
+        self,
+        data: "BatchedDataDict",
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+        drawing: "Drawing | None" = None,
     ) -> "BatchedDataDict":
         """Continue prompts; see `GenerationOutputSpec`.
 
         Without a seed two calls draw differently, and a run anew draws the same.
+        ``drawing``: lengths and sampling of this call, in place of the configured ones.
         """
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy's own weights draw

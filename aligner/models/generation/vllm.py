@@ -5,7 +5,7 @@ from typing import Any
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf_families import config_to_hf
-from aligner.config import SamplingRunConfig
+from aligner.config import Drawing, SamplingRunConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
@@ -81,12 +81,18 @@ class VllmGeneration(BackgroundGeneration):
         return True
 
     def generate(
-        self, data: BatchedDataDict, greedy: bool = False, *, seed: int | None = None
+        self,
+        data: BatchedDataDict,
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+        drawing: Drawing | None = None,
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
 
         Every response is drawn with a seed of its own, made of ``seed`` and its ``sample_ids``.
         Columns and seed have the defaults of `Policy.generate`.
+        ``drawing``: lengths and sampling of this call, in place of the configured ones.
         """
         results, _ = run_sharded(
             self.worker_group,
@@ -94,6 +100,7 @@ class VllmGeneration(BackgroundGeneration):
             columns_of(data, GENERATION_COLUMNS),
             seed=self._seeds.next() if seed is None else seed,
             greedy=greedy,
+            drawing=drawing,
         )
         return self._joined(results)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf_families import config_to_hf
-from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
 from aligner.models.generation.vllm_sampling import (
@@ -28,6 +28,9 @@ from aligner.models.generation.vllm_sampling import (
     sampling_arguments,
 )
 from aligner.models.gpt.stop_strings import StopStrings
+
+# How responses are drawn, and what finds their stop strings; None: there are none.
+Rules = tuple[Drawing, StopStrings | None]
 
 
 @dataclass
@@ -71,7 +74,7 @@ class VllmEngine:
             max_sequence_length: longest prompt and response together.
             settings: the engine's own.
         """
-        self._length, self._sampling, self._stop = length, sampling, stop
+        self._rules: Rules = (Drawing(length, sampling), stop)
         self._eos_ids = tuple(eos_ids)
         set_environment(settings)
         arguments = {
@@ -98,8 +101,11 @@ class VllmEngine:
         seed: int,
         greedy: bool,
         abandoned: threading.Event | None = None,
+        rules: Rules | None = None,
     ) -> list[Response] | None:
         """Continue ``prompts``; None where ``abandoned`` was set before all had ended.
+
+        ``rules``: lengths, sampling and what finds stop strings, in place of the engine's own.
 
         A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels give
         the same bits in every batch.
@@ -108,15 +114,17 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        rules = rules or self._rules
+        drawing, _ = rules
         core = self._llm.llm_engine
         responses = [Response() for _ in prompts]
         for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
             arguments = sampling_arguments(
-                self._length,
-                self._sampling,
+                drawing.length,
+                drawing.sampling,
                 eos_ids=self._eos_ids,
                 seed=request_seed(seed, sample_id),
-                greedy=greedy or self._sampling.use_greedy,
+                greedy=greedy or drawing.sampling.use_greedy,
             )
             # Only the new tokens of every step; else each step would repeat all before.
             params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
@@ -130,7 +138,7 @@ class VllmEngine:
                 row = int(output.request_id)
                 if row not in running:
                     continue  # a token that was under way when its stop string was found
-                ended = self._take(prompts[row], responses[row], output.outputs[0])
+                ended = self._take(rules, prompts[row], responses[row], output.outputs[0])
                 if ended and not output.finished:
                     core.abort_request([output.request_id])
                 if ended or output.finished:
@@ -175,23 +183,24 @@ class VllmEngine:
 
     # Small things -----------------------------------------------------------------------------
 
-    def _take(self, prompt: Sequence[int], response: Response, new: Any) -> bool:
+    def _take(self, rules: Rules, prompt: Sequence[int], response: Response, new: Any) -> bool:
         """Add the tokens of one step up to the one that ends the response; whether one does."""
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
             response.tokens.append(token)
             response.logprobs.append(chosen[token].logprob)
-            if self._ends(prompt, response.tokens):
+            if self._ends(rules, prompt, response.tokens):
                 response.is_end = True
                 return True
         return False
 
-    def _ends(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
+    def _ends(self, rules: Rules, prompt: Sequence[int], response: Sequence[int]) -> bool:
         """As our own engine has it (`aligner.models.gpt.rollout`)."""
         if response[-1] in self._eos_ids:
             return True  # before min_length it could not have been drawn
-        if self._stop is None or len(response) < self._length.min_length:
+        drawing, stop = rules
+        if stop is None or len(response) < drawing.length.min_length:
             return False
-        return self._stop.completed(prompt, response)
+        return stop.completed(prompt, response)
 
     def _abort(self, running: Iterable[int]) -> None:
         self._llm.llm_engine.abort_request([str(row) for row in running])

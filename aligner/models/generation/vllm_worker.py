@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import LengthParams, SamplingParams, VllmConfig
+from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
 from aligner.data.tokenizer import tokenizer_from_files
 from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
@@ -51,9 +51,7 @@ class VllmWorker:
         self._pending: Future[list[Response] | None] | None = None
         self._prompts: list[list[int]] = []
         self._broadcast: WeightBroadcast | None = None
-        stop = None
-        if sampling.end_strings:
-            stop = StopStrings(tokenizer_from_files(tokenizer_files), sampling.end_strings)
+        self._tokenizer_files = tokenizer_files
         self._engine: VllmEngine = self._thread.submit(
             VllmEngine,
             architecture,
@@ -61,7 +59,7 @@ class VllmWorker:
             eos_ids=eos_ids,
             length=length,
             sampling=sampling,
-            stop=stop,
+            stop=self._stop_strings(sampling),
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             settings=settings,
@@ -69,15 +67,33 @@ class VllmWorker:
 
     # Drawing ----------------------------------------------------------------------------------
 
-    def generate(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> BatchedDataDict:
+    def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        if not sampling.end_strings:
+            return None
+        return StopStrings(tokenizer_from_files(self._tokenizer_files), sampling.end_strings)
+
+    def generate(
+        self,
+        data: Mapping[str, Any],
+        seed: int,
+        greedy: bool = False,
+        drawing: Drawing | None = None,
+    ) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""
-        self.start_generation(data, seed, greedy)
+        self.start_generation(data, seed, greedy, drawing)
         return self.collect_generation()
 
-    def start_generation(self, data: Mapping[str, Any], seed: int, greedy: bool = False) -> None:
+    def start_generation(
+        self,
+        data: Mapping[str, Any],
+        seed: int,
+        greedy: bool = False,
+        drawing: Drawing | None = None,
+    ) -> None:
         """Begin to continue ``input_ids`` [b, P] of ``input_lengths`` [b] and ``sample_ids`` [b].
 
-        One batch at a time: the one before must have been collected or abandoned.
+        One batch at a time: the one before must have been collected or abandoned. ``drawing``:
+        lengths and sampling of this batch, in place of the engine's.
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight; collect or abandon it before the next")
@@ -92,6 +108,7 @@ class VllmWorker:
             seed=seed,
             greedy=greedy,
             abandoned=self._abandoned,
+            rules=None if drawing is None else (drawing, self._stop_strings(drawing.sampling)),
         )
 
     def collect_generation(self) -> BatchedDataDict:

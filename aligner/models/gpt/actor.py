@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aligner.algorithms.losses.interfaces import reads_logits
 from aligner.config import (
+    Drawing,
     LengthParams,
     ModelConfig,
     RSModelConfig,
@@ -31,6 +32,7 @@ from aligner.models.gpt.pipeline import (
     loss_head,
 )
 from aligner.models.gpt.reference import ReferencePolicy
+from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -216,12 +218,20 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
         *,
         seed: int,
         greedy: bool | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> GenerationOutput:
         """Continue right-padded prompts; see `aligner.models.gpt.generation.Generator`."""
         if self._generator is None:
             self._generator = self._build_generator()
         return self._generator.generate(
-            prompts, prompt_lengths, sample_ids, seed=seed, greedy=greedy
+            prompts,
+            prompt_lengths,
+            sample_ids,
+            seed=seed,
+            greedy=greedy,
+            drawing=drawing,
+            listener=listener,
         )
 
     def infer(

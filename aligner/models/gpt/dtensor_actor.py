@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aligner.algorithms.losses.interfaces import reads_logits
 from aligner.checkpoint.model_source import ModelSource
-from aligner.config import LengthParams, SamplingParams
+from aligner.config import Drawing, LengthParams, SamplingParams
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.adjoint_collectives import SumGradient
@@ -23,6 +23,7 @@ from aligner.models.gpt.dtensor_shards import WholeParameters
 from aligner.models.gpt.generation import GenerationOutput, Generator
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
 from aligner.models.gpt.reference import ReferenceModel
+from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
 from aligner.types import LossFunction, TokenOutputs
@@ -206,12 +207,20 @@ class DTensorActorModel(DTensorModel):
         *,
         seed: int,
         greedy: bool | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> GenerationOutput:
         """Continue right-padded prompts; see `aligner.models.gpt.generation.Generator`."""
         if self._generator is None:
             raise ConfigError("generate: call prepare_for_generation() first, on every rank")
         return self._generator.generate(
-            prompts, prompt_lengths, sample_ids, seed=seed, greedy=greedy
+            prompts,
+            prompt_lengths,
+            sample_ids,
+            seed=seed,
+            greedy=greedy,
+            drawing=drawing,
+            listener=listener,
         )
 
     # Weights for other engines ----------------------------------------------------------------

@@ -21,12 +21,12 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import LengthParams, SamplingParams
+from aligner.config import Drawing, LengthParams, SamplingParams
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.expert_lockstep import experts_in_step
 from aligner.models.gpt.incremental import IncrementalModel
-from aligner.models.gpt.rollout import Rollout
+from aligner.models.gpt.rollout import Rollout, TokenListener
 from aligner.models.gpt.stop_strings import StopStrings
 
 
@@ -75,19 +75,16 @@ class Generator:
         Raises:
             ConfigError: lengths, ids or stop strings that cannot work.
         """
-        _check_settings(architecture, tokenizer, eos_ids, length, sampling, max_batch_size)
+        _check_settings(architecture, eos_ids, max_batch_size)
         self._gpt = gpt
         self._architecture = architecture
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id
-        self._length = length
-        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._drawing = Drawing(length, sampling)
         self._max_batch_size = max_batch_size
         self._tp_group = tp_group or gpt.pg_collection.tp
-        self._stop = None
-        if sampling.end_strings:
-            assert tokenizer is not None
-            self._stop = StopStrings(tokenizer, sampling.end_strings)
+        self._stop = self._stop_strings(self._drawing)
 
     def generate(
         self,
@@ -96,6 +93,8 @@ class Generator:
         sample_ids: Tensor,
         seed: int,
         greedy: bool | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> GenerationOutput:
         """Continue prompts.
 
@@ -105,12 +104,17 @@ class Generator:
             sample_ids: int64 [B]; two rows with the same prompt and id get the same response.
             seed: of the counter-based uniform numbers.
             greedy: overrides ``sampling.use_greedy``.
+            drawing: lengths and sampling of this call; default those of the generator.
+            listener: told of every token as it is drawn.
 
         Raises:
             ConfigError: a prompt and the longest response do not fit the model; nothing has run.
             DataError: a prompt is empty or holds an id outside the vocabulary.
         """
-        self._check_prompts(prompts, prompt_lengths)
+        stop = self._stop if drawing is None else self._stop_strings(drawing)
+        drawing = drawing or self._drawing
+        length, sampling = drawing.length, drawing.sampling
+        self._check_prompts(prompts, prompt_lengths, length)
         device = next(self._gpt.parameters()).device
         prompts, prompt_lengths = prompts.to(device), prompt_lengths.to(device)
         rollout = Rollout(
@@ -118,13 +122,14 @@ class Generator:
             prompt_lengths,
             sample_ids.to(device),
             seed=seed,
-            greedy=self._sampling.use_greedy if greedy is None else greedy,
+            greedy=sampling.use_greedy if greedy is None else greedy,
             vocab_size=self._architecture.vocab_size,
             eos_ids=self._eos_ids,
             pad_id=self._pad_id,
-            length=self._length,
-            sampling=self._sampling,
-            stop=self._stop,
+            length=length,
+            sampling=sampling,
+            stop=stop,
+            listener=listener,
         )
         num_slots = min(self._max_batch_size, prompts.shape[0])
         with experts_in_step(self._gpt):
@@ -133,7 +138,7 @@ class Generator:
                     self._gpt,
                     self._architecture,
                     num_slots=num_slots,
-                    capacity=int(prompt_lengths.max()) + self._length.max_length,
+                    capacity=int(prompt_lengths.max()) + length.max_length,
                     tp_group=self._tp_group,
                 )
                 with model.session():
@@ -155,7 +160,19 @@ class Generator:
             for result in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end):
                 dist.broadcast(result, group=group, group_src=0)
 
-    def _check_prompts(self, prompts: Tensor, lengths: Tensor) -> None:
+    def _stop_strings(self, drawing: Drawing) -> StopStrings | None:
+        """What finds the stop strings, where there are any; settings that cannot work are refused.
+
+        Raises:
+            ConfigError: as of the constructor.
+        """
+        _check_drawing(self._architecture, self._tokenizer, drawing)
+        if not drawing.sampling.end_strings:
+            return None
+        assert self._tokenizer is not None
+        return StopStrings(self._tokenizer, drawing.sampling.end_strings)
+
+    def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())
@@ -165,9 +182,9 @@ class Generator:
                 f"token and at most the {prompts.shape[1]} columns of prompts"
             )
         room = self._architecture.max_position_embeddings
-        if longest + self._length.max_length > room:
+        if longest + length.max_length > room:
             raise ConfigError(
-                f"length_params.max_length={self._length.max_length}: with a prompt of {longest} "
+                f"length_params.max_length={length.max_length}: with a prompt of {longest} "
                 f"tokens the response does not fit the model's {room} positions; use at most "
                 f"{room - longest} or drop longer prompts"
             )
@@ -181,13 +198,22 @@ class Generator:
 
 
 def _check_settings(
-    architecture: GPTArchitecture,
-    tokenizer: Tokenizer | None,
-    eos_ids: Sequence[int],
-    length: LengthParams,
-    sampling: SamplingParams,
-    max_batch_size: int,
+    architecture: GPTArchitecture, eos_ids: Sequence[int], max_batch_size: int
 ) -> None:
+    if max_batch_size < 1:
+        raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
+    outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
+    if outside:
+        raise ConfigError(
+            f"end-of-sequence ids {outside} are outside the vocabulary of "
+            f"{architecture.vocab_size}; use the model's own tokenizer"
+        )
+
+
+def _check_drawing(
+    architecture: GPTArchitecture, tokenizer: Tokenizer | None, drawing: Drawing
+) -> None:
+    length, sampling = drawing.length, drawing.sampling
     room = architecture.max_position_embeddings
     if not 1 <= length.max_length < room:
         raise ConfigError(
@@ -198,14 +224,6 @@ def _check_settings(
         raise ConfigError(
             f"length_params.min_length={length.min_length} is above "
             f"length_params.max_length={length.max_length}; lower it"
-        )
-    if max_batch_size < 1:
-        raise ConfigError(f"rollout_micro_batch_size={max_batch_size} must be at least 1")
-    outside = [token for token in eos_ids if not 0 <= token < architecture.vocab_size]
-    if outside:
-        raise ConfigError(
-            f"end-of-sequence ids {outside} are outside the vocabulary of "
-            f"{architecture.vocab_size}; use the model's own tokenizer"
         )
     if not all(sampling.end_strings):
         raise ConfigError("sampling_params.end_strings holds an empty string; remove it")

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
-from aligner.config import LengthParams, SamplingParams
+from aligner.config import Drawing, LengthParams, SamplingParams
 from aligner.data.tokenizer import Tokenizer
 from aligner.models.gpt.generation import GenerationOutput
 from aligner.models.gpt.pipeline import MicroBatches
+from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.settings import RoleSettings
 from aligner.types import LossFunction
 
@@ -149,6 +150,8 @@ class PolicyRole(Role, Protocol):
         *,
         seed: int,
         greedy: bool | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> GenerationOutput:
         """Continue right-padded prompts."""
         ...

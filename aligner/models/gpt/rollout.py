@@ -3,7 +3,7 @@
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,10 @@ from aligner.models.gpt.sampling import SampledTokens, counter_uniforms, sample_
 from aligner.models.gpt.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
+
+
+# Called with a row of the prompts and the token just drawn for it.
+TokenListener = Callable[[int, int], None]
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Rollout:
         length: LengthParams,
         sampling: SamplingParams,
         stop: StopStrings | None,
+        listener: TokenListener | None = None,
     ) -> None:
         """All samples wait; arguments as of `aligner.models.gpt.generation.Generator`."""
         batch, columns = prompts.shape
@@ -79,6 +84,7 @@ class Rollout:
         )
         self._greedy = greedy
         self._length, self._sampling, self._stop = length, sampling, stop
+        self._listener = listener
         self._end_ids = torch.tensor(eos_ids, dtype=torch.int64, device=device)
         self._eos = set(eos_ids)
         self._seen: Tensor | None = None
@@ -213,6 +219,8 @@ class Rollout:
         ended, full = [], []
         for sample, token in zip(samples, tokens, strict=True):
             self._made[sample] += 1
+            if self._listener is not None:
+                self._listener(sample, token)
             if self._ends(sample, token):
                 ended.append(sample)
             elif self._made[sample] == self._length.max_length:

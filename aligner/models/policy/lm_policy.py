@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aligner.config import TrainedModelConfig
+from aligner.config import Drawing, TrainedModelConfig
 from aligner.config.batches import check_token_budgets
 from aligner.config.policy import check_policy_backend
 from aligner.config.published import PublishedRole, published_role
@@ -17,6 +17,7 @@ from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
 from aligner.errors import ConfigError
+from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
@@ -152,7 +153,13 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         )
 
     def generate(
-        self, data: BatchedDataDict, greedy: bool = False, *, seed: int | None = None
+        self,
+        data: BatchedDataDict,
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
 
@@ -160,6 +167,10 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         (default 0, 1, 2, ...). The tokens of a sample depend on ``seed``, its ``sample_ids`` entry
         and its prompt alone. Without a seed every call has one of its own, made of the run's seed
         and the number of the call.
+
+        ``drawing``: lengths and sampling of this call, in place of the configured ones.
+        ``listener`` is told of every token that a worker of this process draws, by the row of its
+        share of the prompts.
 
         Raises:
             ConfigError: a mapping without a section ``generation`` described this policy.
@@ -176,6 +187,8 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             columns_of(data, GENERATION_COLUMNS),
             seed=self._seeds.next() if seed is None else seed,
             greedy=greedy,
+            drawing=drawing,
+            listener=listener,
         )
         output: BatchedDataDict = BatchedDataDict.from_batches(
             results, pad_value_dict={"output_ids": self.tokenizer.pad_id}

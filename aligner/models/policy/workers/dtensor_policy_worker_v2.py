@@ -6,11 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from aligner.checkpoint.model_source import open_model
-from aligner.config import TrainedModelConfig
+from aligner.config import Drawing, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.dtensor_actor import DTensorActorModel
+from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 
@@ -30,14 +31,20 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
             return DTensorActorModel(source, settings, parallel, tokenizer)
 
     def generate(
-        self, data: Mapping[str, Any], greedy: bool = False, *, seed: int | None = None
+        self,
+        data: Mapping[str, Any],
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`."""
         if self.model.is_ready_to_generate:
-            return super().generate(data, greedy, seed=seed)
+            return super().generate(data, greedy, seed=seed, drawing=drawing, listener=listener)
         self.prepare_for_generation()
         try:
-            return super().generate(data, greedy, seed=seed)
+            return super().generate(data, greedy, seed=seed, drawing=drawing, listener=listener)
         finally:
             self.finish_generation()
 

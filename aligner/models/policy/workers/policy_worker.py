@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.role_files import load_optimizer_state
-from aligner.config import TrainedModelConfig
+from aligner.config import Drawing, TrainedModelConfig
 from aligner.config.published import published_role
 from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.role import PolicyRole
+from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.settings import RoleSettings, RunFacts, policy_settings
 from aligner.models.policy.workers.refit_worker import RefitWorker
 from aligner.models.role_worker import (
@@ -88,7 +89,13 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         """The backend's policy, from ``config.restore_from_path``."""
 
     def generate(
-        self, data: Mapping[str, Any], greedy: bool = False, *, seed: int | None = None
+        self,
+        data: Mapping[str, Any],
+        greedy: bool = False,
+        *,
+        seed: int | None = None,
+        drawing: Drawing | None = None,
+        listener: TokenListener | None = None,
     ) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`.
 
@@ -102,6 +109,8 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
             batch["sample_ids"],
             seed=seed,
             greedy=greedy or None,
+            drawing=drawing,
+            listener=listener,
         )
         return BatchedDataDict(
             {
