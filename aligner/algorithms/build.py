@@ -16,7 +16,12 @@ from aligner.algorithms.assembly import (
 from aligner.algorithms.build_reward import RewardSource, load_reward
 from aligner.algorithms.engine import Clusters, Engine
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
-from aligner.algorithms.startup import check_lengths, startup_facts, trained_policy
+from aligner.algorithms.startup import (
+    check_lengths,
+    check_validation_lengths,
+    startup_facts,
+    trained_policy,
+)
 from aligner.architecture import GPTArchitecture
 from aligner.config import PromptSourceConfig, RunConfig, SamplingRunConfig, check_layout
 from aligner.config.checks import check_batch_layout, check_model_shares
@@ -47,6 +52,13 @@ class RunInputs:
     train_prompts: PromptDataset
     val_prompts: PromptDataset | None
     reward: RewardSource
+    val_sets: dict[str, PromptDataset]  # further ones, by name
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt of all sets."""
+        sets = [self.train_prompts, self.val_prompts, *self.val_sets.values()]
+        return max(prompts.max_length for prompts in sets if prompts)
 
 
 def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -> RunInputs:
@@ -71,11 +83,16 @@ def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -
         if config.data.validation is None
         else load_prompts(config, config.data.validation, tokenizer)
     )
-    for prompts in (train_prompts, val_prompts):
+    val_sets = {
+        name: load_prompts(config, source, tokenizer)
+        for name, source in config.validation.sets.items()
+    }
+    for prompts in (train_prompts, val_prompts, *val_sets.values()):
         if prompts is not None:
             check_lengths(config, architecture, prompts.max_length)
+    check_validation_lengths(config, architecture, [val_prompts, *val_sets.values()])
     reward = load_reward(config, engine, tokenizer, train_prompts.column_names, closing)
-    return RunInputs(tokenizer, architecture, train_prompts, val_prompts, reward)
+    return RunInputs(tokenizer, architecture, train_prompts, val_prompts, reward, val_sets)
 
 
 def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
@@ -106,6 +123,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         inputs.tokenizer.pad_id,
         generation=generation,
         total_steps=steps,
+        val_sets=inputs.val_sets,
     )
     critic = [] if value is None else ["critic"]
     run = Assembled(
@@ -212,14 +230,12 @@ def build_generation(
     """The engines that draw for the policy; None where its own workers do."""
     if config.generation.backend == "megatron":
         return None
-    longest = max(
-        prompts.max_length for prompts in (inputs.train_prompts, inputs.val_prompts) if prompts
-    )
     return VllmGeneration(
         clusters.generation,
         config,
         inputs.tokenizer,
         inputs.architecture,
         policy,
-        longest + config.model.rollout.length_params.max_length,
+        inputs.longest_prompt
+        + max(config.model.rollout.length_params.max_length, config.validation.max_length or 0),
     )

@@ -58,6 +58,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         inputs.tokenizer.pad_id,
         generation=generation,
         total_steps=steps,
+        val_sets=inputs.val_sets,
     )
     run = Assembled(
         trainer,

@@ -23,7 +23,7 @@ from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import prefixed, samples_of, score
 from aligner.algorithms.run_loop import Outcome
 from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
-from aligner.algorithms.validation import validate_on_prompts
+from aligner.algorithms.validation import HeldOut, validate_on_prompts
 from aligner.config import RunConfig, TrainerPPOConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
@@ -56,17 +56,19 @@ class PPOTrainer:
         *,
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
+        val_sets: Mapping[str, PromptDataset] | None = None,
     ) -> None:
         """Set up; nothing runs yet.
 
         ``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step.
         ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
         ``generation`` draws the responses; default ``policy`` itself. No rollout is begun ahead of
-        a step beyond ``total_steps`` (None: not known).
+        a step beyond ``total_steps`` (None: not known). ``val_sets``: further validation prompts.
         """
         self.config = config
         self.policy, self.value, self.reward = policy, value, reward
-        self.train_prompts, self.val_prompts = train_prompts, val_prompts
+        self.train_prompts = train_prompts
+        self.held_out = HeldOut(val_prompts, val_sets or {})
         self.sampler, self.pad_id = sampler, pad_id
         self.generation = generation or policy
         self.total_steps = total_steps
@@ -131,9 +133,9 @@ class PPOTrainer:
         return Outcome(metrics, samples_of(batch, step, "train", shown), idle)
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        """Sample one response to each validation prompt and score it."""
+        """Sample responses to the validation prompts, as ``validation`` says, and score them."""
         return validate_on_prompts(
-            self.config, self.rollouts, self.generation, self.reward, self.val_prompts, step, timers
+            self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )
 
     @property

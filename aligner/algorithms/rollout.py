@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.config import ImproperEndConfig, RewardShapingConfig
+from aligner.config import Drawing, ImproperEndConfig, RewardShapingConfig
 from aligner.data.collate import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import GenerationInterface
@@ -32,11 +32,20 @@ def prompts_batch(
 
 
 def generate(
-    generation: GenerationInterface, data: BatchedDataDict, *, seed: int, greedy: bool = False
+    generation: GenerationInterface,
+    data: BatchedDataDict,
+    *,
+    seed: int,
+    greedy: bool = False,
+    drawing: Drawing | None = None,
 ) -> BatchedDataDict:
-    """Responses to a `prompts_batch` on the host; see ``GenerationOutputSpec``."""
+    """Responses to a `prompts_batch` on the host; see ``GenerationOutputSpec``.
+
+    ``drawing``: lengths and sampling, in place of the engine's own.
+    """
+    others = {} if drawing is None else {"drawing": drawing}
     generation.prepare_for_generation()
-    output = generation.generate(data, greedy=greedy, seed=seed).to("cpu")
+    output = generation.generate(data, greedy=greedy, seed=seed, **others).to("cpu")
     generation.finish_generation()
     return output
 
@@ -72,9 +81,15 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor
 
 
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
-    """Add ``rewards`` and ``responses`` to a rollout; return its metrics, without a prefix."""
+    """Add ``rewards``, ``responses`` and ``is_right`` to a rollout; return its metrics.
+
+    ``is_right``: float32 [B], what the verifier calls right; where it does not say, a reward of at
+    least 1. The names of the metrics have no prefix.
+    """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
+    said = scored.parts.get("accuracy")
+    batch["is_right"] = (scored.rewards >= 1).float() if said is None else torch.tensor(said)
     metrics = rollout_metrics(batch)
     parts = {name: sum(values) / max(1, len(values)) for name, values in scored.parts.items()}
     right = (scored.rewards >= 1).float().mean().item()

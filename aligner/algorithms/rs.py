@@ -17,7 +17,7 @@ from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import prefixed, samples_of, score
 from aligner.algorithms.run_loop import Outcome
 from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
-from aligner.algorithms.validation import validate_on_prompts
+from aligner.algorithms.validation import HeldOut, validate_on_prompts
 from aligner.config import RSRunConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
@@ -47,11 +47,12 @@ class RSTrainer:
         *,
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
+        val_sets: Mapping[str, PromptDataset] | None = None,
     ) -> None:
         """Arguments as of `aligner.algorithms.ppo.PPOTrainer`."""
         self.config = config
         self.policy, self.reward = policy, reward
-        self.val_prompts = val_prompts
+        self.held_out = HeldOut(val_prompts, val_sets or {})
         self.sampler, self.pad_id = sampler, pad_id
         self.generation = generation or policy
         self.total_steps = total_steps
@@ -89,9 +90,9 @@ class RSTrainer:
         return Outcome(metrics, samples, idle_roles(policy=[result]))
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        """Sample one response to each validation prompt and score it."""
+        """Sample responses to the validation prompts, as ``validation`` says, and score them."""
         return validate_on_prompts(
-            self.config, self.rollouts, self.generation, self.reward, self.val_prompts, step, timers
+            self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )
 
     # Run state --------------------------------------------------------------------------------

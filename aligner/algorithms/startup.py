@@ -32,7 +32,28 @@ def check_lengths(
 ) -> None:
     """Refuse prompts that leave no room for a response, in the model or in a token budget."""
     check_longest_sequence(config, longest_prompt)
-    response = config.model.rollout.length_params.max_length
+    check_room(
+        architecture,
+        longest_prompt,
+        f"{config.model.rollout_key}.length_params.max_length",
+        config.model.rollout.length_params.max_length,
+    )
+
+
+def check_validation_lengths(
+    config: SamplingRunConfig,
+    architecture: GPTArchitecture,
+    sets: Sequence[PromptDataset | None],
+) -> None:
+    """Refuse validation prompts that leave no room for ``validation.max_length`` new tokens."""
+    response = config.validation.max_length
+    for prompts in sets:
+        if prompts is not None and response is not None:
+            check_room(architecture, prompts.max_length, "validation.max_length", response)
+
+
+def check_room(architecture: GPTArchitecture, longest_prompt: int, key: str, response: int) -> None:
+    """Refuse prompts that leave no room for ``response`` new tokens, which ``key`` asks for."""
     positions = architecture.max_position_embeddings
     if longest_prompt + response <= positions:
         return
@@ -43,9 +64,8 @@ def check_lengths(
         else f"lower max_length below {positions}"
     )
     raise ConfigError(
-        f"the longest prompt has {longest_prompt} tokens and "
-        f"{config.model.rollout_key}.length_params.max_length={response} more may follow, but the "
-        f"model has {positions} positions; {remedy}"
+        f"the longest prompt has {longest_prompt} tokens and {key}={response} more may follow, but "
+        f"the model has {positions} positions; {remedy}"
     )
 
 

@@ -1,4 +1,7 @@
-"""How good the policy is on prompts it does not learn from."""
+"""How good the policy is on prompts it does not learn from: of a run, and of an evaluation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import (
@@ -11,14 +14,114 @@ from aligner.algorithms.rollout import (
     score,
 )
 from aligner.algorithms.run_loop import Outcome
-from aligner.config import SamplingRunConfig
+from aligner.config import Drawing, SamplingRunConfig
 from aligner.data.collate import collate_prompts
+from aligner.data.importing import load_function
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import sequential_batches
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.reward.lm_reward import RewardInterface
+from aligner.observe.estimates import Estimate, answer_estimates, mean_over_prompts
+from aligner.observe.samples import Sample
 from aligner.observe.timers import PhaseTimers
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How prompts are put to an engine.
+
+    ``drawing``: lengths and sampling; None: the engine's own. ``rows``: responses of one call.
+    ``seed``: of the random numbers, which depend on it, the prompt's place and the sample alone.
+    """
+
+    generation: GenerationInterface
+    pad_id: int
+    seed: int
+    rows: int
+    samples_per_prompt: int = 1
+    drawing: Drawing | None = None
+
+
+def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> BatchedDataDict:
+    """Responses to the first ``limit`` prompts (None: all), as one rollout batch.
+
+    Responses to a prompt are adjacent. Row i is sample i.
+    """
+    per_prompt = asking.samples_per_prompt
+    size = min(len(prompts), limit or len(prompts))
+    batches = []
+    for indices in sequential_batches(size, max(1, asking.rows // per_prompt)):
+        asked = collate_prompts([prompts[i] for i in indices], asking.pad_id)
+        data = prompts_batch(asked, indices[0] * per_prompt, per_prompt)
+        output = generate(asking.generation, data, seed=asking.seed, drawing=asking.drawing)
+        batches.append(rollout_of(data, output))
+    return BatchedDataDict.from_batches(batches, pad_value_dict={"input_ids": asking.pad_id})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the responses to one set of prompts came to.
+
+    ``metrics``: of the rollout, without a prefix. ``estimates``: mean@n, pass@k and maj@k; of
+    single responses ``accuracy`` and ``rewards`` alone. ``batch``: the scored rollout, with
+    ``answers`` where there are several responses to a prompt.
+    """
+
+    metrics: dict[str, float]
+    estimates: dict[str, Estimate]
+    batch: BatchedDataDict
+    samples_per_prompt: int
+
+    def shown(self, step: int, count: int) -> list[Sample]:
+        """The first response to each of the first ``count`` prompts."""
+        first = list(range(0, self.batch.size, self.samples_per_prompt))[:count]
+        return samples_of(self.batch.select_indices(first), step, "val", count)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What says how good responses are.
+
+    ``final_answer``: of a response's text, by which a majority is found.
+    """
+
+    reward: RewardInterface
+    final_answer: Callable[[str], str | None]
+
+    @classmethod
+    def of(cls, reward: RewardInterface, final_answer: str, key: str) -> "Judge":
+        """``final_answer``: the function's name, which the configuration key ``key`` gave."""
+        return cls(reward, load_function(final_answer, key=key))
+
+    def evaluate(self, batch: BatchedDataDict, samples_per_prompt: int) -> Evaluation:
+        """Score a rollout that `ask` returned."""
+        metrics = score(self.reward, batch)
+        rewards = _rows(batch["rewards"].tolist(), samples_per_prompt)
+        right = _rows(batch["is_right"].tolist(), samples_per_prompt)
+        estimates = {
+            name: mean_over_prompts([sum(row) / len(row) for row in values])
+            for name, values in (("accuracy", right), ("rewards", rewards))
+        }
+        if samples_per_prompt > 1:
+            batch["answers"] = [self.final_answer(text) for text in batch["responses"]]
+            answers = _rows(batch["answers"], samples_per_prompt)
+            estimates |= answer_estimates(right, answers)
+        return Evaluation(metrics, estimates, batch, samples_per_prompt)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run validates on: its own prompts, if any, and further sets by name."""
+
+    prompts: PromptDataset | None = None
+    sets: Mapping[str, PromptDataset] = field(default_factory=dict)
+
+    @property
+    def named(self) -> dict[str, PromptDataset]:
+        """Every set by the prefix of its metrics."""
+        own = {} if self.prompts is None else {"val_rollouts": self.prompts}
+        return {**own, **{f"val_sets/{name}": found for name, found in self.sets.items()}}
 
 
 def validate_on_prompts(
@@ -26,29 +129,54 @@ def validate_on_prompts(
     rollouts: Rollouts,
     generation: GenerationInterface,
     reward: RewardInterface,
-    prompts: PromptDataset | None,
+    held_out: HeldOut,
     step: int,
     timers: PhaseTimers,
 ) -> Outcome:
-    """Sample one response to each of ``prompts`` and score it; nothing without prompts.
+    """Sample responses to the prompts of every set and score them; nothing without prompts.
 
-    Every validation of a run draws with the same random numbers. ``rollouts``: those of training;
-    one that is in flight is settled first, for it draws with older weights.
+    Every validation of a run draws with the same random numbers, those of a set whatever other sets
+    there are. ``rollouts``: those of training; one that is in flight is settled first, for it draws
+    with older weights.
     """
-    if prompts is None:
+    named, validation = held_out.named, config.validation
+    if not named:
         return Outcome({})
-    size = min(len(prompts), config.loop.limit_val_prompts or len(prompts))
-    batches = []
+    judge = Judge.of(reward, validation.final_answer, "validation.final_answer")
+    asking = Asking(
+        generation,
+        rollouts.pad_id,
+        config.seed + VALIDATION_SEED_OFFSET,
+        config.model.rollout.num_rollout_samples,
+        validation.samples_per_prompt,
+        validation.drawing(config.model.rollout),
+    )
+    metrics: dict[str, float] = {}
+    samples: list[Sample] = []
     with timers("validate"):
         rollouts.settle()
-        for indices in sequential_batches(size, config.model.rollout.num_rollout_samples):
-            asked = collate_prompts([prompts[i] for i in indices], rollouts.pad_id)
-            data = prompts_batch(asked, first_sample_id=indices[0])
-            seed = config.seed + VALIDATION_SEED_OFFSET
-            batches.append(rollout_of(data, generate(generation, data, seed=seed)))
-        everything: BatchedDataDict = BatchedDataDict.from_batches(
-            batches, pad_value_dict={"input_ids": rollouts.pad_id}
-        )
-        metrics = prefixed("val_rollouts", score(reward, everything))
-    shown = config.exp_manager.samples_per_step
-    return Outcome(metrics, samples_of(everything, step, "val", shown))
+        for prefix, prompts in named.items():
+            batch = ask(asking, prompts, config.loop.limit_val_prompts)
+            found = judge.evaluate(batch, asking.samples_per_prompt)
+            metrics |= prefixed(prefix, found.metrics | _at_k(found.estimates))
+            samples += found.shown(step, config.exp_manager.samples_per_step)
+    return Outcome(metrics, samples)
+
+
+def _at_k(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """mean@n, pass@k and maj@k with their standard errors, as metrics."""
+    metrics: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        if "_at_" in name:
+            metrics[name] = estimate.value
+            if estimate.error is not None:
+                metrics[f"{name}_stderr"] = estimate.error
+    return metrics
+
+
+def _rows(values: list, samples_per_prompt: int) -> list[list]:
+    """One list for each prompt."""
+    return [
+        values[start : start + samples_per_prompt]
+        for start in range(0, len(values), samples_per_prompt)
+    ]

@@ -70,10 +70,12 @@ from aligner.config.trainer import (
     TrainerConfig,
     TrainerPPOConfig,
 )
+from aligner.config.validation import AnswerSamplingConfig, ValidationConfig
 
 __all__ = [
     "LAYOUT_KEYS",
     "LOSS_OPTIONS",
+    "AnswerSamplingConfig",
     "BackendConfig",
     "BaseRunConfig",
     "ClusterConfig",
@@ -126,6 +128,7 @@ __all__ = [
     "TrainerConfig",
     "TrainerDPOConfig",
     "TrainerPPOConfig",
+    "ValidationConfig",
     "VllmConfig",
     "WandbConfig",
     "as_omegaconf",

@@ -31,6 +31,7 @@ from aligner.config.run import (
     SupervisedRunConfig,
 )
 from aligner.config.trainer import parse_duration
+from aligner.config.validation import check_samples_differ, check_sets
 from aligner.errors import ConfigError
 
 
@@ -98,6 +99,7 @@ def _check_sampling(config: SamplingRunConfig) -> None:
     check_cluster(config)
     check_generation(config)
     check_reward(config)
+    _check_validation(config)
     _check_lengths(config.model)
     check_token_budgets(config.model)
     check_longest_sequence(config, config.data.max_prompt_length or 1)
@@ -132,6 +134,14 @@ def _check_lengths(model: TrainedModelConfig) -> None:
             f"{key}.min_length={lengths.min_length} is more than "
             f"{key}.max_length={lengths.max_length}; lower the one or raise the other"
         )
+
+
+def _check_validation(config: SamplingRunConfig) -> None:
+    validation, rollout = config.validation, config.model.rollout
+    check_sets("validation.sets", validation.sets)
+    drawing = validation.drawing(rollout)
+    sampling = rollout.sampling_params if drawing is None else drawing.sampling
+    check_samples_differ("validation", validation.samples_per_prompt, sampling.use_greedy)
 
 
 def check_longest_sequence(config: SamplingRunConfig, longest_prompt: int) -> None:

@@ -196,8 +196,10 @@ def check_key(key: str, root: type = RunConfig) -> None:
                 wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
                 raise ConfigError(unknown_key(wrong, list(hints), prefix, list(_keys(root))))
             hint = hints[name]
-        elif any(arm in (Any, dict) or get_origin(arm) in (dict, Mapping) for arm in arms):
-            return  # a free-form mapping
+        elif (values := _values_of(arms)) is not None:
+            if _dataclass_of(values) is None:
+                return  # a free-form mapping
+            hint = values  # whatever its name
         else:
             raise ConfigError(
                 f"{key}: {prefix} has no keys below it; give its value as {prefix}=..."
@@ -212,6 +214,16 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
         level = _dataclass_of(hint)
         if level is not None:
             yield from _keys(level, f"{prefix}{name}.")
+
+
+def _values_of(arms: Sequence[Any]) -> Any:
+    """What the values of a mapping are; None: no arm is a mapping."""
+    for arm in arms:
+        if arm in (Any, dict):
+            return Any
+        if get_origin(arm) in (dict, Mapping):
+            return get_args(arm)[1]
+    return None
 
 
 def _dataclass_of(hint: Any) -> type | None:

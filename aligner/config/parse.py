@@ -125,7 +125,7 @@ def convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint) or is_typeddict(hint):
         return build(hint, value, key)
     if origin in (dict, Mapping) or hint is dict:
-        return _convert_mapping(value, key)
+        return _convert_mapping(hint, value, key)
     if hint is Any:
         return value
     return _convert_scalar(hint, value, key)
@@ -203,10 +203,11 @@ def _convert_tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
     )
 
 
-def _convert_mapping(value: Any, key: str) -> dict[str, Any]:
+def _convert_mapping(hint: Any, value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: expected a mapping, got {_show(value)}")
-    return {str(name): item for name, item in value.items()}
+    kind = (get_args(hint) or (str, Any))[1]
+    return {str(name): convert(kind, item, f"{key}.{name}") for name, item in value.items()}
 
 
 def _is_required(field: "dataclasses.Field[Any]") -> bool:

@@ -29,6 +29,7 @@ from aligner.config.trainer import (
     SamplingLoopConfig,
     TrainerConfig,
 )
+from aligner.config.validation import ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ class SamplingRunConfig(BaseRunConfig):
     reward: RewardConfig
     data: DataConfig
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     @property
     def reward_world_size(self) -> int:

@@ -216,6 +216,22 @@ PREFIXES: dict[str, MetricInfo] = {
     "val_rollouts/reward_parts/": MetricInfo(
         "A number the reward function returned beside the reward, on validation prompts.", _SAMPLES
     ),
+    "val_rollouts/mean_at_": MetricInfo(
+        "Share of right answers among k responses to each prompt; `_stderr`: its standard error.",
+        "mean over prompts",
+    ),
+    "val_rollouts/pass_at_": MetricInfo(
+        "Probability that one of k responses is right, unbiased (Chen et al. 2021); `_stderr`.",
+        "mean over prompts",
+    ),
+    "val_rollouts/maj_at_": MetricInfo(
+        "How right the most frequent final answer of k responses is; `_stderr`.",
+        "mean over prompts",
+    ),
+    "val_sets/": MetricInfo(
+        "`val_sets/NAME/*`: what `val_rollouts/*` says, of the set of `validation.sets`.",
+        "as there",
+    ),
     "custom/": MetricInfo("Written by code outside the library."),
 }
 

@@ -82,6 +82,7 @@ _LINES = (  # group, label, colour
 
 _GROUPS = {
     "val_rollouts": "Validation",
+    "val_sets": "Validation, further sets",
     "val_optim": "Validation",
     "train_rollouts": "Training rollouts",
     "train_data": "Training data",

@@ -1,0 +1,104 @@
+"""How held-out prompts are answered: while a run trains, and by an evaluation."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from aligner.config.data import PromptSourceConfig
+from aligner.config.fields import Count, Natural, Positive, Range
+from aligner.config.model import Drawing, LengthParams, RolloutConfig, SamplingParams
+from aligner.errors import ConfigError
+
+FINAL_ANSWER = "aligner.rewards.answers:final_answer"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """How a run's validation prompts are answered. null: as training's rollouts are drawn."""
+
+    samples_per_prompt: Count = 1  # above 1: mean@k, pass@k and maj@k are measured, too
+    temperature: Positive | None = None
+    top_k: Natural | None = None  # 0: off
+    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] | None = None  # 1: off
+    use_greedy: bool | None = None  # always the likeliest token
+    max_length: Count | None = None  # most new tokens
+    # What answers of maj@k are compared by: a function from a response's text to its final answer,
+    # or null where there is none.
+    final_answer: str = FINAL_ANSWER
+    # Further sets of prompts by name, each with source, arguments and limit: val_sets/NAME/*.
+    sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
+
+    def drawing(self, rollout: RolloutConfig) -> Drawing | None:
+        """What a response is drawn with; None: as ``rollout`` says."""
+        length, sampling = rollout.length_params, rollout.sampling_params
+        own = Drawing(
+            LengthParams(
+                max_length=self.max_length or length.max_length,
+                min_length=min(length.min_length, self.max_length or length.min_length),
+            ),
+            SamplingParams(
+                temperature=sampling.temperature if self.temperature is None else self.temperature,
+                top_k=sampling.top_k if self.top_k is None else self.top_k,
+                top_p=sampling.top_p if self.top_p is None else self.top_p,
+                repetition_penalty=sampling.repetition_penalty,
+                use_greedy=sampling.use_greedy if self.use_greedy is None else self.use_greedy,
+                end_strings=sampling.end_strings,
+            ),
+        )
+        return None if own == Drawing(length, sampling) else own
+
+
+@dataclass(frozen=True)
+class AnswerSamplingConfig:
+    """How a model answers that is only asked."""
+
+    samples_per_prompt: Count = 1  # responses to each prompt
+    max_length: Count = 256  # most new tokens
+    min_length: Natural = 1  # a response cannot end before so many tokens
+    temperature: Positive = 1.0
+    top_k: Natural = 0  # 0: off
+    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0  # 1: off
+    repetition_penalty: Positive = 1.0  # 1: off
+    use_greedy: bool = False  # always the likeliest token
+    end_strings: tuple[str, ...] = ()  # a response ends after the first of these
+    batch_size: Count = 64  # sequences in flight together, per rank
+
+    @property
+    def drawing(self) -> Drawing:
+        """The same as the engines have it."""
+        return Drawing(
+            LengthParams(max_length=self.max_length, min_length=self.min_length),
+            SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                repetition_penalty=self.repetition_penalty,
+                use_greedy=self.use_greedy,
+                end_strings=self.end_strings,
+            ),
+        )
+
+
+def check_samples_differ(key: str, samples_per_prompt: int, greedy: bool) -> None:
+    """Refuse several samples of a prompt that would all be the same."""
+    if greedy and samples_per_prompt > 1:
+        raise ConfigError(
+            f"{key}.samples_per_prompt={samples_per_prompt} with use_greedy=true draws the same "
+            f"response so many times; set {key}.samples_per_prompt=1, or {key}.use_greedy=false"
+        )
+
+
+def check_sets(key: str, sets: Mapping[str, PromptSourceConfig]) -> None:
+    """Refuse names that cannot be part of a metric's, and sets without a source."""
+    for name, source in sets.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{key}.{name}: a set's name is made of letters, digits, '_', '.' and '-'"
+            )
+        if not source.source:
+            raise ConfigError(
+                f"{key}.{name}.source: empty; give a .jsonl or .parquet file or a generator "
+                "function (package.module:function)"
+            )

@@ -1,0 +1,310 @@
+"""Several responses to a prompt: what they come to, how they are drawn, and sets with a name.
+
+1. mean@k, pass@k and maj@k against all subsets, and their standard errors by hand.
+2. Final answers.
+3. Validation of a run: own sampling, several samples, several sets; without them as it was.
+"""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.overlap import Rollouts
+from aligner.algorithms.run_loop import Outcome
+from aligner.algorithms.validation import HeldOut, validate_on_prompts
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import Drawing, LengthParams, SamplingParams, parse_config
+from aligner.config.cli import check_overrides
+from aligner.data.prompts import PromptDataset
+from aligner.data.sampler import PromptSampler
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.errors import ConfigError
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.reward.lm_reward import ScoredResponses
+from aligner.observe.estimates import (
+    answer_estimates,
+    ks_of,
+    majority_at_k,
+    mean_over_prompts,
+    pass_at_k,
+)
+from aligner.observe.metric_names import check_names
+from aligner.observe.timers import PhaseTimers
+from aligner.rewards.answers import final_answer
+
+# Estimates ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right", [[1, 0, 0, 1, 0], [0] * 5, [1] * 5, [1, 0, 0, 0, 0]])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_mean_over_all_subsets(right, k):
+    subsets = list(itertools.combinations(right, k))
+    assert pass_at_k(right, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+
+
+def test_pass_at_k_is_refused_for_more_than_there_are():
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        pass_at_k([1, 0], 3)
+
+
+@pytest.mark.parametrize(
+    ("right", "answers", "expected"),
+    [
+        ([1, 1, 0, 0, 0], ["4", "4", "5", "6", "7"], 1.0),
+        ([1, 0, 0], ["4", "5", "5"], 0.0),
+        ([1, 0], ["4", "5"], 0.5),  # a tie: each its share
+        ([1, 0, 0], ["4", None, None], 1.0),  # no answer, no vote
+        ([0, 0], [None, None], 0.0),
+        ([1, 0, 0], ["4", "4", "5"], 0.5),  # the verifier is of two minds about "4"
+    ],
+)
+def test_majority(right, answers, expected):
+    assert majority_at_k(right, answers, len(right)) == expected
+
+
+def test_majority_of_fewer_is_that_of_groups_of_neighbours():
+    right, answers = [1, 1, 0, 0, 0, 0, 1], ["4", "4", "5", "6", "6", "4", "4"]
+    assert majority_at_k(right, answers, 3) == 0.5  # the seventh is in no group
+
+
+def test_standard_errors_are_over_prompts():
+    found = mean_over_prompts([0.0, 1.0, 1.0, 0.5])
+    assert found.value == 0.625
+    assert found.error == pytest.approx(math.sqrt(((0.625**2) + 2 * 0.375**2 + 0.125**2) / 3 / 4))
+    assert mean_over_prompts([0.3]) == (0.3, None)
+
+
+def test_estimates_by_hand():
+    """Two prompts, four responses: 1 of 4 and 3 of 4 right."""
+    right = [[1, 0, 0, 0], [1, 1, 1, 0]]
+    answers = [["a", "b", "b", "c"], ["x", "x", "x", "y"]]
+    found = answer_estimates(right, answers)
+    assert set(found) == {"mean_at_4", "pass_at_1", "pass_at_2", "pass_at_4", "maj_at_4"}
+    assert found["mean_at_4"] == (0.5, pytest.approx(0.25))
+    assert found["pass_at_1"] == found["mean_at_4"]
+    assert found["pass_at_2"].value == pytest.approx((0.5 + 1.0) / 2)
+    assert found["pass_at_4"] == (1.0, 0.0)
+    assert found["maj_at_4"].value == 0.5
+    assert ks_of(6) == [1, 2, 4, 6]
+
+
+# Final answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}} and \boxed{x^{2}} at last", "x^{2}"),
+        (r"\boxed{12} then \boxed{unfinished", "12"),
+        ("5 apples\n#### 1,234.50\nnoise", "1234.5"),
+        ("first 3, then -0.50.", "-0.5"),
+        ("007", "7"),
+        ("-0", "0"),
+        ("Yes.\nIt is Paris ", "It is Paris"),
+        (r"\boxed{$42$}", "42"),
+        ("", None),
+        ("  \n", None),
+    ],
+)
+def test_final_answer(text, answer):
+    assert final_answer(text) == answer
+
+
+# Validation -----------------------------------------------------------------------------------
+
+
+class OddReward:
+    """Responses whose tokens have an odd sum are right."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def get_rewards(self, data):
+        tokens = [
+            row[start:end]
+            for row, start, end in zip(
+                data["input_ids"].tolist(),
+                data["prompt_lengths"].tolist(),
+                data["input_lengths"].tolist(),
+                strict=True,
+            )
+        ]
+        texts = [self.tokenizer.decode(ids) for ids in tokens]
+        right = [float(sum(ids) % 2) for ids in tokens]
+        return ScoredResponses(texts, torch.tensor(right) * 2 - 1, {"accuracy": right})
+
+
+@pytest.fixture(scope="module", params=["megatron", "dtensor"])
+def validator(request, tiny_nemo, tmp_path_factory):
+    """A function from settings of ``validation`` to the outcome of a validation."""
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [{"prompt": f"{one}+{one + 1}=", "ground_truth": "1"} for one in range(6)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "b.jsonl").write_text("\n".join(map(json.dumps, rows[3:])))
+    with open_nemo(tiny_nemo) as checkpoint:
+        tokenizer = checkpoint.tokenizer
+    prompts = {name: PromptDataset.load(str(folder / f"{name}.jsonl"), tokenizer) for name in "ab"}
+
+    def configured(**validation):
+        return parse_config(
+            {
+                "model": {
+                    "restore_from_path": str(tiny_nemo),
+                    "ppo": {"num_rollout_samples": 8, "length_params": {"max_length": 6}},
+                    "global_batch_size": 8,
+                },
+                "critic": {"global_batch_size": 8},
+                "policy": {"backend": request.param},
+                "reward": {"function": "a.b"},
+                "data": {"train": {"source": "x.jsonl"}},
+                "validation": validation,
+            }
+        )
+
+    config = configured()
+    cluster = LocalCluster(initialize_parallel(config.model.parallel, seed=1))
+    facts = RunFacts()
+    policy = Policy(
+        cluster,
+        config.model,
+        tokenizer,
+        facts,
+        backend=request.param,
+        init_optimizer=False,
+        init_reference_model=False,
+    )
+
+    def validate(sets=(), **validation) -> Outcome:
+        config = configured(**validation)
+        sampler = PromptSampler(6, 8, seed=1)
+        rollouts = Rollouts(config, policy, prompts["a"], sampler, tokenizer.pad_id)
+        held_out = HeldOut(prompts["a"], {name: prompts[name] for name in sets})
+        reward = OddReward(tokenizer)
+        return validate_on_prompts(config, rollouts, policy, reward, held_out, 0, PhaseTimers())
+
+    return validate
+
+
+def exactly(metrics):
+    """To the bit; what is undefined (NaN) is so in both."""
+    return pytest.approx(metrics, rel=0, abs=0, nan_ok=True)
+
+
+def texts(outcome):
+    return [(sample.prompt, sample.response) for sample in outcome.samples]
+
+
+def test_without_settings_a_prompt_has_one_response_drawn_as_in_training(validator):
+    plain = validator()
+    assert {name.split("/")[0] for name in plain.metrics} == {"val_rollouts"}
+    assert not any("_at_" in name for name in plain.metrics)
+    assert plain.metrics["val_rollouts/num_samples"] == 6
+    same = validator(temperature=1.0, top_p=1.0, max_length=6, use_greedy=False)
+    assert same.metrics == exactly(plain.metrics)
+    assert same.samples == plain.samples
+
+
+def test_sampling_and_length_are_validations_own(validator):
+    plain, greedy = validator(), validator(use_greedy=True)
+    assert texts(greedy) != texts(plain)
+    assert texts(validator(top_k=1)) == texts(greedy)
+    short = validator(max_length=3)
+    assert short.metrics["val_rollouts/generation_length_max"] <= 3
+    assert all(
+        long.response.startswith(cut.response[:2])
+        for long, cut in zip(plain.samples, short.samples, strict=True)
+    )
+    assert texts(validator()) == texts(plain)  # nothing stays behind
+
+
+def test_several_samples_of_each_prompt(validator):
+    several = validator(samples_per_prompt=4).metrics
+    check_names(several)
+    assert several["val_rollouts/num_samples"] == 24
+    assert several["val_rollouts/mean_at_4"] == pytest.approx(several["val_rollouts/accuracy"])
+    assert several["val_rollouts/pass_at_1"] == pytest.approx(several["val_rollouts/mean_at_4"])
+    assert several["val_rollouts/pass_at_4"] >= several["val_rollouts/pass_at_2"]
+    assert 0 <= several["val_rollouts/maj_at_4"] <= 1
+    assert 0 < several["val_rollouts/mean_at_4_stderr"] < 0.5
+    outcome = validator(samples_per_prompt=4)
+    assert [sample.sample_id for sample in outcome.samples] == [0, 4, 8, 12]
+    assert outcome.metrics == exactly(several)
+
+
+def test_a_set_gives_the_same_numbers_beside_others(validator):
+    both = validator(sets="b")
+    check_names(both.metrics)
+    alone = validator()
+    own = {name: value for name, value in both.metrics.items() if name.startswith("val_rollouts/")}
+    assert own == exactly(alone.metrics)
+    assert both.metrics["val_sets/b/num_samples"] == 3
+    assert len(both.samples) == len(alone.samples) + 3
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"),
+    [
+        ({"samples_per_prompt": 2, "use_greedy": True}, r"validation\.samples_per_prompt=2 with"),
+        ({"sets": {"a b": {"source": "x.jsonl"}}}, r"validation\.sets\.a b: a set's name"),
+        ({"sets": {"a": {"source": ""}}}, r"validation\.sets\.a\.source: empty"),
+        ({"sets": {"a": {"sauce": "x"}}}, r"validation\.sets\.a\.sauce: unknown key"),
+        ({"top_p": 0.0}, r"validation\.top_p: must be"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(validation, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config(
+            {
+                "model": {"restore_from_path": "m.nemo"},
+                "reward": {"function": "a.b"},
+                "data": {"train": {"source": "x.jsonl"}},
+                "validation": validation,
+            }
+        )
+
+
+def test_keys_of_a_named_set_are_checked_on_the_command_line():
+    assert check_overrides(["validation.sets.math.source=m.jsonl"]) == [
+        "++validation.sets.math.source=m.jsonl"
+    ]
+    with pytest.raises(ConfigError, match=r"validation\.sets\.math\.sauce: unknown key"):
+        check_overrides(["validation.sets.math.sauce=m.jsonl"])
+
+
+def test_stop_strings_and_lengths_of_one_call(tiny_nemo):
+    """A call with a drawing of its own is what a generator set up so would give."""
+    from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
+
+    actor = load_from_nemo(MegatronGPTActorModel, restore_path=tiny_nemo)
+    prompts, rows = torch.arange(40, 52).view(3, 4), torch.arange(3)
+    lengths = torch.full((3,), 4)
+    drawing = Drawing(
+        LengthParams(max_length=12, min_length=2),
+        SamplingParams(temperature=0.7, end_strings=("e", "a", "1", " ")),
+    )
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    before = actor.generate(prompts, lengths, rows, seed=3)
+    asked = actor.generate(
+        prompts,
+        lengths,
+        rows,
+        seed=3,
+        drawing=drawing,
+        listener=lambda row, token: told[row].append(token),
+    )
+    after = actor.generate(prompts, lengths, rows, seed=3)
+    actor.configure_generation(drawing.length, drawing.sampling, 64)
+    configured = actor.generate(prompts, lengths, rows, seed=3)
+    for one, two in ((before, after), (asked, configured)):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert told == {
+        row: asked.tokens[row, 4 : int(asked.lengths[row])].tolist() for row in range(3)
+    }
+    wrong = Drawing(LengthParams(max_length=3, min_length=4), SamplingParams())
+    with pytest.raises(ConfigError, match="min_length=4 is above"):
+        actor.generate(prompts, lengths, rows, seed=3, drawing=wrong)
