@@ -28,6 +28,7 @@ from aligner.checkpoint.adapters import (
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.config import BaseRunConfig, LoopConfig, TrainedModelConfig
+from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
 from aligner.distributed import accelerator
@@ -164,7 +165,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
     store = RunStateStore(
         folder / "run_state",
         exp.save_top_k,
-        exp.monitor,
+        config.monitor,
         exp.mode,
         save_last_k=exp.save_last_k,
         rank=this_rank(),
@@ -201,7 +202,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
         samples=SampleWriter(folder, rank=this_rank()),
         console=attempt.console,
         config=config.as_dict(),
-        monitor=exp.monitor,
+        monitor=config.monitor,
         layout=run.layout,
         identity=RunIdentity.of(config).as_dict() if is_rank_zero() else None,
         on_saved=RunDirectory(folder, store).mark_saved,
@@ -264,7 +265,7 @@ def prepare_log_dir(config: BaseRunConfig) -> list[str]:
 
     What is to be said of the directory is returned; see `run_directory`.
     """
-    check_names([config.exp_manager.monitor])
+    check_names([config.monitor])
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
     return on_rank_zero(lambda: directory.prepare(RunIdentity.of(config), config))
@@ -307,6 +308,20 @@ def _cut_short(config: BaseRunConfig, run: Assembled) -> list[str]:
         f"the run has {run.steps} of {config.section}.max_steps={loop.max_steps} steps, for "
         f"{config.section}.max_epochs={loop.max_epochs} has no more; raise it to go over the data "
         "again"
+    ]
+
+
+def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
+    """That so many validation prompts are learned from, too; nothing of none."""
+    if validation is None:
+        return []
+    learned = {tuple(train[index].ids) for index in range(len(train))}
+    count = sum(tuple(validation[index].ids) in learned for index in range(len(validation)))
+    if not count:
+        return []
+    return [
+        f"{count} of {len(validation)} validation prompts are training prompts, too: what "
+        "validation says of them is no news"
     ]
 
 

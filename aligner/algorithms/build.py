@@ -11,6 +11,7 @@ from aligner.algorithms.assembly import (
     launch_run,
     run_facts,
     run_to_the_end,
+    shared_note,
     total_steps,
 )
 from aligner.algorithms.build_reward import RewardSource, load_reward
@@ -146,9 +147,12 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             restored=restored,
             notes=notes,
         ),
-        notes=dropped_note(
-            inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
-        ),
+        notes=[
+            *dropped_note(
+                inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
+            ),
+            *shared_note(inputs.train_prompts, inputs.val_prompts),
+        ],
     )
     run_to_the_end(config, run, attempt)
 

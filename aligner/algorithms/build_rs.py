@@ -7,6 +7,7 @@ from aligner.algorithms.assembly import (
     launch_run,
     run_facts,
     run_to_the_end,
+    shared_note,
     total_steps,
 )
 from aligner.algorithms.build import RunInputs, build_generation, load_inputs
@@ -84,6 +85,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             *dropped_note(
                 inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
             ),
+            *shared_note(inputs.train_prompts, inputs.val_prompts),
         ],
     )
     run_to_the_end(config, run, attempt)

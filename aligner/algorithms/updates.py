@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 
@@ -9,13 +10,18 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics over all updates of a step: the mean, or for ``*_max`` and ``*_min`` the extreme.
 
     ``results``: one per pass over the rollout, in order. ``lr`` is that of the last update,
-    ``skipped_updates`` a count; an update that was skipped because it was not finite takes no part
-    in means.
+    ``skipped_updates`` and ``empty_updates`` are counts; an update that was skipped because it was
+    not finite, and a mini-batch of which nothing counted, take no part in means.
     """
     series: dict[str, list[float]] = {}
+    empty = 0.0
     for result in results:
-        for name, values in result["all_mb_metrics"].items():
-            series.setdefault(name, []).extend(values)
+        found = dict(result["all_mb_metrics"])
+        flags = found.pop("empty", [])
+        empty += sum(flags)
+        for name, values in found.items():
+            told = [value for value, flag in zip_longest(values, flags) if not flag]
+            series.setdefault(name, []).extend(values if name == "lr" else told)
     skipped = series.pop("skipped", [])
     rates = series.pop("lr", [])
     norms = series.pop("grad_norm", [])
@@ -25,6 +31,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "grad_norm": _combine("grad_norm", norms),
         "lr": rates[-1] if rates else 0.0,
         "skipped_updates": sum(skipped),
+        "empty_updates": empty,
     }
 
 
@@ -41,8 +48,9 @@ def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
-    """Optimizer updates that ``results`` stand for, skipped ones included."""
-    return sum(len(result["all_mb_metrics"].get("loss", [])) for result in results)
+    """Optimizer updates that ``results`` stand for, skipped ones included, empty ones not."""
+    passes = [result["all_mb_metrics"] for result in results]
+    return sum(len(found.get("loss", [])) - int(sum(found.get("empty", []))) for found in passes)
 
 
 def _combine(name: str, values: Sequence[float]) -> float:

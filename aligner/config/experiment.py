@@ -29,7 +29,9 @@ class ExpManagerConfig:
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
     save_last_k: Count = 2  # newest run states kept: if the last is damaged, the one before is used
     save_top_k: Natural = 1  # best run states kept besides the newest
-    monitor: str = "val_rollouts/accuracy"  # metric that says which is best
+    # Metric that says which is best; null: val_rollouts/accuracy, or where a reward model or a
+    # server scores and no verifier looks on, val_rollouts/rewards.
+    monitor: str | None = None
     mode: Literal["max", "min"] = "max"  # whether more of it is better
     create_tensorboard_logger: bool = True
     create_wandb_logger: bool = False

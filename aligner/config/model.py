@@ -57,7 +57,7 @@ class KLLossConfig:
     """KL to the reference policy as a term of the loss (GRPO's place for it)."""
 
     coef: NonNegative = 0.0  # 0: off, and no reference pass for its sake
-    estimator: KLEstimator = "k3"
+    estimator: KLEstimator = "k3"  # k1 is refused: its gradient has mean 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class PolicyPPOConfig(RolloutConfig):
     dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
     entropy_bonus: NonNegative = 0.0  # weight of the entropy in the loss; 0: off
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
-    # Upper bound of the trainer/sampler probability ratio that weights each token; null: off.
+    # Upper bound of the trainer/sampler probability ratio that weights each token, or with
+    # ratio_level=sequence each response; null: off.
     truncated_importance_sampling: Positive | None = None
 
     @property

@@ -49,6 +49,11 @@ class BaseRunConfig:
         return self.model.parallel
 
     @property
+    def monitor(self) -> str:
+        """Metric that says which run state is best."""
+        return self.exp_manager.monitor or "val_rollouts/accuracy"
+
+    @property
     def value_world_size(self) -> int:
         """Workers of the critic; 0: there is none."""
         return 0
@@ -91,6 +96,17 @@ class SamplingRunConfig(BaseRunConfig):
     def reward_world_size(self) -> int:
         """Workers of a reward model that have room of their own; 0: there are none."""
         return 0 if self.reward.model is None else self.reward.model.workers or 0
+
+    @property
+    def monitor(self) -> str:
+        """Metric that says which run state is best.
+
+        Without a verifier ``accuracy`` is the share of rewards of at least 1, which of a reward
+        model's scores says little.
+        """
+        if self.exp_manager.monitor is None and self.reward.function is None:
+            return "val_rollouts/rewards"
+        return super().monitor
 
     @property
     def loop(self) -> SamplingLoopConfig:

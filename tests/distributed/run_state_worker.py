@@ -230,8 +230,28 @@ def a_full_disk_stops_every_rank(folder: Path) -> None:
         loop.run(0)
 
 
+def what_counts_nowhere_moves_nothing(folder: Path, parallel: ParallelConfig) -> None:
+    """Momentum and weight decay would; a batch that counts on one rank alone moves both."""
+    role = build(folder, "untied", parallel)
+    train(role, 1)
+    before = {name: value.clone() for name, value in tensors(role).items()}
+    rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
+    whole = make_batch()
+    for counting, empty in (([0, 0, 0, 0], 1.0), ([0, 0, 1, 1], 0.0)):
+        whole["sample_mask"] = torch.tensor(counting).float()
+        share = {key: value.chunk(ranks)[rank] for key, value in whole.items()}
+        assert role.training_update(share)["empty"] == empty
+        assert role.optimizer is not None
+        assert role.optimizer.steps == (1 if empty else 2)
+        after = tensors(role)
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        assert bool(moved) == (not empty), moved
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
+    for parallel in PAIRS.values():
+        what_counts_nowhere_moves_nothing(folder, parallel)
     for case in CASES:
         for layout, parallel in PAIRS.items():
             continues_to_the_bit(folder, folder / case / layout, case, parallel)

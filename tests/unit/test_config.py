@@ -41,6 +41,17 @@ def test_minimal_configuration_gets_documented_defaults():
     assert config.critic.optim.lr == 1e-5
 
 
+def test_the_best_state_is_told_by_what_tells_something():
+    """The share of a reward model's scores of at least 1 tells little, a verdict does."""
+    assert parse_config(MINIMAL).monitor == "val_rollouts/accuracy"
+    scored = {"reward__kind": "model", "reward__model": {"restore_from_path": "r.nemo"}}
+    assert parse_config(tree(**scored)).monitor == "val_rollouts/accuracy"  # and a verifier
+    scored["reward__function"] = None
+    assert parse_config(tree(**scored)).monitor == "val_rollouts/rewards"
+    asked = parse_config(tree(**scored, exp_manager__monitor="val_rollouts/accuracy"))
+    assert asked.monitor == "val_rollouts/accuracy"
+
+
 def test_configuration_is_frozen():
     config = parse_config(MINIMAL)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -273,6 +273,19 @@ def test_what_is_not_finite_never_reaches_the_weights(tiny_nemo, tmp_path):
     assert list(tmp_path.rglob("*.json"))
 
 
+def test_a_batch_of_which_nothing_counts_moves_nothing(tiny_nemo):
+    """Its gradient is 0, but momentum would move the weights."""
+    critic = critic_with_head(tiny_nemo)
+    critic.setup_training()
+    critic.loss_fn = PPOValueLoss(value_clip=None)
+    critic.prepare_for_training()
+    assert critic.training_update(make_batch())["empty"] == 0
+    before = {shard.name: shard.local.clone() for shard in critic.shards}
+    found = critic.training_update({**make_batch(), "sample_mask": torch.zeros(len(PROMPTS))})
+    assert (found["empty"], found["skipped"], found["grad_norm"]) == (1, 0, 0)
+    assert all(torch.equal(before[shard.name], shard.local) for shard in critic.shards)
+
+
 # Generation --------------------------------------------------------------------------------------
 
 

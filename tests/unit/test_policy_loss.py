@@ -77,6 +77,19 @@ def test_importance_weight_by_hand():
     assert metrics["importance_weight"].item() == pytest.approx(1.25)
 
 
+def test_at_sequence_level_a_response_has_one_importance_weight():
+    """4 · 0.5 = 2 for both tokens, cut at 1.5."""
+    logprobs, batch = _hand_batch([1.0, 1.0], [1.0, 1.0])
+    batch["generation_logprobs"] = batch["prev_logprobs"] - _row(math.log(4), math.log(0.5))
+    for cap, weight in ((3.0, 2.0), (1.5, 1.5)):
+        loss_function = PPOPolicyLoss(
+            importance_cap=cap, ratio_level="sequence", needs_entropy=False
+        )
+        loss, metrics = loss_function(TokenOutputs(logprobs), batch, _denominators(batch))
+        assert loss.item() == pytest.approx(-weight)
+        assert metrics["importance_weight"].item() == pytest.approx(weight)
+
+
 def test_first_on_policy_mini_batch_needs_no_prev_logprobs():
     """Ratio 1 everywhere: the gradient is the policy gradient, -A/n."""
     logprobs, batch = _hand_batch([1.3, 0.7], [2.0, -3.0])

@@ -238,6 +238,22 @@ def test_recomputed_activations_give_the_same_gradient(tiny_nemo):
             assert torch.allclose(gradient, plain[2][name], atol=1e-6), name
 
 
+def test_a_batch_of_which_nothing_counts_moves_nothing(tiny_nemo):
+    """Its gradient is 0, but momentum and weight decay would move the weights."""
+    critic = make_critic(tiny_nemo)
+    critic.setup_training()
+    critic.loss_fn = PPOValueLoss(value_clip=None)
+    critic.prepare_for_training()
+    assert critic.training_update(make_batch())["empty"] == 0
+    before = [p.detach().clone() for p in critic.gpt.parameters()]
+    found = critic.training_update({**make_batch(), "sample_mask": torch.zeros(len(PROMPTS))})
+    assert (found["empty"], found["skipped"], found["grad_norm"]) == (1, 0, 0)
+    assert critic.optimizer.steps == 1
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, critic.gpt.parameters(), strict=True)
+    )
+
+
 @pytest.mark.parametrize("mode", ["skip", "stop"])
 def test_what_is_not_finite_never_reaches_the_weights(mode, tiny_nemo, tmp_path):
     critic = make_critic(tiny_nemo, non_finite=mode, non_finite_dir=tmp_path)

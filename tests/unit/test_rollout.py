@@ -1,13 +1,18 @@
-"""Masks, reward shaping and update metrics, by hand."""
+"""Masks, reward shaping, metrics of updates and rewards, and shared prompts, by hand."""
 
 import math
 
 import pytest
 import torch
 
+from aligner.algorithms.assembly import shared_note
 from aligner.algorithms.rollout import response_mask, shape_rewards
 from aligner.algorithms.updates import count_updates, update_metrics
 from aligner.config import ImproperEndConfig, RewardShapingConfig
+from aligner.data.prompts import Prompt, PromptDataset
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.models.reward.lm_reward import ScoredResponses
+from aligner.models.reward.model_reward import VerifiedReward
 
 
 def test_response_mask_comes_from_lengths():
@@ -50,8 +55,47 @@ def test_update_metrics_average_updates_and_keep_extremes():
         "lr": 0.3,
         "grad_norm": 4.0,
         "skipped_updates": 0,
+        "empty_updates": 0,
     }
     assert count_updates(results) == 3
+
+
+def test_a_mini_batch_of_which_nothing_counts_is_no_update():
+    steps = {"loss": [0.0, 2.0], "empty": [1.0, 0.0], "lr": [0.1, 0.1], "grad_norm": [0.0, 3.0]}
+    results = [{"all_mb_metrics": steps}]
+    metrics = update_metrics(results)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["empty_updates"]) == (2.0, 3.0, 1.0)
+    assert count_updates(results) == 1
+    assert math.isnan(update_metrics([{"all_mb_metrics": {"loss": [0.0], "empty": [1.0]}}])["loss"])
+
+
+def test_a_rating_of_the_verifiers_name_leaves_the_verifiers_alone():
+    class Source:
+        def __init__(self, parts):
+            self.parts = parts
+
+        def get_rewards(self, data):
+            return ScoredResponses(["r"] * 2, torch.tensor([0.5, 2.0]), self.parts)
+
+    rated = Source({"accuracy": [0.7, 0.8], "humour": [1.0, 2.0]})
+    both = VerifiedReward(rated, Source({"accuracy": [1.0, 0.0]})).get_rewards(BatchedDataDict())
+    assert both.parts == {
+        "accuracy": [1.0, 0.0],
+        "verified": [0.5, 2.0],
+        "rated_accuracy": [0.7, 0.8],
+        "humour": [1.0, 2.0],
+    }
+
+
+def test_validation_prompts_that_are_learned_are_counted():
+    def prompts(*texts):
+        items = [Prompt(i, text, [ord(c) for c in text], None) for i, text in enumerate(texts)]
+        return PromptDataset(items)
+
+    train = prompts("a", "b", "c")
+    (note,) = shared_note(train, prompts("b", "d", "a"))
+    assert note.startswith("2 of 3 validation prompts are training prompts")
+    assert shared_note(train, prompts("x")) == shared_note(train, None) == []
 
 
 def test_skipped_updates_are_counted_and_take_no_part_in_means():

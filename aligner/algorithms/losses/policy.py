@@ -44,9 +44,12 @@ class PPOPolicyLoss:
       ``ratio_eps_low=1`` only the upper bound is left, as in TRL).
 
     ``kl`` is the estimator of ``algorithms.kl`` against ``ref_logprobs``, its gradient pathwise
-    (as verl and TRL; NeMo-RL adds a score-function term). The log-ratio is not clamped (as NeMo-RL
+    (as verl and TRL; NeMo-RL adds a score-function term): with ``k1`` it has mean 0 and holds the
+    policy to nothing, so runs refuse it. The log-ratio is not clamped (as NeMo-RL
     and TRL; verl and OpenRLHF clamp it to ±20). ``w`` corrects for a sampling engine whose
-    numbers differ from the trainer's (truncated importance sampling, Yao et al., 2025).
+    numbers differ from the trainer's (truncated importance sampling, Yao et al., 2025). At sequence
+    level a row has one weight, that of all its tokens: the gaps are summed before ``exp`` (as
+    NeMo-RL).
 
     Metrics: ``loss`` as averaged, and shares of global token means: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction`` (tokens whose clipped term is the larger: they get no
@@ -198,8 +201,13 @@ class PPOPolicyLoss:
         return surrogate, metrics
 
     def _importance_weight(self, prev: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
-        """Truncated weight of the trainer's probability over the sampler's, without gradient."""
+        """Truncated weight of the trainer's probability over the sampler's, without gradient.
+
+        Float [B, S]: of each token, or at sequence level of the whole response.
+        """
         gap = torch.where(mask, prev - generation, 0).detach()
+        if self.ratio_level == "sequence":
+            gap = gap.sum(1, keepdim=True).expand_as(gap)
         return gap.exp().clamp(max=self.importance_cap)
 
     def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -26,7 +26,9 @@ class BradleyTerryLoss:
         margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023; TRL, OpenRLHF)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    as a mean over the pairs of the global batch; `losses.pairs` says how they lie in a batch.
+    as a mean over the pairs of the global batch; `losses.pairs` says how they lie in a batch. A
+    negative strength says that the other response is the better one: ``scaled`` would fall without
+    bound, so such a pair weighs 0 in it (runs refuse the data).
 
     Metrics are shares of means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
     ``rewards_margin`` (d) and ``accuracy``.
@@ -59,10 +61,11 @@ class BradleyTerryLoss:
             losses = -F.logsigmoid(difference)
         else:
             strength = split_pairs(batch["preference_strengths"])[0]
+            strength = torch.where(pairs.counts, strength, 0)
             if self.variant == "margin":
                 losses = -F.logsigmoid(difference - strength)
             else:
-                losses = -strength * F.logsigmoid(difference)
+                losses = -strength.clamp(min=0) * F.logsigmoid(difference)
         loss = pairs.mean(losses)
         return loss, {"loss": loss.detach(), **reward_metrics(chosen, rejected, pairs)}
 

@@ -28,6 +28,11 @@ class StepOptimizer(Protocol):
     steps: int
     config: OptimConfig
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
     def zero_grad(self) -> None:
         """Clear the gradients."""
         ...
@@ -59,10 +64,14 @@ def update(
     number: int = 0,
     mbs: MicroBatches | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``.
+    """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``,
+    ``empty``.
 
     A loss or gradient that is not finite never reaches the weights: the step is skipped or the
     run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
+
+    A global batch of which no token counts (``empty`` 1) has nothing to say: no step is taken, for
+    momentum and weight decay would move the weights all the same. The schedule stays, too.
 
     Args:
         role: what learns.
@@ -74,7 +83,11 @@ def update(
     optimizer = trainable(optimizer)
     optimizer.zero_grad()
     loss, metrics = role.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
-    outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
+    # The passes are made on an empty batch, too: ranks meet in them, and a kept one must end.
+    empty = not _anything_counts(batch, role.parallel.dp_group)
+    outcome = StepOutcome(grad_norm=0.0, lr=optimizer.lr, skipped=False)
+    if not empty:
+        outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
     if outcome.skipped:
         _report_non_finite(role, optimizer.steps, batch, number, loss, outcome)
     return {
@@ -82,7 +95,15 @@ def update(
         "grad_norm": outcome.grad_norm,
         "lr": outcome.lr,
         "skipped": float(outcome.skipped),
+        "empty": float(empty),
     }
+
+
+def _anything_counts(batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup) -> bool:
+    """Whether any token of the global batch counts; the same on every rank."""
+    found = (batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]).any().float()
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=dp_group)
+    return bool(found)
 
 
 def trainable(optimizer: Optimizer | None) -> Optimizer:
