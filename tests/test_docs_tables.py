@@ -155,6 +155,7 @@ def paths(*columns):
     places = [
         ROOT,
         ROOT / "examples",
+        ROOT / "tests",
         ROOT / "tests/vllm",
         ROOT / "aligner/algorithms",
         ROOT / "aligner/distributed",

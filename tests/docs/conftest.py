@@ -1,0 +1,187 @@
+"""A workplace in which every command of the documentation can be typed as it stands."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from documented import ROOT, blocks
+
+PATIENCE_S = 1500
+# Names that the pages give to files of the reader, and what stands for each.
+MODELS = (
+    *("my_model.nemo", "my.nemo", "MODEL.nemo", "BASE.nemo", "FILE.nemo", "small.nemo"),
+    *("SMALL.nemo", "models/tiny.nemo", "models/smollm2-135m-instruct.nemo"),
+    *("results/my_run/policy.nemo", "results/sft_smollm2_arithmetic_cpu/policy.nemo"),
+    "results/sft_smollm2_gsm8k_cpu/policy.nemo",
+)
+TEACHERS = ("large.nemo", "LARGE.nemo", "models/tiny_teacher.nemo")
+REWARD_MODELS = (
+    *("REWARD.nemo", "results/reward/reward_model.nemo"),
+    *(
+        f"results/{name}/reward_model.nemo"
+        for name in ("reward_tiny_cpu", "reward_smollm2_arithmetic_cpu")
+    ),
+)
+ADAPTERS = ("results/sft/policy.lora.safetensors", "RUN.lora.safetensors")
+DIRECTORIES = ("my_hf_model", "DIR_OR_GGUF", "Qwen2.5-1.5B")
+ROWS = 64  # of every file of data: one step, or a few
+ALIGNER = "aligner() { python -c 'from aligner.commands import main; main()' \"$@\"; }\n"
+
+
+def environment(**more):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept = {key: value for key, value in os.environ.items() if key != "ALIGNER_SHARED"}
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def shell(folder, text, **options):
+    """Type ``text`` in ``folder``; the finished process."""
+    return subprocess.run(
+        ["bash", "-c", ALIGNER + text],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+        **options,
+    )
+
+
+def row(number):
+    """One line with the columns of every algorithm."""
+    question, right, wrong = f"{number}+1=", str(number + 1), str(number + 3)
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": right}]
+    return {
+        "prompt": question,
+        "ground_truth": right,
+        "response": right,
+        "chosen": right,
+        "rejected": wrong,
+        "label": number % 2 == 0,
+        "helpfulness": number % 5,
+        "correctness": 4 - number % 5,
+        "messages": chat,
+    }
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def write_data(folder):
+    names = ("train", "held_out", "validation", "pairs", "labelled", "rated", "chats", "prompts")
+    for name in names:
+        write_rows(folder / f"{name}.jsonl", map(row, range(ROWS)))
+    worked = [
+        {"question": f"What is {n}+1?", "answer": f"It is.\n#### {n + 1}"} for n in range(ROWS)
+    ]
+    kinds = ({"is_correct": True, "solution": "right"}, {"is_correct": False, "solution": "wrong"})
+    judged = [{"question": one["question"], "a": kinds[0], "b": kinds[1]} for one in worked]
+    for name, rows in (("train", worked), ("test", worked), ("example_model_solutions", judged)):
+        write_rows(folder / f"path/of/gsm8k/{name}.jsonl", rows)
+    (folder / "reward.token").write_text("secret")
+    for block in blocks():  # the files that a page shows
+        named = re.match(r"# (\w+\.py)\n", block.text)
+        if named and block.language == "python":
+            (folder / named[1]).write_text(block.text)
+    (folder / "my_module.py").write_text(
+        "class Worker:\n"
+        "    def __init__(self, factor):\n        self.factor = factor\n"
+        "    def method(self, argument):\n        return self.factor * argument\n"
+        "    def close(self):\n        pass\n"
+    )
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory, tiny_nemo, teacher):
+    """One of each file that the pages name, made by the commands that they give."""
+    folder = tmp_path_factory.mktemp("shelf")
+    for name in ("aligner", "benchmarks", "conf", "examples", "Makefile", "docs", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    write_data(folder)
+    for names, source in ((MODELS, tiny_nemo), (TEACHERS, teacher)):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(source)
+    for text in (
+        "python examples/train_gpt_reward.py --config-name recipes/reward_tiny_cpu "
+        "trainer.reward_model.max_steps=2 exp_manager.explicit_log_dir=made/reward",
+        "python examples/train_gpt_sft.py model.restore_from_path=my_model.nemo "
+        "data.train.source=train.jsonl model.peft.peft_scheme=lora "
+        "exp_manager.explicit_log_dir=made/adapters",
+        "python examples/convert.py --input my_model.nemo --output made/hf",
+    ):
+        done = shell(folder, text)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for names, made in (
+        (REWARD_MODELS, "made/reward/reward_model.nemo"),
+        (ADAPTERS, "made/adapters/policy.lora.safetensors"),
+        (DIRECTORIES, "made/hf"),
+    ):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(folder / made)
+    return folder
+
+
+@pytest.fixture
+def workplace(shelf, tmp_path):
+    """``workplace(*outputs)``: a folder like ``shelf``, without what the command is to write."""
+
+    def make(*outputs):
+        folder = tmp_path / "work"
+        shutil.copytree(shelf, folder, symlinks=True, ignore=shutil.ignore_patterns("made"))
+        for name in outputs:
+            path = folder / name.rstrip("/")
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def serving(workplace):
+    """``serving(text)``: the server that ``text`` starts, once it is ready; its folder too."""
+    started = []
+
+    def start(text):
+        folder = workplace()
+        log = (folder / "server.log").open("w")
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {text}"],
+            cwd=folder,
+            env=environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        started.append(process)
+        deadline = time.monotonic() + 300
+        while "reward server ready at" not in (said := (folder / "server.log").read_text()):
+            assert process.poll() is None, said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.5)
+        return folder, process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

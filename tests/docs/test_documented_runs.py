@@ -1,0 +1,246 @@
+"""Every command of the documentation, typed as it stands, does what its page says (`-m extended`).
+
+Models, data and reward functions of the reader are the tiny ones of conftest.py under the names
+that pages give them; nothing else of a command is changed, unless ``SHORTER`` says so.
+"""
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+
+import pytest
+from conftest import environment, free_port, shell
+from documented import blocks, commands, tables
+from test_conf import ROOTS
+from test_docs_commands import composed_of, filled, kind_of, of_kind
+from test_docs_tables import code
+
+from aligner.config.cli import check_overrides
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
+# Commands that are not run, by a pattern of their text, and why. They still compose.
+NOT_RUN = {
+    r"--nproc-per-node 8|trainer\.devices=8": "eight GPUs; tests/distributed has four",
+    r"RAY_ADDRESS=": "tests/ray starts two nodes with these words and trains on them",
+    r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
+    r"python -m benchmarks\.": "minutes to an hour; tests/test_benchmarks.py and each LOG entry",
+    r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
+    r"my_model\.gguf": "tests/unit/test_gguf.py writes a GGUF file and converts it",
+    r"serve_reward_model\.py|reward=server": "test_the_server_of_the_page, below",
+}
+# Recipes whose numbers are those of the pretrained model: a few steps of the tiny one show the way.
+SHORTER = {
+    r"recipes/(ppo|grpo)\w*_smollm2": "trainer.ppo.max_steps=2",
+    r"recipes/ppo_reward_model_smollm2": "trainer.ppo.max_steps=2",
+    r"recipes/rs_smollm2": "trainer.rs.max_steps=2",
+    r"recipes/sft_smollm2": "trainer.sft.max_steps=2",
+    r"recipes/dpo_smollm2": "trainer.dpo.max_steps=2",
+    r"recipes/reward_smollm2": "trainer.reward_model.max_steps=2",
+}
+# Kinds of commands that are not run at all.
+NOT_TYPED = {
+    "make": "sets up environments; what it types is composed in tests/test_docs_commands.py",
+    "foreign": "see FOREIGN there",
+}
+
+
+def left_out(command):
+    return next((why for text, why in NOT_RUN.items() if re.search(text, command.text)), None)
+
+
+def to_run(kind):
+    """Commands of a kind, each text once."""
+    found = {}
+    for command in commands():
+        if kind_of(command) == kind and not left_out(command):
+            found.setdefault(" ".join(command.words), command)
+    return {f"{one.place} {one.text[:70]}": one for one in found.values()}
+
+
+def test_every_reason_has_a_command():
+    kinds = {"train", "script", "module", "aligner"}
+    assert {kind_of(command) for command in commands()} <= kinds | set(NOT_TYPED)
+    texts = [command.text for command in commands()]
+    for pattern in [*NOT_RUN, *SHORTER]:
+        assert any(re.search(pattern, text) for text in texts), pattern
+
+
+def typed(command):
+    """The command, its dots replaced by what it cannot do without."""
+    text = command.text
+    added = [value for pattern, value in SHORTER.items() if re.search(pattern, text)]
+    if command.is_open:
+        _, arguments = filled(command)
+        given = set(command.arguments)
+        needed = [named(one) for one in arguments if one not in given]
+        text = re.sub(r"(?<!\S)(\.\.\.|…)(?!\S)", shlex.join(needed) or " ", text, count=1)
+        if command.words[0] in ("...", "…"):
+            text = f"python examples/train_gpt_ppo.py {text}"
+    return " ".join([text.strip(), *added])
+
+
+def named(override):
+    """What a test composes with, under the names of the workplace."""
+    key, _, value = override.partition("=")
+    files = {
+        "m.nemo": "my_model.nemo",
+        "t.nemo": "large.nemo",
+        "a.b:reward": "my_rewards.py:reward",
+    }
+    return f"{key}={files.get(value, value)}"
+
+
+def settings(command):
+    name, arguments = filled(command)
+    return composed_of(name, tuple(check_overrides(arguments, ROOTS[name][0])))
+
+
+def history(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def first_and_last(lines, name):
+    values = [line[name] for line in lines if name in line]
+    return values[0], values[-1]
+
+
+@pytest.mark.parametrize("command", to_run("train").values(), ids=to_run("train"))
+def test_training_commands_run(command, workplace):
+    folder = workplace()
+    done = shell(folder, typed(command))
+    assert done.returncode == 0, f"{typed(command)}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    if {"--help", "--cfg"} & set(command.words):
+        assert "restore_from_path" in done.stdout
+        return
+    config = settings(command)
+    run = folder / config.exp_manager.explicit_log_dir
+    lines = history(run)
+    assert lines
+    assert (run / "report.html").stat().st_size > 10_000
+    model = "reward_model.nemo" if command.script == "train_gpt_reward" else "policy.nemo"
+    assert (run / model).exists() == config.exp_manager.save_nemo
+    if config.model.peft.peft_scheme == "lora":
+        assert (run / "policy.lora.safetensors").exists()
+    for promise, cells in promises(command):
+        held(promise, cells, lines)
+
+
+def promises(command):
+    """(metric, cell) of every row that is what this command comes to."""
+    found = []
+    for table in tables():
+        if table.header[0] != "command":
+            continue
+        for row in table.rows:
+            if [" ".join(shlex.split(text)) for text in code(row[0])][:1] == [
+                " ".join(command.words)
+            ]:
+                found += [(table, row)]
+    return [(table.header[1:], row[1:]) for table, row in found]
+
+
+# Runs of one machine differ from another's in rounding, which learning amplifies.
+ROOM, SHARE = 0.06, 0.15
+
+
+def held(headers, row, lines):
+    """The numbers of a row: `before → after` below a metric, or accuracy before and after."""
+    if headers == ("before", "after"):
+        pairs = [("val_rollouts/accuracy", row)]
+    else:
+        pairs = []
+        for header, cell in zip(headers, row, strict=True):
+            name = (code(header) or [header])[0]
+            name = name if "/" in name else f"val_optim/{name}"
+            arrows = re.match(r"(-?[\d.]+) → (-?[\d.]+)", cell)
+            if arrows:
+                pairs.append((name, arrows.groups()))
+    for name, (before, after) in pairs:
+        for said, true in zip((before, after), first_and_last(lines, name), strict=True):
+            assert true == pytest.approx(float(said), abs=ROOM, rel=SHARE), (name, said, true)
+    assert pairs or headers == ("result",), headers
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*to_run("script").values(), *to_run("module").values()],
+    ids=[*to_run("script"), *to_run("module")],
+)
+def test_scripts_write_what_they_are_told_to(command, workplace):
+    words = [word.strip("[]") for word in command.words]
+    output = words[words.index("--output") + 1]
+    folder = workplace(output)
+    text = command.text.replace("[", "").replace("]", "")
+    done = shell(folder, text)
+    assert done.returncode == 0, f"{text}\n{done.stderr[-3000:]}"
+    made = folder / output
+    assert made.exists()
+    assert made.is_file() or list(made.iterdir())
+
+
+def test_the_aligner_commands_are_listed(workplace):
+    folder = workplace()
+    for command in of_kind("aligner").values():
+        done = shell(folder, command.text)
+        assert done.returncode == 0, done.stderr
+        assert "train-ppo" in done.stdout
+
+
+def test_the_server_of_the_page(workplace, serving):
+    """Started, asked by a run, refused without the token, and ended by SIGTERM with status 0."""
+    page = [one for one in commands() if one.page == "docs/reward.md"]
+    server = next(one.text for one in page if "--token-file" in one.text)
+    client = typed(next(one for one in page if "reward=server" in one.text))
+    port = str(free_port())
+    folder, process = serving(server.replace("5555", port))
+    client = client.replace("5555", port).replace("HOST", "127.0.0.1")
+    done = shell(folder, client)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "reward.token").unlink()
+    (folder / "reward.token").write_text("another")
+    refused = shell(folder, f"{client} exp_manager.explicit_log_dir=results/refused")
+    assert refused.returncode == 2, refused.stderr
+    assert "401" in refused.stderr
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+# Blocks that show a form and run nothing, by their first line.
+SHOWN = ("def reward(prompts, responses", "# my_data.py", "# my_rewards.py")
+PYTHON = [block for block in blocks() if block.language == "python"]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}:{block.line}")
+def test_python_of_the_pages_runs(block, workplace):
+    if block.text.startswith(SHOWN):
+        pytest.skip("a file of the reader's: every training command here uses it")
+    done = subprocess.run(
+        ["python", "-c", block.text],
+        cwd=(folder := workplace()),
+        env=environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:{folder}"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_files_of_a_run_are_those_of_the_table(workplace):
+    """docs/ppo.md, README's command: every file that is not said to be absent is there."""
+    command = next(
+        one for one in commands() if one.page == "README.md" and "my_rewards" in one.text
+    )
+    folder = workplace()
+    done = shell(folder, command.text)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = folder / settings(command).exp_manager.explicit_log_dir
+    table = next(one for one in tables() if one.header == ("file", "what it holds"))
+    for names, said in table.rows:
+        if "absent" in said or "Held while" in said:
+            continue
+        for name in code(names):
+            assert list(run.glob(name.rstrip("/").replace("NNNNNN", "*"))), name
