@@ -11,6 +11,7 @@ from aligner.algorithms.losses.distillation import DistillationLoss
 from aligner.algorithms.rollout import prompts_batch
 from aligner.algorithms.supervised import Task
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.archive import named_by
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, PromptSourceConfig, StudentConfig
 from aligner.config.checks import check_longest_example
@@ -108,7 +109,7 @@ def distill_task(
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
     """The teacher's architecture; its tokens must be the student's."""
     path = config.teacher.restore_from_path
-    with open_nemo(path) as checkpoint:
+    with named_by("teacher.restore_from_path"), open_nemo(path) as checkpoint:
         architecture, own = checkpoint.architecture, checkpoint.tokenizer
     difference = differing_token(own, tokenizer)
     if difference is not None:

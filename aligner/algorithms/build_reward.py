@@ -8,6 +8,7 @@ from aligner.algorithms.assembly import Attempt, run_facts
 from aligner.algorithms.engine import Engine
 from aligner.algorithms.startup import role_memory
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.archive import named_by
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import (
     DynamicBatchingConfig,
@@ -107,7 +108,10 @@ def _check_model(
     config: SamplingRunConfig, model: RewardModelConfig, engine: Engine
 ) -> GPTArchitecture:
     """The reward model's architecture; it must have a head, and fit the layout."""
-    with open_nemo(model.restore_from_path) as checkpoint:
+    with (
+        named_by("reward.model.restore_from_path"),
+        open_nemo(model.restore_from_path) as checkpoint,
+    ):
         attributes = rated_attributes(checkpoint, model.restore_from_path)
         architecture = checkpoint.architecture
         SequenceEncoder(checkpoint.tokenizer, 1, add_bos=model.add_bos)
@@ -148,7 +152,10 @@ def start_reward_model(
     """Start the reward model, frozen: on workers in the policy's layout, or in ``value``'s."""
     model = config.reward.model
     assert model is not None, "checked with the configuration"
-    with open_nemo(model.restore_from_path) as checkpoint:
+    with (
+        named_by("reward.model.restore_from_path"),
+        open_nemo(model.restore_from_path) as checkpoint,
+    ):
         own_tokenizer = checkpoint.tokenizer
         positions = checkpoint.architecture.max_position_embeddings
     frozen, facts = _frozen(config.model, model), run_facts(config, config.loop)

@@ -66,6 +66,12 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
         linear, _, kind = name.rpartition(".")
         if kind == "weight" and linear.endswith(tuple(lora.linears)):
             outputs, inputs = shape
+            if lora.adapter_dim > max(shape):
+                raise ConfigError(
+                    f"model.peft.lora_tuning.adapter_dim={lora.adapter_dim} is more than {linear} "
+                    f"of {outputs} x {inputs} has rows or columns; lower it, below "
+                    f"{min(shape)} for adapters smaller than the weights"
+                )
             shapes[f"{linear}{LORA_A}"] = (lora.adapter_dim, inputs)
             shapes[f"{linear}{LORA_B}"] = (outputs, lora.adapter_dim)
     return shapes

@@ -19,8 +19,21 @@ from typing import IO, Self
 
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
+_KEY = "model.restore_from_path"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
+
+
+@contextlib.contextmanager
+def named_by(key: str) -> Iterator[None]:
+    """Within the block a checkpoint that does not exist is one that ``key`` names.
+
+    Outside of it that is ``model.restore_from_path``.
+    """
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(str(error).replace(_KEY, key)) from error
 
 
 class ArchiveReader:
@@ -36,7 +49,7 @@ class ArchiveReader:
         self._members: dict[str, tarfile.TarInfo] = {}
         if not self.path.exists():
             raise CheckpointNotFoundError(
-                f"checkpoint {str(self.path)!r} does not exist; check model.restore_from_path"
+                f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
             )
         if self.path.is_dir():
             self.names = frozenset(_directory_names(self.path))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from aligner.config.fields import Count, Natural, Positive, Range
+from aligner.config.fields import Count, Natural, Positive, Range, Seconds
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class ClusterConfig:
     # Longest wait for another rank in a collective, and under ray for a worker's answer. A rank on
     # another machine that has not been heard of for a thirtieth of it (10 s at the least) is taken
     # for dead.
-    timeout_s: Positive = 1800.0
+    timeout_s: Seconds = 1800.0
     # ray: host:port of the cluster to join; null: RAY_ADDRESS, or else a Ray of the run's own.
     address: str | None = None
     colocated: bool = True  # ray: a policy and a critic worker share their CPUs or GPU

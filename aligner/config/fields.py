@@ -4,27 +4,38 @@
 ``parse.build``; `Aliases` and `Refused` say the same of the names that a value may have.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
 class Range:
-    """Allowed interval of a number; a bound of None is open, ``exclusive`` excludes ``low``."""
+    """Allowed interval of a number; a bound of None is open.
+
+    ``exclusive`` excludes ``low``, ``exclusive_high`` excludes ``high``. Infinity and NaN are in no
+    interval.
+    """
 
     low: float | None = None
     high: float | None = None
     exclusive: bool = False
+    exclusive_high: bool = False
 
     def contains(self, value: float) -> bool:
-        """Whether ``value`` lies in the interval; NaN never does."""
+        """Whether ``value`` lies in the interval."""
+        if not math.isfinite(value):
+            return False
         if self.low is not None and not (value > self.low if self.exclusive else value >= self.low):
             return False
-        return (self.high is None or value <= self.high) and value == value
+        if self.high is None:
+            return True
+        return value < self.high if self.exclusive_high else value <= self.high
 
     def __str__(self) -> str:
         if self.low is not None and self.high is not None:
-            return f"between {self.low:g} and {self.high:g}"
+            below = " (exclusive)" if self.exclusive_high else ""
+            return f"between {self.low:g} and {self.high:g}{below}"
         if self.low is not None:
             return f"greater than {self.low:g}" if self.exclusive else f"at least {self.low:g}"
         return f"at most {self.high:g}"
@@ -63,4 +74,8 @@ Count = Annotated[int, Range(low=1)]
 Natural = Annotated[int, Range(low=0)]
 Positive = Annotated[float, Range(low=0.0, exclusive=True)]
 NonNegative = Annotated[float, Range(low=0.0)]
+# Waits end up in system calls that count milliseconds in 32 bits: 24 days at most.
+MOST_SECONDS = 2_000_000.0
+Seconds = Annotated[float, Range(low=0.0, high=MOST_SECONDS, exclusive=True)]
+Beta = Annotated[float, Range(low=0.0, high=1.0, exclusive_high=True)]
 Fraction = Annotated[float, Range(low=0.0, high=1.0)]

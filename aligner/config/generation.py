@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from aligner.config.fields import Count, Fraction, Positive
+from aligner.config.fields import Count, Fraction, Positive, Seconds
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class VllmConfig:
     gpu_memory_utilization: Fraction = 0.5  # of the device, the engine's weights included
     enforce_eager: bool = True  # no compiled graphs: a quick start, and all there is on CPU
     threads: Count | None = None  # CPU threads of an engine; null: as a training worker has
-    timeout_s: Positive = 600.0  # longest wait for the other side of a separate refit
+    timeout_s: Seconds = 600.0  # longest wait for the other side of a separate refit
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # any further ones of vllm.LLM
 
 

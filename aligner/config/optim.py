@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from aligner.config.fields import Aliases, Count, Fraction, Natural, NonNegative, Positive
+from aligner.config.fields import Aliases, Beta, Count, Natural, NonNegative, Positive
 
 # NeMo's optimizers that are this one: AdamW by megatron-core, its state shared out over ranks.
 _ADAM_OF_NEMO = (
@@ -44,6 +44,6 @@ class OptimConfig:
     ] = "adam"
     lr: Positive = 1e-6
     weight_decay: NonNegative = 0.0  # of matrices; biases and norms have none
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)  # adam only
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # adam only
     eps: Positive = 1e-8  # adam only
     sched: SchedConfig = field(default_factory=SchedConfig)

@@ -5,6 +5,7 @@ Every refusal is a ``ConfigError`` that starts with the full dotted key and ends
 
 import dataclasses
 import difflib
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import (
@@ -132,14 +133,29 @@ def convert(hint: Any, value: Any, key: str) -> Any:
 
 
 def _convert_scalar(hint: type, value: Any, key: str) -> Any:
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return _finite(value, key)
     if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key}: must fit 64 bits, got {_show(value)}")
     if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    if value is None:
+        raise ConfigError(f"{key}: null is not allowed; expected {names[hint]}")
     raise ConfigError(f"{key}: expected {names[hint]}, got {_show(value)}")
+
+
+def _finite(value: float, key: str) -> float:
+    """What is infinite, or NaN, has no use in a sum; "no limit" has a key's null or 0."""
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond any float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{key}: must be a finite number, got {_show(value)}")
+    return number
 
 
 def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
@@ -149,10 +165,13 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
             value = constraint.resolve(value)
         elif isinstance(constraint, Refused) and (reason := constraint.reason(value)) is not None:
             raise ConfigError(f"{key}={value}: {reason}")
+    ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]
+    if inner is float and isinstance(value, float) and not math.isfinite(value) and ranges:
+        raise ConfigError(f"{key}: must be a finite number {ranges[0]}, got {_show(value)}")
     converted = convert(inner, value, key)
-    for constraint in constraints:
-        if isinstance(constraint, Range) and not constraint.contains(converted):
-            raise ConfigError(f"{key}: must be {constraint}, got {_show(value)}")
+    for allowed in ranges:
+        if not allowed.contains(converted):
+            raise ConfigError(f"{key}: must be {allowed}, got {_show(value)}")
     return converted
 
 
@@ -219,4 +238,11 @@ def _join(prefix: str, key: str) -> str:
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else f"{value!r} ({type(value).__name__})"
+    if value is None:
+        return "null"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "too long a number to show"
+    text = text if len(text) <= 200 else f"{text[:200]}..."
+    return f"{text} ({type(value).__name__})"

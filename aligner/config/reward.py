@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from aligner.config.fields import Count, Positive
+from aligner.config.fields import Count, Seconds
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class RewardServerConfig:
     url: str  # such as http://host:5555
     token_env: str | None = None  # environment variable that holds the bearer token; null: none
     token_file: str | None = None  # or a file that holds it
-    timeout_s: Positive = 60.0  # longest wait for one answer
-    retry_for_s: Positive = 300.0  # a server that does not answer is asked again for so long
+    timeout_s: Seconds = 60.0  # longest wait for one answer
+    retry_for_s: Seconds = 300.0  # a server that does not answer is asked again for so long
     samples_per_request: Count = 64
     concurrent_requests: Count = 4
 
@@ -49,7 +49,7 @@ class RewardConfig:
     # metric accuracy, and nobody learns from it. null: none.
     function: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of it
-    time_limit_s: Positive = 60.0  # of the function, for one whole batch
+    time_limit_s: Seconds = 60.0  # of the function, for one whole batch
     # Reward of a sample for which it does not answer in time; null: that ends the run.
     timeout_reward: float | None = 0.0
     max_concurrency: Count = 1  # parts of a batch it scores at the same time, each in a process

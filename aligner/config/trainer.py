@@ -163,7 +163,7 @@ class RSTrainerConfig(ProcessConfig):
 
 def parse_duration(text: str) -> float:
     """Seconds of ``DD:HH:MM:SS``; ``ValueError`` where it is not that."""
-    match = re.fullmatch(r"(\d+):(\d\d):([0-5]\d):([0-5]\d)", text)
+    match = re.fullmatch(r"(\d{1,6}):(\d\d):([0-5]\d):([0-5]\d)", text)
     if match is None:
         raise ValueError(f"{text!r} is not DD:HH:MM:SS")
     days, hours, minutes, seconds = (int(part) for part in match.groups())

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aligner.config.fields import MOST_SECONDS
 from aligner.errors import ConfigError, RewardError, RewardTimeoutError
 from aligner.rewards.execution import Scored
 from aligner.rewards.processes import ProcessRunner
@@ -61,9 +62,10 @@ class RewardFunction:
         timeout_reward: float | None = None,
     ) -> None:
         """Use :meth:`load` or :meth:`wrap`."""
-        if time_limit_s <= 0:
+        if not 0 < time_limit_s <= MOST_SECONDS:
             raise ConfigError(
-                f"reward.time_limit_s={time_limit_s} must be a positive number of seconds"
+                f"reward.time_limit_s={time_limit_s} must be a positive number of seconds, at most "
+                f"{MOST_SECONDS:g}"
             )
         if max_concurrency < 1:
             raise ConfigError(f"reward.max_concurrency={max_concurrency} must be at least 1")

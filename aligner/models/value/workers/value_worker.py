@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from aligner.checkpoint.archive import named_by
 from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.published import published_role
@@ -70,9 +71,10 @@ class ValueWorker(RoleWorker[Critic], ABC):
         tokenizer = as_tokenizer(tokenizer)
         body_path = config.restore_from_path or model.restore_from_path
         settings = critic_settings(config, model, run, max_optimizer_steps)
-        super().__init__(
-            self.load(settings, body_path, weights_path, tokenizer, parallel), parallel
-        )
+        own_body = config.restore_from_path is not None and weights_path is None
+        with named_by("critic.restore_from_path" if own_body else "model.restore_from_path"):
+            critic = self.load(settings, body_path, weights_path, tokenizer, parallel)
+        super().__init__(critic, parallel)
         if init_optimizer:
             self.model.setup_training()
         if optimizer_path is not None:

@@ -1,0 +1,94 @@
+"""Values that no setting can have are refused by key: infinities, NaN, numbers without end."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.algorithms.build_distill import check_teacher
+from aligner.checkpoint.adapters import adapter_shapes
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import LoraConfig, load_config
+from aligner.config.fields import MOST_SECONDS, Range
+from aligner.errors import CheckpointNotFoundError, ConfigError
+from aligner.rewards.function import RewardFunction
+
+CONF = str((Path(__file__).parents[2] / "conf").resolve())
+
+
+def ppo(*overrides):
+    needed = ["model.restore_from_path=m.nemo", "data.train.source=d.jsonl", "reward.function=m:f"]
+    with initialize_config_dir(config_dir=CONF, version_base="1.3"):
+        return load_config(compose("gpt_ppo", overrides=[*needed, *overrides]))
+
+
+NUMBERS = [
+    *("model.optim.lr", "model.optim.weight_decay", "model.optim.sched.min_lr"),
+    *("trainer.ppo.reward.scale", "trainer.ppo.reward.shift", "trainer.ppo.reward.clip"),
+    *("trainer.ppo.improper_end.penalty", "model.ppo.entropy_bonus", "model.ppo.kl_loss.coef"),
+    *("trainer.ppo.initial_policy_kl_penalty", "model.peft.lora_tuning.alpha"),
+    *("reward.time_limit_s", "cluster.timeout_s", "model.ppo.sampling_params.temperature"),
+]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_are_finite(key):
+    for value in ("inf", "-inf", "nan", "9" * 400, "'1e999'", "''"):
+        with pytest.raises(ConfigError, match=rf"^{key}: .*(finite|number)"):
+            ppo(f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"seed={2**64}", "seed: must fit 64 bits"),
+        ("seed=1e300", "seed: must fit 64 bits"),
+        ("trainer.ppo.max_steps=" + "9" * 400, "trainer.ppo.max_steps: must fit 64 bits"),
+        ("model.optim.betas=[1.0,1.0]", r"betas\[0\]: must be between 0 and 1 \(exclusive\)"),
+        ("reward.time_limit_s=1e300", r"reward.time_limit_s: must be between 0 and 2e\+06"),
+        ("cluster.timeout_s=1e300", r"cluster.timeout_s: must be between 0 and 2e\+06"),
+        ("trainer.max_time=00:00:99:99", r"trainer.max_time=00:00:99:99: expected"),
+        ("trainer.max_time=" + "9" * 20 + ":00:00:00", "trainer.max_time=9.*: expected"),
+        ("'reward.attribute_weights=[1.0,inf]'", r"attribute_weights\[1\]: must be a finite"),
+    ],
+)
+def test_what_no_machine_can_count_is_refused(override, message):
+    with pytest.raises(ConfigError, match=message) as refusal:
+        ppo(override.strip("'"))
+    assert len(str(refusal.value)) < 400
+
+
+def test_long_values_that_can_be_are_kept():
+    config = ppo(f"seed={2**63 - 1}", "trainer.max_time=400:99:59:59", "reward.time_limit_s=1e6")
+    assert config.seed == 2**63 - 1
+    assert config.trainer.max_seconds == ((400 * 24 + 99) * 60 + 59) * 60 + 59
+    assert Range(low=0.0, high=1.0).contains(1.0)
+    assert not Range(low=0.0).contains(float("inf"))
+
+
+def test_time_limits_of_functions():
+    for seconds in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0):
+        with pytest.raises(ConfigError, match="time_limit_s="):
+            RewardFunction.wrap(lambda *_: [], time_limit_s=seconds)
+
+
+def test_adapters_larger_than_the_model_are_refused():
+    with pytest.raises(ConfigError, match=r"adapter_dim=1000000000 is more than .*linear_qkv of"):
+        adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=10**9))
+    assert adapter_shapes(TINY_ARCHITECTURE, LoraConfig(adapter_dim=32))
+
+
+def test_a_checkpoint_that_is_not_there_is_named_by_its_own_key(tiny_nemo):
+    from aligner.models.value.workers.megatron_value_worker import MegatronValueWorkerImpl
+
+    config = ppo("critic.restore_from_path=nope.nemo", f"model.restore_from_path={tiny_nemo}")
+    with pytest.raises(CheckpointNotFoundError, match=r"nope.*; check critic\.restore_from_path"):
+        MegatronValueWorkerImpl(config.critic, None, model=config.model)
+    with initialize_config_dir(config_dir=CONF, version_base="1.3"):
+        from aligner.config import DistillRunConfig
+
+        needed = ["model.restore_from_path=m.nemo", "data.train.source=d.jsonl"]
+        composed = compose("gpt_distill", [*needed, "teacher.restore_from_path=nope.nemo"])
+    distill = load_config(composed, DistillRunConfig)
+    with pytest.raises(CheckpointNotFoundError, match=r"nope.*; check teacher\.restore_from_path"):
+        check_teacher(distill, None)
