@@ -141,6 +141,8 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
         raise ConfigError(f"{key}: must fit 64 bits, got {_show(value)}")
     if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
+    if value is None:
+        raise ConfigError(f"{key}: null is not allowed; give it a value")
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if value is None:
         raise ConfigError(f"{key}: null is not allowed; expected {names[hint]}")

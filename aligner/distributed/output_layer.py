@@ -31,6 +31,23 @@ class OutputLayerBypass(nn.Module):
         return hidden, None
 
 
+class CapturingOutputLayer(nn.Module):
+    """Stands where the output layer was, keeps the hidden states, and returns next to nothing.
+
+    ``captured_hidden``: where they are put, float ``[S, B, H]`` under ``hidden_states``.
+    """
+
+    def __init__(self, captured_hidden: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.captured_hidden = captured_hidden
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """``[S, B, H]`` in, ``[S, B, 1]`` out, which speaks of nothing."""
+        del args, kwargs
+        self.captured_hidden["hidden_states"] = hidden_states
+        return hidden_states[..., :1], None
+
+
 @contextlib.contextmanager
 def bypassed_output_layer(gpt: "GPTModel") -> Iterator[None]:
     """Let ``gpt(...)`` return hidden states ``[B, S, H]`` (on the last pipeline stage)."""

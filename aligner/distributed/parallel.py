@@ -142,6 +142,16 @@ def initialize_parallel(
     )
 
 
+def joined_parallel(*, sequence_parallel: bool = False) -> ParallelState:
+    """The groups that this process has joined; one process's own where it has joined none."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return initialize_parallel()
+    tensor, pipeline, context, expert = _current_sizes()
+    return initialize_parallel(ParallelConfig(tensor, pipeline, context, expert, sequence_parallel))
+
+
 def _current_sizes() -> tuple[int, int, int, int]:
     from megatron.core import parallel_state
 

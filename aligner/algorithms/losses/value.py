@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.interfaces import LossInputType
+from aligner.algorithms.losses.interfaces import LossInputType, as_loss
 from aligner.algorithms.masked import masked_mean
 from aligner.config.fields import NonNegative
 from aligner.config.parse import build
@@ -123,3 +123,35 @@ class MseValueLossFn:
         denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
         loss, metrics = self._loss(TokenOutputs(values), data, denominators)
         return self.scale * loss, {**metrics, "loss": self.scale * metrics["loss"]}
+
+
+def right_shift_values(values: Tensor) -> Tensor:
+    """Numbers ``[B, S]`` read at each token as values of the states before each token.
+
+    Position t gets what was read up to t - 1, position 0 gets 0: the one frame's convention.
+    """
+    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
+
+
+class RightShiftedLoss:
+    """A value loss for a critic whose output speaks of the token just read.
+
+    ``loss_fn``: of values before each token; one of this library's or a published one.
+    """
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = as_loss(loss_fn)
+
+    @property
+    def rows_per_group(self) -> int:
+        """Of the loss."""
+        return self.loss_fn.rows_per_group
+
+    def __call__(
+        self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the shifted values; ``outputs.values_or_logprobs`` float32 ``[B, S]``."""
+        shifted = TokenOutputs(right_shift_values(outputs.values_or_logprobs))
+        return self.loss_fn(shifted, batch, denominators)

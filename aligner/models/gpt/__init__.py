@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from aligner.models.gpt.loading import load_from_nemo
     from aligner.models.gpt.megatron import MegatronGPTModel
     from aligner.models.gpt.reference import ReferencePolicy
-    from aligner.models.gpt.reward import MegatronGPTRewardModel
+    from aligner.models.gpt.reward import (
+        REWARD_MODEL_CLASS_DICT,
+        MegatronGPTRewardModel,
+        RewardModelType,
+    )
     from aligner.models.gpt.rs_actor import MegatronGPTRSModel
 
 _HOMES = {
@@ -21,7 +25,9 @@ _HOMES = {
     "MegatronGPTModel": "megatron",
     "MegatronGPTRSModel": "rs_actor",
     "MegatronGPTRewardModel": "reward",
+    "REWARD_MODEL_CLASS_DICT": "reward",
     "ReferencePolicy": "reference",
+    "RewardModelType": "reward",
     "load_from_nemo": "loading",
 }
 
@@ -31,12 +37,31 @@ __all__ = [
     "MegatronGPTModel",
     "MegatronGPTRSModel",
     "MegatronGPTRewardModel",
+    "REWARD_MODEL_CLASS_DICT",
     "ReferencePolicy",
+    "RewardModelType",
     "load_from_nemo",
 ]
+# NeMo-Aligner's classes that are these; the loss that tells its actors apart is an argument here.
+_NEMO_ALIGNER = {
+    "GPTKnowledgeDistillationModel": "MegatronGPTActorModel",
+    "GPTSFTModel": "MegatronGPTRSModel",
+    "MegatronGPTDPOModel": "MegatronGPTActorModel",
+    "MegatronGPTKTOModel": "MegatronGPTActorModel",
+    "MegatronGPTRegressionRewardModel": "MegatronGPTRewardModel",
+    "MegatronGPTReinforceActorModel": "MegatronGPTActorModel",
+}
+_ABSENT = {
+    "GPTSteerLMModel": "train a reward model on ratings (examples/train_gpt_reward.py) and sample "
+    "against it (examples/train_gpt_rs.py)",
+    "MegatronGPTSPINModel": "use trainer.dpo with pairs of given and own responses "
+    "(python -m aligner.data.form_pairs)",
+}
 
 
 def __getattr__(name: str) -> Any:
+    name = _NEMO_ALIGNER.get(name, name)
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -5,11 +5,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from aligner.algorithms.losses.interfaces import as_loss
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
+from aligner.distributed.parallel import joined_parallel
 from aligner.models.gpt.given_settings import SectionType
 from aligner.models.gpt.hidden_states import OutputLayerBypass, full_hidden_states
 from aligner.models.gpt.megatron import MegatronGPTModel
@@ -19,7 +22,9 @@ from aligner.models.gpt.pipeline import (
     MicroBatches,
     forward_step,
     loss_head,
+    split_microbatches,
 )
+from aligner.models.gpt.token_layout import LayoutRules
 from aligner.models.gpt.value_head import ValueHead
 from aligner.models.interfaces import CriticModelInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -68,6 +73,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         """`forward_step_value` with this role's head and loss."""
         return partial(
             forward_step_value,
+            None,
             denominators.valid_seqs,
             denominators.valid_tokens,
             value_head=getattr(self.gpt, "rm_head", None),
@@ -134,24 +140,37 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
 
 
 def forward_step_value(
+    state: Any,
     global_valid_seqs: Tensor,
     global_valid_toks: Tensor,
-    data_iterator: Iterator[Microbatch],
+    data_iterator: Iterator[Microbatch | Mapping[str, Tensor]],
     model: nn.Module,
     *,
     value_head: nn.Module | None,
-    loss_fn: LossFunction,
+    loss_fn: Any,
+    pack_sequences: bool = False,
+    defer_fp32_logits: bool | None = None,
+    cp_normalize: bool = True,
+    policy_cfg: Mapping[str, Any] | None = None,
     right_shift: bool = True,
 ) -> tuple[Tensor, Callable[..., Any]]:
     """megatron-core's forward step of a critic: hidden states, values, loss.
 
     Args:
+        state: not read; the schedule keeps no state here.
         global_valid_seqs: sequences that count in the global batch, the loss's denominator or
         global_valid_toks: tokens that do.
-        data_iterator: this rank's micro-batches.
+        data_iterator: this rank's micro-batches, laid out or as columns: ``input_ids`` int64
+            ``[b, S]``, ``input_lengths`` int64 ``[b]`` and what the loss reads.
         model: this stage of the body, wrapped or not.
         value_head: `ValueHead`; None on the stages before the last, which have none.
-        loss_fn: what the values are trained with.
+        loss_fn: what the values are trained with, one of this library's or a published one.
+        pack_sequences: lay columns out in one row without padding; a micro-batch that is laid out
+            says itself how.
+        defer_fp32_logits: not read; no logits are made, and values are float32.
+        cp_normalize: False multiplies the loss by the context-parallel size, which the gradient's
+            sum over those ranks otherwise counts once.
+        policy_cfg: not read; what it says of packing and layout stands in the other arguments.
         right_shift: see `value_outputs`.
 
     Returns:
@@ -164,8 +183,26 @@ def forward_step_value(
             unwrap_model(model), hidden, microbatch, value_head, right_shift=right_shift
         )
 
+    del state, defer_fp32_logits, policy_cfg
     denominators = Denominators(valid_tokens=global_valid_toks, valid_seqs=global_valid_seqs)
-    return forward_step(data_iterator, model, head=loss_head(outputs, loss_fn, denominators))
+    head = loss_head(outputs, as_loss(loss_fn), denominators)
+    repeats = 1 if cp_normalize else parallel_state.get_context_parallel_world_size()
+
+    def repeated(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = head(hidden, microbatch)
+        return loss * repeats, {**metrics, "loss": metrics["loss"] * repeats}
+
+    microbatch = next(data_iterator)
+    if not isinstance(microbatch, Microbatch):
+        microbatch = _laid_out(microbatch, unwrap_model(model), pack_sequences)
+    return forward_step(iter([microbatch]), model, head=head if repeats == 1 else repeated)
+
+
+def _laid_out(columns: Mapping[str, Tensor], gpt: GPTModel, pack_sequences: bool) -> Microbatch:
+    """All rows as one micro-batch, in the layout of this process's groups."""
+    parallel = joined_parallel(sequence_parallel=gpt.config.sequence_parallel)
+    rules = LayoutRules.of(parallel, packed=pack_sequences, sequence_length_round=1)
+    return split_microbatches(columns, [(0, columns["input_ids"].shape[0])], rules)[0]
 
 
 def value_outputs(

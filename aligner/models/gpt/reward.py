@@ -1,6 +1,7 @@
 """Reward models: a GPT body whose head scores a whole sequence at its last token."""
 
 import dataclasses
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ from aligner.models.gpt.pipeline import MicroBatches
 from aligner.models.gpt.settings import RoleSettings
 
 _STANDARDIZATION = "reward_standardization"
+
+
+class RewardModelType(enum.Enum):
+    """NeMo-Aligner's kinds of reward models; one class is both."""
+
+    BINARY_RANKING = "binary_ranking"  # trained on comparisons
+    REGRESSION = "regression"  # trained on ratings of attributes
 
 
 @dataclass(frozen=True)
@@ -149,9 +157,9 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     def nemo_keys(self) -> dict[str, Any]:
         """NeMo-Aligner's keys of a reward model, and the attributes' names beside their number."""
         known = self.standardization
-        kind = "regression" if self.attributes else "binary_ranking"
+        kind = RewardModelType.REGRESSION if self.attributes else RewardModelType.BINARY_RANKING
         keys: dict[str, Any] = {
-            "reward_model_type": kind,
+            "reward_model_type": kind.value,
             _STANDARDIZATION: {
                 "enable": known is not None,
                 "mean": 0.0 if known is None else known.mean,
@@ -166,6 +174,9 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         return keys
 
 
+REWARD_MODEL_CLASS_DICT = dict.fromkeys(RewardModelType, MegatronGPTRewardModel)
+
+
 def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
     """Attributes that a `.nemo`'s head rates; none: it was trained on comparisons.
 
@@ -175,7 +186,8 @@ def saved_attributes(checkpoint: ModelSource) -> tuple[str, ...] | None:
         return None
     outputs = checkpoint.weights[REWARD_HEAD[0]].shape[0]
     named = (checkpoint.config.get("regression") or {}).get("attributes") or []
-    if checkpoint.config.get("reward_model_type") != "regression" and outputs == 1:
+    kind = checkpoint.config.get("reward_model_type")
+    if kind != RewardModelType.REGRESSION.value and outputs == 1:
         return ()
     if len(named) == outputs:
         return tuple(map(str, named))

@@ -1,12 +1,15 @@
 """One process's share of a critic on megatron-core."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+from megatron.core.utils import unwrap_model as _unwrap_model
 
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
@@ -17,7 +20,16 @@ from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights
 from aligner.models.role_worker import micro_batches_of, tensors_on_device
 from aligner.models.value.workers.value_worker import ValueWorker
 
-__all__ = ["MegatronValueWorker", "MegatronValueWorkerImpl", "ValueHead", "forward_step_value"]
+__all__ = [
+    "MegatronValueWorker",
+    "MegatronValueWorkerImpl",
+    "TokenizerType",
+    "ValueHead",
+    "_ValueOutputLayerBypass",
+    "_unwrap_model",
+    "forward_step_value",
+]
+TokenizerType = TypeVar("TokenizerType", bound=Tokenizer)
 
 
 class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
