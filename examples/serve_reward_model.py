@@ -28,7 +28,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=16, help="... per forward pass")
     parser.add_argument("--max-waiting", type=int, default=4096, help="sequences that may wait")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a request waits")
-    parser.add_argument("--add-bos", action="store_true", help="as the model was trained")
+    parser.add_argument(
+        "--add-bos",
+        action="store_true",
+        default=None,
+        help="begin sequences with BOS; for files that do not say how they were trained",
+    )
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
     parser.add_argument(
         "--tensor-model-parallel-size", type=int, default=1, help="processes of torchrun"

@@ -114,7 +114,7 @@ def _check_model(
     ):
         attributes = rated_attributes(checkpoint, model.restore_from_path)
         architecture = checkpoint.architecture
-        SequenceEncoder(checkpoint.tokenizer, 1, add_bos=model.add_bos)
+        SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
     check_weights(config.reward.attribute_weights, attributes, model.restore_from_path)
     check_layout(architecture, config.model.parallel, model.workers or engine.worlds[0])
     if model.share_body_with_critic:
@@ -156,8 +156,8 @@ def start_reward_model(
         named_by("reward.model.restore_from_path"),
         open_nemo(model.restore_from_path) as checkpoint,
     ):
-        own_tokenizer = checkpoint.tokenizer
-        positions = checkpoint.architecture.max_position_embeddings
+        encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
+        own_tokenizer = encoder.tokenizer
     frozen, facts = _frozen(config.model, model), run_facts(config, config.loop)
     front: RewardModel | SharedBodyReward
     if model.share_body_with_critic:
@@ -176,7 +176,7 @@ def start_reward_model(
     weights = config.reward.attribute_weights
     return ModelReward(
         front,
-        SequenceEncoder(own_tokenizer, positions, add_bos=model.add_bos),
+        encoder,
         tokenizer,
         weights=check_weights(weights, front.attributes, model.restore_from_path),
         micro_batch_size=model.micro_batch_size,

@@ -12,7 +12,7 @@ from aligner.algorithms.supervised import Examples, Task
 from aligner.checkpoint.model_source import open_model
 from aligner.config import PromptSourceConfig, RewardRunConfig
 from aligner.config.checks import check_longest_example
-from aligner.data.preferences import PairDataset, collate_pairs
+from aligner.data.preferences import Pair, PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
@@ -48,8 +48,9 @@ def train_reward_model(config: RewardRunConfig) -> None:
                 max_optimizer_steps=updates,
             )
 
-        def standardize(role: RoleFront) -> None:
+        def finish(role: RoleFront) -> None:
             assert isinstance(role, RewardModel)
+            role.remember_sequences(data.add_bos, last_token(train))
             measured_on = {"train": train, "validation": validation, None: None}
             judged = measured_on[loop.standardize_on]
             if judged is not None:
@@ -62,7 +63,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
             "reward_model",
             longest,
             dropped_note(train.dropped_too_long, "training examples", "data.max_length"),
-            before_saving=standardize,
+            before_saving=finish,
         )
 
     run_lesson(config, loop, loop.limit_val_examples, data.shuffle, lesson)
@@ -84,6 +85,14 @@ def load_judged(
         )
     strength_counts = config.trainer.reward_model.variant != "plain"
     return load_pairs(data, source, tokenizer, rewards_in_order=strength_counts)
+
+
+def last_token(examples: Dataset) -> int | None:
+    """The token that ends every sequence; None where they end in several."""
+    items: list[Any] = [examples[index] for index in range(len(examples))]
+    sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
+    ends = {example.ids[-1] for pair in sequences for example in pair}
+    return ends.pop() if len(ends) == 1 else None
 
 
 def _task(

@@ -17,7 +17,7 @@ class RewardModelConfig:
 
     restore_from_path: str  # a .nemo file of examples/train_gpt_reward.py, or of NeMo-Aligner
     micro_batch_size: Count = 16  # sequences per forward pass, per data-parallel rank
-    add_bos: bool = False  # begin sequences with the BOS token; as it was trained
+    add_bos: bool | None = None  # begin sequences with the BOS token; null: as its file says
     workers: Count | None = None  # ray: workers of its own; null: beside the policy's
     offload_weights: bool = False  # weights to host memory while idle
     # No body of its own: it scores in the critic's, into which its weights are swapped from host

@@ -20,6 +20,7 @@ from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.form_pairs import form_pairs
 from aligner.errors import RewardServerError
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
+from aligner.models.gpt.reward import SequenceForm
 from aligner.models.reward.sequences import SequenceEncoder
 from aligner.observe.metrics import read_metrics
 
@@ -83,6 +84,7 @@ def test_a_preference_is_learned_from_other_seeds(tmp_path, tiny_nemo, seed):
 def test_the_trained_file_ranks_and_is_standardised(trained):
     """Of the very responses that it was measured on, mean 0 and deviation 1."""
     model = load_from_nemo(MegatronGPTRewardModel, restore_path=trained[2])
+    assert model.sequence_form == SequenceForm(add_bos=False, end_id=byte_level_tokenizer().eos_id)
     rows = form_pairs(split="validation", size=128, seed=0, high=4, shots=1)
     encoder = SequenceEncoder(byte_level_tokenizer(), 256)
     chosen_and_rejected = [

@@ -1,21 +1,25 @@
 """Reward models in one process: heads, files, standardisation, and what they are shown."""
 
 import dataclasses
+import json
 import math
 
 import pytest
 import torch
 
+from aligner.algorithms.build_reward_model import last_token
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import TrainedModelConfig, parse_config
 from aligner.config.run import RewardRunConfig, RunConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.preferences import PairDataset
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.data.supervised import ExampleFormat
+from aligner.data.tokenizer import tokenizer_from_files
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.reward import Standardization
+from aligner.models.gpt.reward import SequenceForm, Standardization
 from aligner.models.gpt.settings import RoleSettings, RunFacts
 from aligner.models.reward.attributes import attribute_parts, check_weights, weighted
 from aligner.models.reward.sequences import SequenceEncoder
@@ -131,6 +135,48 @@ def test_a_sequence_ends_in_one_eos_whatever_the_policy_drew():
         encoder.ids("1+1=", "2" * 8)
     with_bos = SequenceEncoder(tokenizer, 12, add_bos=True)
     assert with_bos.ids("1+1=", "2") == [tokenizer.bos_id, *ids]
+
+
+def test_a_file_remembers_what_the_sequences_of_its_training_were_like(tiny_nemo, tmp_path):
+    first, path = worker(tiny_nemo), tmp_path / "trained.nemo"
+    first.remember_sequences(add_bos=True, end_id=65)
+    first.save_checkpoint(str(path))
+    tokenizer = byte_level_tokenizer()
+    with open_nemo(path) as checkpoint:
+        encoder = SequenceEncoder.of_checkpoint(checkpoint, None)
+        assert encoder.ids("1+1=", "2") == [tokenizer.bos_id, *tokenizer.encode("1+1=2"), 65]
+        SequenceEncoder.of_checkpoint(checkpoint, True)
+        with pytest.raises(ConfigError, match=r"add_bos=false, but .* trained on sequences with"):
+            SequenceEncoder.of_checkpoint(checkpoint, False)
+    with open_nemo(tiny_nemo) as checkpoint:  # says nothing
+        assert not SequenceEncoder.of_checkpoint(checkpoint, None).add_bos
+        assert SequenceEncoder.of_checkpoint(checkpoint, True).add_bos
+        assert SequenceEncoder.of_checkpoint(checkpoint, None).end_id == tokenizer.eos_id
+    assert worker(path, init_optimizer=False).model.sequence_form == SequenceForm(True, 65)
+    assert worker(path).model.sequence_form is None  # learns on, from who knows what
+
+
+@pytest.mark.parametrize("bad", [5, {"add_bos": 1, "end_id": 2}, {"add_bos": True, "end_id": "x"}])
+def test_a_form_that_makes_no_sense_is_refused(bad):
+    with pytest.raises(CheckpointError, match=r"reward_sequences of model_config.yaml is"):
+        SequenceForm.of_config({"reward_sequences": bad})
+
+
+def test_sequences_end_as_those_of_training_did(tmp_path):
+    """A base model under ChatML: chats end with ``<|im_end|>``, plain text with EOS."""
+    files = byte_level_tokenizer().files()
+    config = {**json.loads(files["tokenizer_config.json"]), "eos_token": "<|endoftext|>"}
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    tokenizer = tokenizer_from_files(files)
+    plain = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    chat = {**plain, "prompt": [{"role": "user", "content": "a"}]}
+
+    def end_of(*rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return last_token(PairDataset.load(path, tokenizer))
+
+    assert (end_of(plain), end_of(chat, chat), end_of(plain, chat)) == (256, 258, None)
 
 
 def test_attributes_are_weighted():

@@ -20,6 +20,30 @@ from aligner.models.gpt.pipeline import MicroBatches
 from aligner.models.gpt.settings import RoleSettings
 
 _STANDARDIZATION = "reward_standardization"
+_SEQUENCES = "reward_sequences"
+
+
+@dataclass(frozen=True)
+class SequenceForm:
+    """What the sequences of its training began and ended with: a score means little elsewhere."""
+
+    add_bos: bool
+    end_id: int | None  # the token that the score stands at; None: not always the same one
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
+        """What a ``model_config.yaml`` says; None where it does not."""
+        found = config.get(_SEQUENCES)
+        if found is None:
+            return None
+        add_bos = found.get("add_bos") if isinstance(found, Mapping) else None
+        end_id = found.get("end_id") if isinstance(found, Mapping) else None
+        if not isinstance(add_bos, bool) or not isinstance(end_id, int | None):
+            raise CheckpointError(
+                f"{_SEQUENCES} of model_config.yaml is {found!r}; it must have add_bos, true or "
+                "false, and end_id, a token id or null"
+            )
+        return cls(add_bos, end_id)
 
 
 class RewardModelType(enum.Enum):
@@ -81,6 +105,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
     config_types = (TrainedModelConfig, ModelConfig, RSModelConfig, CriticConfig)
     right_shift = False
     standardization: Standardization | None = None  # applied by `infer`, never in training
+    sequence_form: SequenceForm | None = None  # None: nobody said
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -152,6 +177,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
             **options,
         )
         model.standardization = Standardization.of_config(checkpoint.config)
+        model.sequence_form = SequenceForm.of_config(checkpoint.config)
         return model
 
     def nemo_keys(self) -> dict[str, Any]:
@@ -166,6 +192,8 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
                 "std": 1.0 if known is None else known.std,
             },
         }
+        if self.sequence_form is not None:
+            keys[_SEQUENCES] = dataclasses.asdict(self.sequence_form)
         if self.attributes:
             keys["regression"] = {
                 "num_attributes": len(self.attributes),

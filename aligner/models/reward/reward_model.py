@@ -70,3 +70,10 @@ class RewardModel(RoleFront):
     def standardize(self, mean: float, std: float) -> None:
         """Rewards are ``(reward - mean) / std`` from now on, in the saved model too."""
         run_on_all(self.worker_group, "standardize", mean=mean, std=std)
+
+    def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
+        """Whether training's sequences began with BOS, and the token that ended all of them.
+
+        Saved with the model; who asks it makes such sequences.
+        """
+        run_on_all(self.worker_group, "remember_sequences", add_bos=add_bos, end_id=end_id)

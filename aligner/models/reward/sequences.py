@@ -1,36 +1,79 @@
 """What a reward model reads of a response: the sequence that its training data would have had.
 
 That is ``prompt + response + EOS`` in the reward model's own tokens, whatever tokens the policy
-drew. Its score stands at the EOS, where it was trained. A stop string that ended the response is no
-part of it. A response that ran into the length limit gets the EOS too, for a score elsewhere would
-mean nothing: PPO can charge for it by ``trainer.ppo.improper_end``; rejection sampling cannot.
+drew; in place of EOS the token that ended all sequences of its training, where its file names one
+(the end of a turn in a chat template). Its score stands there. A stop string that ended the
+response is no part of it. A response that ran into the length limit gets that token too, for a
+score elsewhere would mean nothing: PPO can charge for it by ``trainer.ppo.improper_end``; rejection
+sampling cannot.
 """
 
 from collections.abc import Sequence
 
+from aligner.checkpoint.nemo import NemoCheckpoint
 from aligner.data.collate import pad_right
 from aligner.data.decoding import common_prefix, decode_response
 from aligner.data.supervised import encode_pair
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.errors import RewardError, TokenizerError
+from aligner.errors import ConfigError, RewardError, TokenizerError
+from aligner.models.gpt.reward import SequenceForm
 
 
 class SequenceEncoder:
     """Texts to the token sequences of one reward model."""
 
-    def __init__(self, tokenizer: Tokenizer, max_length: int, *, add_bos: bool = False) -> None:
-        """``max_length``: positions of the model. ``add_bos``: begin with BOS unless text does."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_length: int,
+        *,
+        add_bos: bool = False,
+        end_id: int | None = None,
+    ) -> None:
+        """Set up.
+
+        Args:
+            tokenizer: the reward model's.
+            max_length: positions of the model.
+            add_bos: begin with BOS unless text does.
+            end_id: the token that a sequence ends with; None: EOS.
+        """
         if add_bos and tokenizer.bos_id is None:
             raise TokenizerError(
-                "reward.model.add_bos=true, but the reward model's tokenizer has no BOS token; set "
-                "it to false"
+                "reward.model.add_bos=true, but the reward model's tokenizer has no BOS token; "
+                "leave it at null"
             )
         self.tokenizer, self.max_length, self.add_bos = tokenizer, max_length, add_bos
+        self.end_id = tokenizer.eos_id if end_id is None else end_id
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: NemoCheckpoint, add_bos: bool | None) -> "SequenceEncoder":
+        """For a reward model's file, which says what its training's sequences were like.
+
+        ``add_bos``: what the configuration says; None: nothing. Of older files, which say nothing
+        either, none has BOS.
+
+        Raises:
+            ConfigError: the two differ.
+        """
+        form = SequenceForm.of_config(checkpoint.config) or SequenceForm(bool(add_bos), None)
+        if add_bos is not None and add_bos != form.add_bos:
+            raise ConfigError(
+                f"reward.model.add_bos={str(add_bos).lower()}, but the reward model was trained on "
+                f"sequences {'with' if form.add_bos else 'without'} BOS; leave it at null"
+            )
+        return cls(
+            checkpoint.tokenizer,
+            checkpoint.architecture.max_position_embeddings,
+            add_bos=form.add_bos,
+            end_id=form.end_id,
+        )
 
     def ids(self, prompt: str, response: str) -> list[int]:
-        """Tokens of ``prompt + response + EOS``; `RewardError` where they are too many."""
+        """Tokens of prompt, response and end; `RewardError` where they are too many."""
         ids, _ = encode_pair(self.tokenizer, prompt, response)
+        ids[-1] = self.end_id
         bos = self.tokenizer.bos_id
         if self.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]

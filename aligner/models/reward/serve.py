@@ -37,7 +37,7 @@ class ServeOptions:
     # Sequences that may wait: further requests are told to come later, and one of more is refused.
     max_waiting: int = 4096
     timeout_s: float = 120.0  # a request waits so long for the model
-    add_bos: bool = False
+    add_bos: bool | None = None  # None: as the model's file says
     precision: Literal["32", "bf16"] = "32"
     tensor_model_parallel_size: int = 1
 
@@ -51,17 +51,14 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
     parallel = initialize_parallel(parallel_config)
     with open_nemo(options.model) as checkpoint:
         rated_attributes(checkpoint, options.model)  # a language model is refused
-        tokenizer, architecture = checkpoint.tokenizer, checkpoint.architecture
-    encoder = SequenceEncoder(
-        tokenizer, architecture.max_position_embeddings, add_bos=options.add_bos
-    )
+        encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
     model = RewardModel(
         LocalCluster(parallel),
         TrainedModelConfig(
             restore_from_path=options.model,
             tensor_model_parallel_size=options.tensor_model_parallel_size,
         ),
-        tokenizer,
+        encoder.tokenizer,
         RunFacts(precision=options.precision),
         init_optimizer=False,
     )

@@ -9,7 +9,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
-from aligner.models.gpt.reward import MegatronGPTRewardModel, Standardization
+from aligner.models.gpt.reward import MegatronGPTRewardModel, SequenceForm, Standardization
 from aligner.models.gpt.settings import RunFacts, continuing, reward_settings
 from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
 
@@ -54,7 +54,8 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
         super().__init__(model, parallel)
         if init_optimizer:
             model.setup_training()
-            model.standardization = None  # of the weights as they were before training
+            # Of the weights as they were before training, and of what they were trained on.
+            model.standardization = model.sequence_form = None
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
         self._offloads = offload_weights
@@ -69,6 +70,10 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
     def standardize(self, mean: float, std: float) -> None:
         """Standardise by these numbers from now on, and save them with the model."""
         self.model.standardization = Standardization(mean, std)
+
+    def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
+        """Save with the model what the sequences of its training were like (`SequenceForm`)."""
+        self.model.sequence_form = SequenceForm(add_bos, end_id)
 
     def attributes(self) -> tuple[str, ...]:
         """Names of what the head rates; none where it was trained on comparisons."""
