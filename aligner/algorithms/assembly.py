@@ -41,6 +41,7 @@ from aligner.observe.loggers import make_loggers
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter
 from aligner.observe.report import write_report
+from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter
 from aligner.observe.startup import Restored, StartupFacts, startup_report
 
@@ -82,7 +83,7 @@ def launch_run(
     with ExitStack() as closing:
         engine = open_engine(config, log_dir(config), closing)
         console = Console(quiet=not is_rank_zero())
-        for note in prepare_log_dir(config):
+        for note in prepare_log_dir(config, closing):
             console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
         inputs = load(engine, closing)
         started = time.monotonic()
@@ -260,15 +261,21 @@ def finish(
         )
 
 
-def prepare_log_dir(config: BaseRunConfig) -> list[str]:
+def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     """Refuse a directory that is not this run's or cannot be written, and bad names.
 
-    What is to be said of the directory is returned; see `run_directory`.
+    No other process may write it until ``closing`` closes. What is to be said of the directory is
+    returned; see `run_directory`.
     """
     check_names([config.monitor])
     folder = log_dir(config)
     directory = RunDirectory(folder, RunStateStore(folder / "run_state"))
-    return on_rank_zero(lambda: directory.prepare(RunIdentity.of(config), config))
+
+    def prepare() -> list[str]:
+        closing.callback(RunLock(folder).release)
+        return directory.prepare(RunIdentity.of(config), config)
+
+    return on_rank_zero(prepare)
 
 
 def log_dir(config: BaseRunConfig) -> Path:

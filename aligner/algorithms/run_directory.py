@@ -20,7 +20,6 @@ from aligner.config.run import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
 from aligner.errors import CheckpointError, ConfigError, DamagedStateError, DataError
 from aligner.observe.jsonl import read_lines
-from aligner.observe.run_lock import RunLock
 
 RUN_FILE = "run.json"
 _HISTORY = ("metrics.jsonl", "samples.jsonl")
@@ -149,24 +148,13 @@ class RunDirectory:
     def prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
         """Make sure that what the run finds is its own, or nothing; what is to be said of it.
 
+        Call it while holding the directory's `RunLock`, and hold that until the run has ended.
+
         Raises:
             ConfigError: another run is there, or any with ``exp_manager.resume_if_exists=false``.
             CheckpointError: the run there cannot be continued.
-            StorageError: the directory cannot be written, or another process writes it.
+            StorageError: the directory cannot be written.
         """
-        lock = RunLock(self.folder)
-        try:
-            return self._prepare(identity, config)
-        finally:
-            lock.release()
-
-    def mark_saved(self) -> None:
-        """Note that a run state was saved: if none is there later, it was lost."""
-        record = self._record()
-        if not record.get("saved"):
-            self._write({**record, "saved": True})
-
-    def _prepare(self, identity: RunIdentity, config: BaseRunConfig) -> list[str]:
         exp = config.exp_manager
         notes = []
         if exp.start_anew:
@@ -189,6 +177,12 @@ class RunDirectory:
             self._check_same(identity, exp.accept_changed)
         self._write({"identity": identity.as_dict(), "saved": bool(states)})
         return notes
+
+    def mark_saved(self) -> None:
+        """Note that a run state was saved: if none is there later, it was lost."""
+        record = self._record()
+        if not record.get("saved"):
+            self._write({**record, "saved": True})
 
     def _check_same(self, identity: RunIdentity, accepted: Sequence[str]) -> None:
         """Refuse another run's states; one that is damaged says nothing (the loop skips it)."""

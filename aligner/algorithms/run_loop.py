@@ -140,7 +140,6 @@ class RunLoop:
         stopped it before.
         """
         total = self.schedule.total_steps
-        patience = min(self.schedule.max_skipped_steps, total - (done or 0))
         with (
             stop_signal(is_rank_zero()) as stopped,
             Progress(
@@ -163,7 +162,8 @@ class RunLoop:
                 if is_last or self.schedule.validates(step) or (out_of_time and not interrupted):
                     outcome = _joined(outcome, self.learner.validate(step, timers))
                 written = self._record(step, outcome, timers, progress)
-                self._check_learning(step, outcome.idle_roles, patience)
+                made = step - (done or 0) if is_last else None
+                self._check_learning(step, outcome.idle_roles, made)
                 if is_last or self.schedule.saves(step) or interrupted or out_of_time:
                     self._save(step, written)
                 if (interrupted or out_of_time) and not is_last:
@@ -234,8 +234,11 @@ class RunLoop:
             print_samples(outcome.samples, self.console)  # samples.jsonl has those of every step
         return metrics
 
-    def _check_learning(self, step: int, idle: tuple[str, ...], patience: int) -> None:
-        """Warn of a step that made no update, and end the run after ``patience`` in a row."""
+    def _check_learning(self, step: int, idle: tuple[str, ...], made: int | None) -> None:
+        """Warn of a step without an update; end a run that has only such, or many in a row.
+
+        ``made``: after the last step, the number of those that were made.
+        """
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if not idle:
             return
@@ -248,7 +251,7 @@ class RunLoop:
             f"{steps}: no update of the {' and the '.join(idle)} was made, for every loss or "
             "gradient was NaN or infinite"
         )
-        if self._idle_steps >= patience:
+        if self._idle_steps in (self.schedule.max_skipped_steps, made):
             raise NonFiniteError(
                 f"{told}; the run learns nothing and ends. The samples are in "
                 f"{self.store.root.parent / 'nonfinite'}: look at the rewards and the weights, "

@@ -10,7 +10,7 @@ from types import FrameType
 
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 # A terminal sends Ctrl-C to every process, and launchers hand it on: that is not a second one.
-_ECHO_S = 1.0
+_ECHO_S = 0.5
 
 
 class StopRequest:
