@@ -182,8 +182,8 @@ def test_blocks_are_commands_data_or_drawings():
     check(problems, "name its language: sh (it is composed and run), python, json, yaml or text")
 
 
-SECTIONS = ("model", "trainer", "data", "critic", "reward", "generation", "cluster", "policy")
-KEY = re.compile(rf"[+~]*((?:{'|'.join([*SECTIONS, 'exp_manager', 'teacher'])})(?:\.\w+)+)(=.*)?")
+SECTIONS = sorted({name for root, _ in ROOTS.values() for name in field_types(root)})
+KEY = re.compile(rf"[+~]*((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(=.*)?")
 FILES = (
     ".py",
     ".safetensors",
