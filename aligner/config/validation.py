@@ -45,6 +45,7 @@ class ValidationConfig:
                 repetition_penalty=sampling.repetition_penalty,
                 use_greedy=sampling.use_greedy if self.use_greedy is None else self.use_greedy,
                 end_strings=sampling.end_strings,
+                end_tokens=sampling.end_tokens,
             ),
         )
         return None if own == Drawing(length, sampling) else own

@@ -98,8 +98,8 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def with_end_tokens(self, tokens: Sequence[str]) -> "Tokenizer":
-        """The same tokenizer, for which these tokens (as text) end a response as well.
+    def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
+        """The same tokenizer, for which these tokens (text or ids) end a response as well.
 
         Raises:
             TokenizerError: one of them is no token.

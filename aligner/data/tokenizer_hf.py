@@ -136,12 +136,12 @@ class HuggingFaceTokenizer:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
 
-    def with_end_tokens(self, tokens: Sequence[str]) -> "HuggingFaceTokenizer":
+    def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
         """The same, for which ``tokens`` end a response as well; ``files()`` remembers them."""
         ids = []
         for token in tokens:
-            found = self._backend.token_to_id(token)
-            if found is None:
+            found = token if isinstance(token, int) else self._backend.token_to_id(token)
+            if found is None or not 0 <= found < self._vocab_size:
                 raise TokenizerError(
                     f"end_tokens: {token!r} is no token of {self._origin}; text of several tokens "
                     "goes into end_strings"

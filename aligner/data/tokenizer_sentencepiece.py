@@ -81,11 +81,15 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode(ids)
         return text
 
-    def with_end_tokens(self, tokens: Sequence[str]) -> "SentencePieceTokenizer":
+    def with_end_tokens(self, tokens: Sequence[str | int]) -> "SentencePieceTokenizer":
         """The same, for which these pieces end a response as well."""
-        ids = [int(self._processor.piece_to_id(token)) for token in tokens]
+        ids = [
+            token if isinstance(token, int) else int(self._processor.piece_to_id(token))
+            for token in tokens
+        ]
         for token, found in zip(tokens, ids, strict=True):
-            if self._processor.id_to_piece(found) != token:
+            is_piece = 0 <= found < self.vocab_size
+            if not (is_piece and token in (found, self._processor.id_to_piece(found))):
                 raise TokenizerError(
                     f"end_tokens: {token!r} is no piece of {self._origin}; text of several pieces "
                     "goes into end_strings"

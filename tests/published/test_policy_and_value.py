@@ -349,6 +349,12 @@ def test_a_policy_without_generation_does_not_generate(tokenizer):
         Policy(Clusters(), policy_config(generation={"stop_token_ids": [9999]}), tokenizer)
 
 
+def test_stop_token_ids_end_responses_too(tokenizer):
+    ends = {"max_new_tokens": 6, "stop_token_ids": [65, tokenizer.eos_id]}
+    policy = Policy(Clusters(), policy_config(generation=ends), tokenizer)
+    assert policy.tokenizer.end_ids == (tokenizer.eos_id, 65)
+
+
 # Workers -----------------------------------------------------------------------------------------
 
 

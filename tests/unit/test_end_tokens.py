@@ -11,6 +11,7 @@ from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo import open_nemo, save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import LengthParams, ModelConfig, PolicyPPOConfig, SamplingParams
+from aligner.config.validation import ValidationConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.decoding import decode_response
 from aligner.data.supervised import encode_chat
@@ -54,6 +55,9 @@ def test_they_come_from_the_tokenizer_the_template_and_the_generation_config():
     assert more.end_ids == (EOS, TURN, 97)
     assert base.end_ids == (EOS, TURN)
     assert tokenizer_from_files(more.files()).end_ids == (EOS, TURN, 97)
+    assert base.with_end_tokens([97, TURN]).end_ids == (EOS, TURN, 97)
+    with pytest.raises(TokenizerError, match="end_tokens: 9999 is no token"):
+        base.with_end_tokens([9999])
     with pytest.raises(TokenizerError, match=r"end_tokens: 'ab' is no token .*end_strings"):
         base.with_end_tokens(["ab"])
     with pytest.raises(TokenizerError, match=r"eos_token_id=\['x'\] .* must be a token id"):
@@ -79,6 +83,8 @@ def test_they_travel_through_conversions(tmp_path):
 
 def test_a_run_knows_those_that_its_configuration_adds(base_nemo):
     ppo = PolicyPPOConfig(sampling_params=SamplingParams(end_tokens=("!",)))
+    assert ValidationConfig().drawing(ppo) is None  # validation is drawn as training is
+    assert ValidationConfig(max_length=5).drawing(ppo).sampling.end_tokens == ("!",)
     tokenizer, _ = describe_model(ModelConfig(restore_from_path=str(base_nemo), ppo=ppo))
     assert tokenizer.end_ids == (EOS, TURN, ord("!"))
 

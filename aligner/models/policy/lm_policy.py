@@ -16,7 +16,7 @@ from aligner.config.published import PublishedRole, published_role
 from aligner.data.tokenizer import Tokenizer, as_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, TokenizerError
 from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.settings import RunFacts
 from aligner.models.interfaces import (
@@ -91,7 +91,8 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         check_policy_backend(backend, config)
         tokenizer = as_tokenizer(tokenizer)
         self._published = published
-        self._check_end_tokens(tokenizer)
+        if published is not None and published.stop_token_ids:
+            tokenizer = _with_stop_tokens(tokenizer, published.stop_token_ids)
         workers = cluster.start_workers(
             worker_class(WORKERS, backend),
             name_prefix,
@@ -202,17 +203,6 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             )
         return output
 
-    def _check_end_tokens(self, tokenizer: Tokenizer) -> None:
-        if self._published is None:
-            return
-        others = set(self._published.stop_token_ids) - {tokenizer.eos_id}
-        if others:
-            raise ConfigError(
-                f"policy.generation.stop_token_ids={sorted(self._published.stop_token_ids)}: a "
-                f"response ends with the tokenizer's token {tokenizer.eos_id}; leave it out, or "
-                "give stop_strings"
-            )
-
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Ready the workers to generate."""
         run_on_all(self.worker_group, "prepare_for_generation")
@@ -226,3 +216,11 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
         """Ready the workers to score tokens."""
         run_on_all(self.worker_group, "prepare_for_lp_inference")
+
+
+def _with_stop_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokenizer:
+    """The tokenizer, for which these end a response beside its own."""
+    try:
+        return tokenizer.with_end_tokens(ids)
+    except TokenizerError as error:
+        raise ConfigError(f"policy.generation.stop_token_ids={list(ids)}: {error}") from error
