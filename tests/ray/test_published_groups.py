@@ -1,0 +1,173 @@
+"""Worker groups on Ray as NeMo-RL publishes them: builders, environment, handles, futures."""
+
+import numpy as np
+import pytest
+import torch
+from ray_workers import TELLER, Teller
+
+from aligner.algorithms.losses.value import MseValueLossFn
+from aligner.checkpoint.nemo import open_nemo
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.ray_worker import Failure
+from aligner.distributed.virtual_cluster import RayVirtualCluster
+from aligner.distributed.worker_groups import AXES, RayWorkerBuilder, RayWorkerGroup
+from aligner.errors import ConfigError, DataError, LayoutError
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.value.lm_value import Value
+
+pytestmark = pytest.mark.ray
+MEGATRON = {
+    "enabled": True,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+}
+
+
+def value_config(path, **megatron):
+    return {
+        "model_name": str(path),
+        "train_global_batch_size": 4,
+        "train_micro_batch_size": 2,
+        "megatron_cfg": {**MEGATRON, **megatron},
+        "dtensor_cfg": {"enabled": False},
+        "dynamic_batching": {"enabled": False},
+        "sequence_packing": {"enabled": False},
+    }
+
+
+def policy_config(path, **megatron):
+    generation = {"max_new_tokens": 4, "temperature": 1.0, "pad_token_id": 0}
+    return {**value_config(path, **megatron), "generation": generation}
+
+
+def prompts():
+    ids = torch.randint(3, 200, (4, 5), generator=torch.Generator().manual_seed(3))
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([5, 3, 4, 5])})
+
+
+def trained_batch():
+    returns = torch.randn(4, 5, generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(4, 5)
+    mask[:, 0] = 0
+    return BatchedDataDict(
+        {**prompts(), "token_mask": mask, "sample_mask": torch.ones(4), "returns": returns}
+    )
+
+
+@pytest.fixture
+def cluster(ray):
+    cluster = RayVirtualCluster([2], max_colocated_worker_groups=2, timeout_s=280)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_builders_environment_and_workers_per_node(cluster, monkeypatch):
+    pair = NamedSharding(layout=np.arange(2), names=["data_parallel"])
+    group = RayWorkerGroup(
+        cluster,
+        RayWorkerBuilder(Teller, 10, fail=False),  # a class, and an argument by position
+        name_prefix="teller",
+        workers_per_node=[2],
+        sharding_annotations=pair,
+        env_vars={"ANOTHER_PYTHON": "from env_vars"},
+    )
+    places = group.get_all_worker_results(group.run_all_workers_single_data("place"))
+    assert [place["ANOTHER_PYTHON"] for place in places] == ["from env_vars"] * 2
+    assert group.run_single_worker_single_data("echo", data=[1, 2]).get_results() == [(0, [10, 20])]
+    one = RayWorkerGroup(cluster, RayWorkerBuilder(TELLER), "one", workers_per_node=1)
+    assert len(one.workers) == 1
+    for wrong in (3, [1, 1], 0):
+        with pytest.raises(ConfigError, match=r"workers_per_node=.*\[2\] bundles"):
+            RayWorkerGroup(cluster, RayWorkerBuilder(TELLER), "many", workers_per_node=wrong)
+
+
+def test_workers_are_called_one_by_one_and_futures_are_lists(cluster, ray):
+    group = RayWorkerGroup(cluster, RayWorkerBuilder(TELLER, factor=2), "teller")
+    answers = ray.get([worker.echo.remote([3], plus=1) for worker in group.workers])
+    assert answers == [(0, [7]), (1, [7])]
+    futures = group.run_all_workers_single_data("echo")
+    assert isinstance(futures, list)
+    assert ray.get(futures) == futures.get_results() == [(0, None), (1, None)]
+    with pytest.raises(Failure, match="row 7 is empty"):
+        ray.get(group.workers[0].refuse.remote(error=DataError("row 7 is empty")))
+    with pytest.raises(Failure, match="KeyError: 'nowhere'"):
+        ray.get(group.run_all_workers_single_data("stumble"))
+    assert str(group.workers[1]).startswith("teller rank 1 (")
+
+
+@pytest.mark.ray_heavy
+def test_policy_and_value_with_layouts_of_their_own(cluster, ray, tiny_nemo):
+    """As written: a cluster that knows no layout, mappings that do; the critic has another one."""
+    with open_nemo(tiny_nemo) as checkpoint:
+        tokenizer = checkpoint.tokenizer
+    pair = {"tensor_model_parallel_size": 2, "env_vars": {"ALIGNER_PUBLISHED": "ray"}}
+    with pytest.raises(LayoutError, match=r"2 workers .* tensor 4"):
+        Policy(cluster, policy_config(tiny_nemo, tensor_model_parallel_size=4), tokenizer)
+    policy = Policy(cluster, policy_config(tiny_nemo, **pair), tokenizer)
+    value = Value(cluster, value_config(tiny_nemo), tokenizer)
+    sizes = [front.sharding_annotations.shape for front in (policy, value)]
+    assert [size["tensor_parallel"] for size in sizes] == [2, 1]
+    assert [size["data_parallel"] for size in sizes] == [1, 2]
+    assert policy.get_logprobs(prompts())["logprobs"].shape == (4, 5)
+    assert policy.generate(prompts(), greedy=True)["output_ids"].shape[0] == 4
+    value.prepare_for_training()
+    assert value.train(trained_batch(), MseValueLossFn())["loss"] > 0
+
+    def mean_square(logits, data, global_valid_seqs, global_valid_toks):
+        return (logits.square() * data["token_mask"]).sum() / global_valid_toks, {}
+
+    assert value.train(trained_batch(), mean_square)["loss"] >= 0
+    names = [key for keys in policy.prepare_weights_for_ipc(1) for key in keys]
+    offers = ray.get(
+        [
+            each.get_weights_ipc_handles.remote(keys=names[:1])
+            for each in policy.worker_group.workers
+        ]
+    )
+    assert len(offers) == 2
+    policy.offload_after_refit()
+    assert policy.shutdown()
+    del policy
+    again = Policy(  # the room of the one that has ended
+        cluster, policy_config(tiny_nemo, **pair), tokenizer, init_optimizer=False
+    )
+    del again  # ends its workers, for the fixture finds none left
+
+
+@pytest.mark.ray_heavy
+def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo):
+    with open_nemo(tiny_nemo) as checkpoint:
+        tokenizer = checkpoint.tokenizer
+    places = NamedSharding(layout=np.arange(2).reshape(1, 1, 1, 2), names=AXES)
+    config = value_config(tiny_nemo, tensor_model_parallel_size=2)
+    builder = RayWorkerBuilder(
+        "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
+        config,
+        tokenizer=tokenizer,
+        init_optimizer=True,
+        weights_path=None,
+        optimizer_path=None,
+        worker_sharding_annotations=places,
+    )
+    group = RayWorkerGroup(
+        cluster,
+        builder,
+        name_prefix="lm_value",
+        workers_per_node=2,
+        sharding_annotations=places,
+        env_vars={},
+    )
+    shards = prompts().shard_by_batch_size(1, batch_size=None)
+    model_axes = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
+    future = group.run_all_workers_sharded_data(
+        "get_values",
+        data=shards,
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=model_axes,
+        output_is_replicated=model_axes,
+    )
+    (result,) = group.get_all_worker_results(future)
+    assert result["values"].shape == (4, 5)
+    assert group.shutdown(cleanup_method="shutdown")
