@@ -1,9 +1,17 @@
 """The two GSM8K recipes are one recipe on two backends."""
 
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from test_conf import CONF
 
 from aligner.config import load_config
+from aligner.observe.metric_names import check_names
 
 NAME = "ppo_qwen2.5_1.5b_gsm8k_1n8g"
 
@@ -31,9 +39,88 @@ def test_they_differ_in_the_backend_alone():
 
 def test_they_are_what_the_reference_documents_state():
     config = composed("dtensor")
+    assert config.trainer.ppo.max_steps == 100
     assert (config.model.optim.lr, config.critic.optim.lr) == (1e-6, 1e-5)
     assert config.model.ppo.ppo_epochs == 1
     assert (config.trainer.num_nodes, config.trainer.devices) == (1, 8)
     assert config.reward.function == "aligner.rewards.math_verify:reward"
     assert config.data.train.source == "aligner.data.gsm8k:gsm8k_prompts"
     assert config.data.train.arguments["suffix"] == config.data.validation.arguments["suffix"]
+
+
+SETTINGS = re.findall(
+    r"^\| `([\w.]+)` \| `?([^`|]+?)`? \| `([\w.]+)` \| `?([^`|]+?)`? \|",
+    (CONF.parent / "docs" / "value_parity.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_the_table_of_settings_is_the_recipes():
+    """What stands beside NeMo-RL's settings is what the recipe says."""
+    config = leaves(composed("megatron").as_dict())
+    assert len(SETTINGS) >= 18
+    for _, _, key, said in SETTINGS:
+        value = config[key]
+        assert yaml.safe_load(said) == value, (key, said, value)
+
+
+def write_run(folder, *lines):
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def run_check(monkeypatch, capsys):
+    """The script with these arguments: its status, and what it printed."""
+    spec = importlib.util.spec_from_file_location(
+        "check_metrics", CONF.parent / "examples" / "check_metrics.py"
+    )
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "check_metrics", script)
+    spec.loader.exec_module(script)
+
+    def run_check(*arguments):
+        monkeypatch.setattr(sys, "argv", ["check_metrics.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            script.main()
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out + printed.err
+
+    return run_check
+
+
+def test_the_command_of_the_header_judges_a_run(tmp_path, run_check):
+    """The thresholds at step 40, as the recipe's header gives them."""
+    header = (CONF / "recipes" / f"{NAME}_megatron.yaml").read_text()
+    conditions = re.findall(r'"([\w/]+ > [\d.]+)"', header)
+    assert conditions == ["train_rollouts/rewards > 0.75", "val_rollouts/accuracy > 0.65"]
+    names = [condition.split()[0] for condition in conditions]
+    check_names(dict.fromkeys(names, 0.0))
+
+    def judged(rewards, accuracy):
+        line = {"step": 40, names[0]: rewards, names[1]: accuracy}
+        folder = write_run(tmp_path / "run", {"step": 39, names[0]: 0.9}, line)
+        return run_check(folder, "--step", "40", *conditions)
+
+    status, printed = judged(0.76, 0.66)
+    assert status == 0
+    assert "holds: val_rollouts/accuracy = 0.66 > 0.65" in printed
+    for rewards, accuracy in ((0.75, 0.9), (0.9, 0.65), ("NaN", 0.9)):
+        status, printed = judged(rewards, accuracy)
+        assert status == 1
+        assert printed.count("fails") == 1
+
+
+def test_what_cannot_be_judged_is_said(tmp_path, run_check):
+    folder = write_run(tmp_path / "run", {"step": 39, "train_rollouts/rewards": 0.9})
+    condition = "train_rollouts/rewards > 0.75"
+    for arguments, words in (
+        ([str(folder), "--step", "40", condition], "no step 40; the last is 39"),
+        ([str(folder), "--step", "39", "val_rollouts/accuracy > 0"], "val_check_interval"),
+        ([str(folder), "--step", "39", "accuracy is good"], "not a condition"),
+        ([str(tmp_path), "--step", "39", condition], "no such file"),
+    ):
+        status, printed = run_check(*arguments)
+        assert (status, words in printed) == (2, True), printed

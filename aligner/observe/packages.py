@@ -22,7 +22,8 @@ class OptionalPackage:
 OPTIONAL_PACKAGES = (
     OptionalPackage(
         "apex",
-        "torch's AdamW and gradient norms instead of the fused ones",
+        "with Transformer Engine nothing: megatron-core takes its fused optimizer first; else "
+        "torch's AdamW and gradient norms",
         "NVIDIA Apex from source, or an NGC PyTorch container",
         gpu_only=True,
         submodule="optimizers",
@@ -30,7 +31,7 @@ OPTIONAL_PACKAGES = (
     ),
     OptionalPackage(
         "transformer_engine",
-        "no FP8; the local layer spec instead of Transformer Engine's",
+        "no FP8; the local layer spec; Apex's fused optimizer or, without Apex, torch's AdamW",
         "pip install transformer_engine[pytorch], or an NGC PyTorch container",
         gpu_only=True,
     ),
