@@ -35,7 +35,7 @@ RUNS = {
 OPTIONS = {"distill_tiny_cpu": ["trainer.distill.on_policy=true"]}  # so that sampling resumes too
 
 
-def run(folder, nemo, teacher, recipe, steps):
+def run(folder, nemo, teacher, recipe, steps, *options):
     module, function, root, section = RUNS[recipe]
     settings = [
         f"model.restore_from_path={nemo}",
@@ -47,6 +47,7 @@ def run(folder, nemo, teacher, recipe, steps):
         "model.optim.sched.max_steps=8",
         "data.validation.arguments.size=16",
         *OPTIONS.get(recipe, []),
+        *options,
     ]
     if recipe == "distill_tiny_cpu":
         settings.append(f"teacher.restore_from_path={teacher}")
@@ -75,3 +76,27 @@ def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo, teacher
         assert set(one.weights) == set(other.weights)
         assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)
         assert one.config == other.config  # with the measured standardisation of a reward model
+
+
+def test_dynamic_sampling_ends_with_its_epochs_and_resumes_to_the_bit(tmp_path, tiny_nemo):
+    """Two passes over 48 prompts, 16 a step: 6 steps where every prompt teaches, and few do."""
+    options = [
+        "data.train.arguments.size=48",
+        "trainer.ppo.max_epochs=2",
+        "trainer.ppo.save_interval=1",
+        "trainer.ppo.dynamic_sampling.enabled=true",
+        "trainer.ppo.dynamic_sampling.max_rollouts=2",
+        "trainer.ppo.improper_end.mode=mask",
+        "model.ppo.length_params.max_length=8",
+        "model.ppo.sampling_params.end_strings=['1','2','3','4']",
+    ]
+    through, stopped = tmp_path / "through", tmp_path / "stopped"
+    run(through, tiny_nemo, None, "grpo_tiny_cpu", -1, *options)
+    for steps in (1, 2, -1, -1):  # the last time nothing is left to do
+        run(stopped, tiny_nemo, None, "grpo_tiny_cpu", steps, *options)
+    assert repr(numbers(stopped)) == repr(numbers(through))
+    lines = numbers(through)
+    assert 2 < len(lines) - 1 < 6
+    prompts = sum(line["train_rollouts/samples_drawn"] for line in lines[1:]) / 4
+    assert 96 <= prompts < 96 + 16
+    assert lines[-1]["progress/consumed_samples"] == 4 * prompts
