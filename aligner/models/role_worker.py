@@ -203,6 +203,7 @@ class RoleWorker(Generic[Served]):
         weights_path: str,
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
+        **kwargs: Any,
     ) -> None:
         """Write the role, each part complete or not at all.
 
@@ -213,7 +214,9 @@ class RoleWorker(Generic[Served]):
                 without that suffix becomes a Hugging Face directory.
             optimizer_path: directory for the float32 weights, moments and step, a file per worker.
             tokenizer_path: directory for the tokenizer's files.
+            kwargs: published arguments without a counterpart; named in a warning.
         """
+        note_unused("save_checkpoint", kwargs)
         if weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:

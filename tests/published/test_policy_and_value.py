@@ -355,10 +355,40 @@ def test_stop_token_ids_end_responses_too(tokenizer):
     assert policy.tokenizer.end_ids == (tokenizer.eos_id, 65)
 
 
+def test_stop_tokens_end_a_response_too(tiny_nemo, tokenizer, cluster):
+    """What the first response begins with ends it, once it is told to."""
+    greedy = {"max_new_tokens": 6, "temperature": 1.0}
+    roles = {"init_optimizer": False, "init_reference_model": False}
+    policy = Policy(cluster, policy_config(tiny_nemo, generation=greedy), tokenizer, **roles)
+    first = policy.generate(prompts(), greedy=True)
+    row, length = first["output_ids"][0], prompts()["input_lengths"][0]
+    assert first["generation_lengths"][0] > 1
+    stop = {**greedy, "stop_token_ids": [int(row[length])]}
+    policy = Policy(cluster, policy_config(tiny_nemo, generation=stop), tokenizer, **roles)
+    output = policy.generate(prompts(), greedy=True)
+    assert output["generation_lengths"][0] == 1
+    assert output["is_end"][0]
+
+
+def test_packing_takes_the_published_extra_keys():
+    args = {
+        "train_mb_tokens": 8,
+        "logprob_mb_tokens": None,
+        "algorithm": "first_fit_decreasing",
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "sequence_length_pad_multiple": 1,
+        "max_tokens_per_microbatch": 8,
+    }
+    shards, order = prompts().shard_by_batch_size(2, batch_size=4, sequence_packing_args=args)
+    assert [shard.size for shard in shards] == [2, 2]
+    assert sorted(order) == [0, 1, 2, 3]
+
+
 # Workers -----------------------------------------------------------------------------------------
 
 
-def test_workers_take_published_arguments(tiny_nemo, tokenizer):
+def test_workers_take_published_arguments(tiny_nemo, tokenizer, tmp_path):
     place = NamedSharding(np.arange(1).reshape(1, 1, 1, 1), AXES)
     with pytest.warns(UserWarning, match="pre_init_communication_queue"):
         worker = MegatronPolicyWorker(
@@ -376,6 +406,9 @@ def test_workers_take_published_arguments(tiny_nemo, tokenizer):
     )
     assert repr(critic) == "MegatronValueWorker[rank=0/1]"
     assert critic.get_values(prompts())["values"].shape == (4, 5)
+    with pytest.warns(UserWarning, match="save_checkpoint: not used here: checkpointing_cfg"):
+        critic.save_checkpoint(str(tmp_path / "value.nemo"), checkpointing_cfg={})
+    assert (tmp_path / "value.nemo").exists()
     pair = NamedSharding(np.arange(2).reshape(1, 1, 1, 2), AXES)
     with pytest.raises(LayoutError, match="tensor_parallel 2, but the configuration says 1"):
         MegatronValueWorker(value_config(), tokenizer, worker_sharding_annotations=pair)

@@ -63,6 +63,8 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         if not isinstance(config, TrainedModelConfig):
             published = published_role(config)
             config, run = published.model, run or RunFacts.of(published)
+            if published.stop_token_ids:
+                tokenizer = as_tokenizer(tokenizer).with_end_tokens(published.stop_token_ids)
         run = run or RunFacts()
         parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)

@@ -161,10 +161,11 @@ class ValueWorker(RoleWorker[Critic], ABC):
         weights_path: str,
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
+        **kwargs: Any,
     ) -> None:
         """Write body and head, and what else is asked for; see `RoleWorker`."""
         self._settle()
-        super().save_checkpoint(weights_path, optimizer_path, tokenizer_path)
+        super().save_checkpoint(weights_path, optimizer_path, tokenizer_path, **kwargs)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Inverse of `save_checkpoint`, on any layout."""
