@@ -6,6 +6,7 @@
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
 # make test-extended   further seeds and variants of the learning tests
 # make test-ray    all tests on Ray: runs killed in every phase, two nodes
+# make campaign SEED=1 MINUTES=2   kills, damaged files, nonsense and hostile input, so long each
 # make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -18,9 +19,11 @@ TINY    := models/tiny.nemo
 VLLM_VENV  := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 DATA    ?= arithmetic
+SEED    ?= 1
+MINUTES ?= 2
 export GSM8K ?= data/gsm8k
 
-.PHONY: ppo pipeline test setup test-extended test-ray test-vllm vllm-env lint clean
+.PHONY: ppo pipeline test setup test-extended test-ray test-vllm campaign vllm-env lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -40,6 +43,9 @@ test-ray: $(READY) $(TINY)
 
 test-vllm: $(READY) $(VLLM_READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+campaign: $(READY) $(TINY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns --seed $(SEED) --minutes $(MINUTES) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""The product under kills, damaged files, nonsense and hostile input: `make campaign`."""

@@ -1,0 +1,348 @@
+"""What the campaigns share: runs of the scripts in forked children, what they left, and the tally.
+
+The heavy imports happen once, in this process; a case is a fork of it that leads a session of its
+own, so that killing it and finding what outlived it concern nobody else.
+"""
+
+import atexit
+import contextlib
+import os
+import random
+import resource
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+import aligner.algorithms.build
+import aligner.algorithms.build_distill
+import aligner.algorithms.build_preference
+import aligner.algorithms.build_supervised
+import aligner.models.gpt  # noqa: F401 - imported for the children
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "tiny.nemo"
+_MARK = "ALIGNER_CAMPAIGN"
+Case = TypeVar("Case")
+
+# One step of PPO in a second; a case adds what it is about.
+PPO = (
+    *("--config-name", "recipes/ppo_tiny_cpu", f"model.restore_from_path={TINY}"),
+    *("exp_manager.create_tensorboard_logger=false", "trainer.ppo.max_steps=1"),
+    *("trainer.ppo.val_check_interval=0", "data.validation.arguments.size=4"),
+    *("model.ppo.num_rollout_samples=8", "model.global_batch_size=8", "model.micro_batch_size=8"),
+    *("critic.global_batch_size=8", "critic.micro_batch_size=8"),
+)
+
+
+@dataclass
+class Campaign:
+    """One campaign while it runs: its chance, its time, its folder and its tally."""
+
+    name: str
+    seed: int
+    minutes: float
+    folder: Path
+    trials: int = 0
+    failures: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(f"{self.seed} {self.name}")
+        self._started = time.monotonic()
+        self._ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since it began, until it ended."""
+        return (self._ended or time.monotonic()) - self._started
+
+    def end(self) -> None:
+        """No more trials."""
+        self._ended = time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until it is to end."""
+        return self.minutes * 60 - self.seconds
+
+    def while_time(self, cases: Sequence[Case]) -> Iterator[Case]:
+        """``cases`` in an order of chance, each begun only while there is time; at least one."""
+        order = list(cases)
+        self.rng.shuffle(order)
+        for number, case in enumerate(order):
+            if number and self.seconds_left <= 0:
+                self.left_out.append(f"{len(order) - number} of {len(order)} cases")
+                return
+            yield case
+
+    def tell(self, case: str, good: bool, note: str) -> None:
+        """One trial has ended."""
+        self.trials += 1
+        if not good:
+            self.failures.append(f"{case}: {note}")
+        words = " ".join(note.split())
+        print(
+            f"  {'ok  ' if good else 'FAIL'} {self.seconds:4.0f} s  {case} | {words[:230]}",
+            flush=True,
+        )
+
+    def fresh(self, name: str) -> Path:
+        """An empty folder's path, which does not exist yet."""
+        path = self.folder / "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[:80]
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def summary(self) -> str:
+        """The one line that is left of it."""
+        state = "FAILED" if self.failures else "passed"
+        rest = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
+        return (
+            f"{self.name:16s} {state}: {self.trials} trials, {len(self.failures)} failures, "
+            f"{self.seconds:.0f} s{rest}"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    status: int  # minus the signal that ended it
+    output: str
+    seconds: float
+    left: tuple[int, ...]  # processes that outlived it
+    timed_out: bool
+
+    @property
+    def verdict(self) -> str:
+        """In a word; good ones are ``ok`` and ``refused``."""
+        if self.timed_out:
+            return "HANG"
+        if self.status < 0:
+            return f"signal {-self.status}"
+        if "Traceback (most recent call last)" in self.output:
+            return "TRACEBACK"
+        word = {0: "ok", 2: "refused"}.get(self.status, f"status {self.status}")
+        return f"{word}, processes left" if self.left else word
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it ended well or was refused by name."""
+        return self.verdict in ("ok", "refused")
+
+    @property
+    def last(self) -> str:
+        """The line that says most."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or [""])[-1]
+
+
+class Run:
+    """A script, or a function, in a forked child that leads a session."""
+
+    def __init__(
+        self,
+        script: str | None,
+        arguments: Sequence[object] = (),
+        *,
+        log: Path,
+        call: Callable[[], None] | None = None,
+        memory_gib: float | None = None,
+    ) -> None:
+        """Start ``examples/<script>.py``, or ``call``; ``memory_gib`` limits the address space."""
+        self.log, self._mark = log, uuid.uuid4().hex
+        self._started = time.monotonic()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._child(script, arguments, call, memory_gib)
+
+    def _child(
+        self,
+        script: str | None,
+        arguments: Sequence[object],
+        call: Callable[[], None] | None,
+        memory_gib: float | None,
+    ) -> None:
+        status = 99
+        try:
+            os.setsid()
+            os.environ.update({_MARK: self._mark, "COLUMNS": "300"})
+            os.chdir(ROOT)
+            with open(self.log, "ab") as log, open(os.devnull) as nothing:
+                os.dup2(nothing.fileno(), 0)
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            if memory_gib is not None:
+                limit = int(memory_gib * 2**30)
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            status = _status_of(call or (lambda: _run_script(script, arguments)))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(status)
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+        if not hasattr(self, "_status"):
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if not done:
+                return False
+            self._status = os.waitstatus_to_exitcode(status)
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def finish(self, timeout_s: float) -> Outcome:
+        """Wait; after ``timeout_s`` it is killed. What outlived it is named and then killed too."""
+        deadline = time.monotonic() + timeout_s
+        timed_out = False
+        while not self.poll():
+            if time.monotonic() > deadline:
+                timed_out = True
+                self.kill()
+            time.sleep(0.01)
+        grace = time.monotonic() + 5
+        while (left := self.left()) and time.monotonic() < grace:
+            time.sleep(0.05)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        output = self.log.read_text(errors="replace")
+        seconds = time.monotonic() - self._started
+        return Outcome(self._status, output, seconds, tuple(left), timed_out)
+
+    def left(self) -> list[int]:
+        """Processes of its session, or that it started."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid in (os.getpid(), self.pid):
+                    continue
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                is_ours = os.getsid(process.pid) == self.pid
+                if is_ours or process.environ().get(_MARK) == self._mark:
+                    found.append(process.pid)
+        return found
+
+
+def run(
+    campaign: Campaign,
+    script: str | None,
+    arguments: Sequence[object] = (),
+    *,
+    timeout_s: float = 60.0,
+    call: Callable[[], None] | None = None,
+    memory_gib: float | None = None,
+) -> Outcome:
+    """`Run` to its end."""
+    log = campaign.folder / "run.log"
+    log.unlink(missing_ok=True)
+    child = Run(script, arguments, log=log, call=call, memory_gib=memory_gib)
+    return child.finish(timeout_s)
+
+
+def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
+    """Metrics without timers, samples and digests of the weights of a run."""
+    import hashlib
+    import json
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    metrics = [
+        {key: value for key, value in json.loads(line).items() if not key.startswith("timers/")}
+        for line in lines
+    ]
+    samples = folder / "samples.jsonl"
+    files = [*folder.glob("*.nemo"), *folder.glob("*.safetensors")]
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return metrics, samples.read_text() if samples.exists() else "", digests
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
+    """A process of its own, with an interpreter of its own, for what cannot be forked."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, _MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(log, "ab") as stream:
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            cwd=ROOT,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def marked(mark: str) -> dict[int, psutil.Process]:
+    """Processes that `python` started with ``mark``, and those that these started."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = process
+    return found
+
+
+def end_marked(mark: str, grace_s: float) -> list[str]:
+    """Command lines of those that are still there after ``grace_s``; they are killed."""
+    deadline = time.monotonic() + grace_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    lines = []
+    for process in left.values():
+        with contextlib.suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline())[:100])
+            process.kill()
+    return lines
+
+
+def _run_script(script: str | None, arguments: Sequence[object]) -> None:
+    path = ROOT / "examples" / f"{script}.py"
+    sys.argv = [str(path), *map(str, arguments)]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _status_of(call: Callable[[], None]) -> int:
+    try:
+        call()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 2 if end.code.startswith("error: ") else 1
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+torch.set_num_threads(1)

@@ -1,0 +1,91 @@
+"""Runs that are killed as a group at any moment and continued, against one that was left alone.
+
+The moments are spread evenly over the time of a run, not only over its saves; where the steps are
+short (everything that scores with a function) a slow reward makes them last.
+"""
+
+import time
+from dataclasses import dataclass
+
+from campaigns.harness import TINY, Campaign, Run, learned
+
+_KILLS = 3
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    script: str
+    recipe: str
+    section: str
+    steps: int
+    settings: tuple[str, ...] = ()
+
+
+_SLOW = (
+    "reward.function=campaigns.slow_reward:reward",
+    "++reward.kwargs.seconds=0.2",
+)
+_GROUPS = ("model.ppo.num_rollouts_per_prompt=4",)
+_LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
+_ADAPTIVE = (
+    *("trainer.ppo.kl_controller.mode=adaptive", "trainer.ppo.kl_controller.horizon=200"),
+    *("trainer.ppo.initial_policy_kl_penalty=0.05", "model.ppo.ppo_epochs=2"),
+    *("model.optim.sched.name=linear", "trainer.ppo.critic_warmup_steps=2"),
+)
+_CASES = (
+    _Case("ppo", "ppo", "ppo", "ppo", 6, _SLOW),
+    _Case("ppo_adaptive", "ppo", "ppo", "ppo", 6, (*_SLOW, *_ADAPTIVE)),
+    _Case("ppo_lora", "ppo", "ppo", "ppo", 6, (*_SLOW, *_LORA)),
+    _Case("grpo", "reinforce", "grpo", "ppo", 6, (*_SLOW, *_GROUPS)),
+    _Case("rs", "rs", "rs", "rs", 6, _SLOW),
+    _Case("sft", "sft", "sft", "sft", 60),
+    _Case("sft_lora", "sft", "sft", "sft", 50, _LORA),
+    _Case("reward", "reward", "reward", "reward_model", 50),
+    _Case("dpo", "dpo", "dpo", "dpo", 25),
+    _Case("kto", "dpo", "kto", "dpo", 25),
+)
+
+
+def run_campaign(campaign: Campaign) -> None:
+    """Each case once alone, once with kills."""
+    for case in campaign.while_time(_CASES):
+        script = f"train_gpt_{case.script}"
+        alone, cut = campaign.fresh(f"{case.name}_alone"), campaign.fresh(f"{case.name}_cut")
+
+        def arguments(folder: object, case: _Case = case) -> list[str]:
+            return [
+                *("--config-name", f"recipes/{case.recipe}_tiny_cpu"),
+                *(f"model.restore_from_path={TINY}", f"exp_manager.explicit_log_dir={folder}"),
+                *("exp_manager.create_tensorboard_logger=false",),
+                *(f"trainer.{case.section}.max_steps={case.steps}",),
+                *(f"trainer.{case.section}.save_interval={max(2, case.steps // 12)}",),
+                *(f"trainer.{case.section}.val_check_interval={max(3, case.steps // 3)}",),
+                *("data.validation.arguments.size=16", *case.settings),
+            ]
+
+        whole = Run(script, arguments(alone), log=campaign.folder / f"{case.name}.log").finish(240)
+        if whole.status:
+            campaign.tell(case.name, False, f"left alone: {whole.verdict}: {whole.last}")
+            continue
+        moments = []
+        for _ in range(_KILLS):
+            life = Run(script, arguments(cut), log=campaign.folder / f"{case.name}_cut.log")
+            end = time.monotonic() + campaign.rng.uniform(0.3, whole.seconds * 0.8)
+            while not life.poll() and time.monotonic() < end:
+                time.sleep(0.005)
+            life.kill()
+            outcome = life.finish(30)
+            metrics = cut / "metrics.jsonl"
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            moments.append(f"{outcome.seconds:.1f} s, line {lines}")
+            if outcome.left:
+                campaign.tell(f"{case.name} killed", False, f"{len(outcome.left)} processes left")
+        last = Run(script, arguments(cut), log=campaign.folder / f"{case.name}_last.log")
+        outcome = last.finish(240)
+        if outcome.status:
+            campaign.tell(case.name, False, f"killed at {moments}; then {outcome.last}")
+            continue
+        same = [x == y for x, y in zip(learned(alone), learned(cut), strict=True)]
+        note = f"killed at {moments} of {whole.seconds:.1f} s; metrics, samples, weights {same}"
+        campaign.tell(case.name, all(same), note)

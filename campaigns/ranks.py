@@ -1,0 +1,69 @@
+"""Two ranks: a clean end, one rank killed, the launcher killed. Status, time to notice, orphans."""
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+from campaigns.harness import PPO, ROOT, Campaign, end_marked, free_port, marked, python
+
+_CASES = (
+    *("end torchrun", "end launcher", "rank 0 torchrun", "rank 1 torchrun", "rank 1 launcher"),
+    *("parent torchrun", "parent launcher"),
+)
+
+
+def run_campaign(campaign: Campaign) -> None:
+    """Each case once."""
+    for case in campaign.while_time(_CASES):
+        victim, launcher = case.rsplit(" ", 1)
+        folder = campaign.fresh(case)
+        mark, log = uuid.uuid4().hex, Path(f"{folder}.log")
+        steps = 2 if victim == "end" else 400
+        words: list[object] = [ROOT / "examples" / "train_gpt_ppo.py", *PPO]
+        words += [f"trainer.ppo.max_steps={steps}", "trainer.devices=2", "model.micro_batch_size=4"]
+        words += ["critic.micro_batch_size=4", f"exp_manager.explicit_log_dir={folder}"]
+        if launcher == "torchrun":
+            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2)
+            words = [*torchrun, "--master-port", free_port(), *words]
+        process = python(*words, log=log, mark=mark)
+        try:
+            if victim != "end":
+                _wait_for(folder / "metrics.jsonl", process, 120)
+                time.sleep(campaign.rng.uniform(0.1, 2.0))
+                _kill(victim, process.pid, mark)
+            started = time.monotonic()
+            with contextlib.suppress(Exception):
+                process.wait(120)
+            took, status = time.monotonic() - started, process.poll()
+            left = end_marked(mark, 15)
+        finally:
+            end_marked(mark, 0)
+        right = status == 0 if victim == "end" else status not in (0, None)
+        lines = log.read_text(errors="replace").strip().splitlines()
+        note = f"status {status} after {took:.1f} s, left {left}; {lines[-1:]}"
+        campaign.tell(case, right and not left, note)
+
+
+def _wait_for(path: Path, process: object, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _kill(victim: str, parent: int, mark: str) -> None:
+    if victim == "parent":
+        os.kill(parent, signal.SIGKILL)
+        return
+    rank = victim.split()[1]
+    for process in marked(mark).values():
+        with contextlib.suppress(psutil.Error):
+            words = " ".join(process.cmdline())
+            is_worker = "train_gpt_ppo" in words and "torch.distributed.run" not in words
+            if is_worker and process.environ().get("RANK", "0") == rank:
+                process.kill()
+                return

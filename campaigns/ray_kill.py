@@ -1,0 +1,88 @@
+"""PPO on a Ray of its own: a worker killed, the driver killed. Same bits, nothing left behind."""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+from campaigns.harness import ROOT, TINY, Campaign, end_marked, learned, marked, python
+
+_VICTIMS = ("policy", "value", "driver")
+
+
+def run_campaign(campaign: Campaign) -> None:
+    """Once alone, then as many victims as there is time for."""
+    if importlib.util.find_spec("ray") is None:
+        campaign.left_out.append("all cases: Ray is not installed")
+        return
+    alone = campaign.fresh("alone")
+    status, left = _whole(campaign, alone)
+    campaign.tell("left alone", status == 0 and not left, f"status {status}, left {left}")
+    if status:
+        return
+    for victim in campaign.while_time(_VICTIMS):
+        folder, mark = campaign.fresh(victim), uuid.uuid4().hex
+        process = python(*_words(folder), log=Path(f"{folder}.log"), mark=mark)
+        try:
+            target, deadline = campaign.rng.randint(1, 5), time.monotonic() + 200
+            while process.poll() is None and _lines(folder) < target:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+            time.sleep(campaign.rng.uniform(0, 0.4))
+            pid = process.pid if victim == "driver" else _worker(victim, mark)
+            if pid is None:
+                campaign.tell(victim, False, "no such worker was found")
+                continue
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(Exception):
+                process.wait(300)
+            status, left = process.poll(), end_marked(mark, 30)
+        finally:
+            end_marked(mark, 0)
+        if victim == "driver":
+            status, more = _whole(campaign, folder)
+            left += more
+        same = [x == y for x, y in zip(learned(alone), learned(folder), strict=True)]
+        note = f"killed at line {target}: status {status}, left {left}, the same {same}"
+        campaign.tell(victim, status == 0 and all(same) and not left, note)
+
+
+def _words(folder: Path) -> list[object]:
+    return [
+        *(ROOT / "examples" / "train_gpt_ppo.py", "--config-name", "recipes/ppo_tiny_cpu"),
+        *("exp_manager.create_tensorboard_logger=false", "data.validation.arguments.size=8"),
+        *("trainer.ppo.max_steps=6", "trainer.ppo.save_interval=2"),
+        *("trainer.ppo.val_check_interval=3", "cluster.engine=ray"),
+        *(f"model.restore_from_path={TINY}", f"exp_manager.explicit_log_dir={folder}"),
+    ]
+
+
+def _whole(campaign: Campaign, folder: Path) -> tuple[int | None, list[str]]:
+    mark = uuid.uuid4().hex
+    process = python(*_words(folder), log=Path(f"{folder}.log"), mark=mark)
+    with contextlib.suppress(Exception):
+        process.wait(300)
+    return process.poll(), end_marked(mark, 30)
+
+
+def _lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _worker(role: str, mark: str) -> int | None:
+    """The process that writes the log of the role's first worker."""
+    for pid, process in marked(mark).items():
+        with contextlib.suppress(psutil.Error, OSError):
+            files = " ".join(os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir())
+            if f"workers/lm_{role}-0.log" in files:
+                return pid
+            if "ray::" in " ".join(process.cmdline()) and role in files.lower():
+                return pid
+    return None
