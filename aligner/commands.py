@@ -20,6 +20,7 @@ class Command(NamedTuple):
 
     script: str
     summary: str
+    arguments: tuple[str, ...] = ()  # that stand before the user's
 
 
 COMMANDS: dict[str, Command] = {
@@ -30,6 +31,9 @@ COMMANDS: dict[str, Command] = {
     "train-dpo": Command("train_gpt_dpo", "preference optimisation: DPO and its relatives"),
     "train-reward": Command("train_gpt_reward", "a reward model, from comparisons or ratings"),
     "train-distill": Command("train_gpt_distill", "distillation of a larger model"),
+    "generate": Command("generate", "answers to prompts"),
+    "chat": Command("generate", "a conversation in the terminal", ("--chat",)),
+    "evaluate": Command("evaluate", "mean@k, pass@k, maj@k of a model on held-out prompts"),
     "pipeline": Command("pipeline", "several runs, each from what an earlier one left"),
     "convert": Command("convert", "a Hugging Face directory or GGUF to a .nemo, or a .nemo back"),
     "merge-lora": Command("merge_lora", "adapters into the model they were trained on"),
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         meant = f"; did you mean {near[0]}?" if near else ""
         sys.exit(f"aligner {name}: no such command{meant}\n\n{usage()}")
     script = shipped("examples") / f"{COMMANDS[name].script}.py"
-    sys.argv = [str(script), *given[1:]]
+    sys.argv = [str(script), *COMMANDS[name].arguments, *given[1:]]
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -81,3 +85,7 @@ def usage() -> str:
             f"--config-name recipes/NAME are in {shipped('conf') / 'recipes'}.",
         ]
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,11 @@ from omegaconf import OmegaConf
 
 from aligner.algorithms.run_loop import config_changes
 from aligner.config import (
+    BaseRunConfig,
     DistillRunConfig,
     DPORunConfig,
+    EvaluateConfig,
+    GenerateConfig,
     RewardRunConfig,
     RSRunConfig,
     RunConfig,
@@ -31,6 +34,11 @@ ROOTS = {
     "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
     "gpt_dpo": (DPORunConfig, [MODEL, TRAIN]),
     "gpt_reward": (RewardRunConfig, [MODEL, TRAIN]),
+    "gpt_generate": (GenerateConfig, [MODEL, "prompt=[hello]"]),
+    "gpt_evaluate": (
+        EvaluateConfig,
+        [MODEL, "+data.prompts.source=t.jsonl", "reward.function=a.b:reward"],
+    ),
     "gpt_distill": (DistillRunConfig, [MODEL, TRAIN, "teacher.restore_from_path=t.nemo"]),
 }
 GROUPS = {
@@ -145,7 +153,7 @@ def test_defaults_of_a_supervised_run(name):
 def test_default_directories_differ():
     """So that no command finds the run of another one in its directory."""
     variants = [
-        *((name, []) for name in ROOTS),
+        *((name, []) for name, (root, _) in ROOTS.items() if issubclass(root, BaseRunConfig)),
         *(("gpt_reinforce", [f"trainer.ppo.advantage.estimator={e}"]) for e in ("grpo", "dr_grpo")),
         *(("gpt_dpo", [f"trainer.dpo.loss={loss}"]) for loss in ("ipo", "kto")),
     ]

@@ -5,6 +5,7 @@ ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``
 documented where its dataclass defines it, and again beside its default in ``conf/``.
 """
 
+from aligner.config.ask import AskConfig, AskedDataConfig, EvaluateConfig, GenerateConfig
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.distill import KLDirection, StudentConfig, TeacherConfig
@@ -76,6 +77,8 @@ __all__ = [
     "LAYOUT_KEYS",
     "LOSS_OPTIONS",
     "AnswerSamplingConfig",
+    "AskConfig",
+    "AskedDataConfig",
     "BackendConfig",
     "BaseRunConfig",
     "ClusterConfig",
@@ -85,8 +88,10 @@ __all__ = [
     "DistillRunConfig",
     "Drawing",
     "DynamicBatchingConfig",
+    "EvaluateConfig",
     "ExampleDataConfig",
     "ExpManagerConfig",
+    "GenerateConfig",
     "GenerationConfig",
     "ImproperEndConfig",
     "KLControllerConfig",

@@ -2,6 +2,7 @@
 
 import os
 
+from aligner.config.ask import AskConfig, check_ask
 from aligner.config.batches import (
     check_rows_together,
     check_shares,
@@ -35,8 +36,10 @@ from aligner.config.validation import check_samples_differ, check_sets
 from aligner.errors import ConfigError
 
 
-def check_config(config: BaseRunConfig) -> None:
+def check_config(config: BaseRunConfig | AskConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
+    if isinstance(config, AskConfig):
+        check_ask(config)
     if isinstance(config, DPORunConfig):
         check_preference(config)
     if isinstance(config, RewardRunConfig):

@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from aligner.config.ask import AskConfig
 from aligner.config.batches import derive_batches
 from aligner.config.checks import check_config
 from aligner.config.parse import build, field_types
 from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import ConfigError
 
-Root = TypeVar("Root", bound=BaseRunConfig)
+Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
 Section = TypeVar("Section")
 
 
@@ -36,7 +37,9 @@ def _not_given(keys: list[str]) -> str:
 
 def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
     """Validate a plain nested mapping as a ``root``."""
-    config = derive_batches(build(root, values), values)
+    config = build(root, values)
+    if isinstance(config, BaseRunConfig):
+        config = derive_batches(config, values)
     check_config(config)
     return config
 

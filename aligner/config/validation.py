@@ -1,5 +1,6 @@
 """How held-out prompts are answered: while a run trains, and by an evaluation."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,21 +34,12 @@ class ValidationConfig:
     def drawing(self, rollout: RolloutConfig) -> Drawing | None:
         """What a response is drawn with; None: as ``rollout`` says."""
         length, sampling = rollout.length_params, rollout.sampling_params
-        own = Drawing(
-            LengthParams(
-                max_length=self.max_length or length.max_length,
-                min_length=min(length.min_length, self.max_length or length.min_length),
-            ),
-            SamplingParams(
-                temperature=sampling.temperature if self.temperature is None else self.temperature,
-                top_k=sampling.top_k if self.top_k is None else self.top_k,
-                top_p=sampling.top_p if self.top_p is None else self.top_p,
-                repetition_penalty=sampling.repetition_penalty,
-                use_greedy=sampling.use_greedy if self.use_greedy is None else self.use_greedy,
-                end_strings=sampling.end_strings,
-                end_tokens=sampling.end_tokens,
-            ),
-        )
+        keys = ("temperature", "top_k", "top_p", "use_greedy")
+        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        own = Drawing(length, dataclasses.replace(sampling, **given))
+        if self.max_length is not None:
+            least = min(length.min_length, self.max_length)
+            own = dataclasses.replace(own, length=LengthParams(self.max_length, least))
         return None if own == Drawing(length, sampling) else own
 
 
@@ -64,21 +56,16 @@ class AnswerSamplingConfig:
     repetition_penalty: Positive = 1.0  # 1: off
     use_greedy: bool = False  # always the likeliest token
     end_strings: tuple[str, ...] = ()  # a response ends after the first of these
+    end_tokens: tuple[str, ...] = ()  # further tokens that end it, beside the model's own
     batch_size: Count = 64  # sequences in flight together, per rank
 
     @property
     def drawing(self) -> Drawing:
         """The same as the engines have it."""
+        names = [one.name for one in dataclasses.fields(SamplingParams)]
         return Drawing(
             LengthParams(max_length=self.max_length, min_length=self.min_length),
-            SamplingParams(
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                repetition_penalty=self.repetition_penalty,
-                use_greedy=self.use_greedy,
-                end_strings=self.end_strings,
-            ),
+            SamplingParams(**{name: getattr(self, name) for name in names}),
         )
 
 

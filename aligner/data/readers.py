@@ -25,8 +25,9 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
 
     Args:
         source: a ``.jsonl`` or ``.parquet`` file, a directory of such files (read in order of
-            their names), a generator function (``package.module:function`` or
-            ``path/to/file.py:function``), or a list of these, read one after the other.
+            their names), a ``.txt`` file (each line a row with the column ``prompt``), a generator
+            function (``package.module:function`` or ``path/to/file.py:function``), or a list of
+            these, read one after the other.
         arguments: keyword arguments for generator functions; refused for files.
 
     Raises:
@@ -47,8 +48,7 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
             "is a file"
         )
     for file in files:
-        read = _from_jsonl if file.suffix == ".jsonl" else _from_parquet
-        yield from map(_check_text, read(file))
+        yield from map(_check_text, _READERS[file.suffix](file))
 
 
 def source_files(source: str | Path) -> list[Path] | None:
@@ -64,7 +64,7 @@ def source_files(source: str | Path) -> list[Path] | None:
 
 
 def _names_a_function(source: str) -> bool:
-    return ":" in source and not source.endswith((".jsonl", ".parquet"))
+    return ":" in source and not source.endswith(tuple(_READERS))
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -75,10 +75,10 @@ def _files_of(path: Path) -> list[Path]:
         return files
     if not path.is_file():
         raise DataError(f"data: file {path} does not exist")
-    if path.suffix not in (".jsonl", ".parquet"):
+    if path.suffix not in _READERS:
         raise DataError(
-            f"data: {path} is neither .jsonl nor .parquet; a generator function is written "
-            "package.module:function or path/to/file.py:function"
+            f"data: {path} is neither .jsonl nor .parquet nor .txt; a generator function is "
+            "written package.module:function or path/to/file.py:function"
         )
     return [path]
 
@@ -171,6 +171,19 @@ def _from_parquet(path: Path) -> Iterator[Row]:
                     yield Row(f"{path}, row {number}", columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}, after row {number}: not readable Parquet: {error}") from error
+
+
+def _from_text(path: Path) -> Iterator[Row]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(f"{path}, line {number}", {"prompt": line.rstrip("\r\n")})
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error}") from error
+
+
+_READERS = {".jsonl": _from_jsonl, ".parquet": _from_parquet, ".txt": _from_text}
 
 
 def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:

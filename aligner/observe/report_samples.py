@@ -25,7 +25,7 @@ def samples_section(samples: Sequence[Sample]) -> str:
     for step, name in zip(steps[:1] + steps[1:][-1:], ("First", "Last"), strict=False):
         rows = [sample for sample in training if sample.step == step]
         parts.append(_heading(f"{name} training samples, step {step}"))
-        parts.append(_plain_table(rows[:_MOST_ROWS]))
+        parts.append(plain_table(rows[:_MOST_ROWS]))
     return section(
         "What the model says", "Responses as they were sampled, with their rewards.", "".join(parts)
     )
@@ -58,7 +58,8 @@ def _paired_table(pairs: Sequence[tuple[Sample, Sample]]) -> str:
     return _table(head, "".join(rows))
 
 
-def _plain_table(samples: Sequence[Sample]) -> str:
+def plain_table(samples: Sequence[Sample]) -> str:
+    """A table of prompts, responses and rewards."""
     rows = (
         f"<tr>{_text(one.prompt)}{_text(one.ground_truth or '')}{_text(one.response)}"
         f'{_reward(one)}<td class="number">{one.response_length}{"" if one.is_end else " (cut)"}'

@@ -1,0 +1,169 @@
+"""A model that is only asked: a `.nemo`, a Hugging Face directory, or what a run has come to."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from aligner.algorithms.assembly import describe_model, run_facts
+from aligner.algorithms.engine import Clusters, Engine, open_engine
+from aligner.algorithms.startup import check_room
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.run_state import RunStateStore
+from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
+from aligner.config.ask import as_run
+from aligner.config.parse import build
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.agreement import gather_objects, this_rank
+from aligner.errors import CheckpointError, CheckpointNotFoundError
+from aligner.models.generation.vllm import VllmGeneration
+from aligner.models.interfaces import GenerationInterface
+from aligner.models.policy.lm_policy import Policy
+
+# The role that a run state holds of a policy: of runs that sample, and of supervised ones.
+_ROLES = ("policy", "role")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights are.
+
+    ``states``: folders of the role in run states of ``run``, newest first; none: ``path`` has them.
+    """
+
+    path: str  # a `.nemo`, a Hugging Face directory, or the model that the run began with
+    name: str  # in words
+    states: tuple[Path, ...] = ()
+    tokenizer: str | None = None
+    peft: PeftConfig = field(default_factory=PeftConfig)
+    backend: str | None = None
+
+
+def find_source(path: str) -> Source:
+    """What ``model.restore_from_path`` names.
+
+    Raises:
+        CheckpointNotFoundError: a run's directory without a state and without a model.
+        CheckpointError: a run that trained no language model.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / "run_state").is_dir():
+        trained = folder / "policy.nemo"
+        if not trained.exists():
+            return Source(path, path)
+        return Source(str(trained), str(trained))
+    store = RunStateStore(folder / "run_state", rank=this_rank(), exchange=gather_objects)
+    states, damaged = store.survey()
+    for state in reversed(states):
+        try:
+            config = store.load(state.path).state["config"]
+        except (CheckpointError, KeyError) as error:
+            damaged.append(f"{state.path}: {error}")
+            continue
+        return _of_run(
+            path, config, [one.path for one in reversed(states) if one.step <= state.step]
+        )
+    if (folder / "policy.nemo").exists():
+        return Source(str(folder / "policy.nemo"), str(folder / "policy.nemo"))
+    raise CheckpointNotFoundError(
+        f"model.restore_from_path={path} is the directory of a run, and no state in it can be read"
+        + (f": {'; '.join(damaged)}" if damaged else "; it has not saved one yet")
+    )
+
+
+def _of_run(path: str, config: Mapping[str, Any], states: list[Path]) -> Source:
+    if "reward_model" in config["trainer"]:
+        raise CheckpointError(
+            f"model.restore_from_path={path} is a run that trained a reward model, which does not "
+            "answer; ask it with `aligner serve-reward --model`"
+        )
+    model = config["model"]
+    roles = tuple(found for state in states for role in _ROLES if (found := state / role).is_dir())
+    return Source(
+        model["restore_from_path"],
+        f"{path}, {states[0].name}",
+        roles,
+        model["tokenizer"],
+        build(PeftConfig, model["peft"], "model.peft"),
+        config["policy"]["backend"],
+    )
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A model that is about to be asked; nothing of it is in memory yet."""
+
+    run: RSRunConfig
+    source: Source
+    engine: Engine
+    tokenizer: Tokenizer
+    architecture: GPTArchitecture
+    closing: ExitStack
+
+    def check_room(self, longest_prompt: int) -> None:
+        """Refuse prompts that leave no room for an answer."""
+        response = self.run.model.rollout.length_params.max_length
+        check_room(self.architecture, longest_prompt, "sampling.max_length", response)
+
+    @property
+    def rows(self) -> int:
+        """Responses that are drawn in one call."""
+        size = self.run.model.parallel.data_size(self.engine.worlds[0])
+        return self.run.model.rollout.num_rollout_samples * max(1, size)
+
+    def start(
+        self, longest_prompt: int, say: Callable[[str], None]
+    ) -> tuple[GenerationInterface, Clusters]:
+        """Load the weights and start what draws; it ends when ``closing`` closes.
+
+        ``say``: told of a damaged state that is passed over.
+        """
+        run, clusters = self.run, self.engine.clusters(self.closing)
+        policy = Policy(
+            clusters.policy,
+            run.model,
+            self.tokenizer,
+            run=run_facts(run, run.loop),
+            backend=run.policy.backend,
+            init_optimizer=False,
+            init_reference_model=False,
+        )
+        self.closing.callback(policy.shutdown)
+        self._restore(policy, say)
+        if run.generation.backend == "megatron":
+            return policy, clusters
+        engines = VllmGeneration(
+            clusters.generation,
+            run,
+            self.tokenizer,
+            self.architecture,
+            policy,
+            longest_prompt + run.model.rollout.length_params.max_length,
+        )
+        self.closing.callback(engines.shutdown)
+        return engines, clusters
+
+    def _restore(self, policy: Policy, say: Callable[[str], None]) -> None:
+        for number, folder in enumerate(self.source.states, start=1):
+            try:
+                return policy.load_state(folder)
+            except CheckpointError as error:
+                if number == len(self.source.states):
+                    raise
+                say(f"{error}; the state before it is taken")
+        return None
+
+
+def open_asked_model(config: AskConfig, closing: ExitStack) -> AskedModel:
+    """Look into what ``model.restore_from_path`` names, and start the engine."""
+    source = find_source(config.model.restore_from_path)
+    if source.backend is not None and source.backend != config.policy.backend:
+        # A run state is of the backend that saved it.
+        backend = build(BackendConfig, {"backend": source.backend}, "policy")
+        config = replace(config, policy=backend)
+    run = as_run(config, source.path, source.peft, source.tokenizer)
+    engine = open_engine(run, Path(run.exp_manager.explicit_log_dir).expanduser(), closing)
+    tokenizer, architecture = describe_model(run.model)
+    check_layout(architecture, run.model.parallel, engine.worlds[0])
+    return AskedModel(run, source, engine, tokenizer, architecture, closing)

@@ -1,0 +1,161 @@
+"""An evaluation: prompts, a verifier or reward, and what a model's answers come to."""
+
+import json
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from aligner.algorithms.asked_model import open_asked_model
+from aligner.algorithms.assembly import Attempt
+from aligner.algorithms.build_reward import load_reward
+from aligner.algorithms.generate import format_of, load_set
+from aligner.algorithms.validation import Asking, Evaluation, Judge, ask
+from aligner.checkpoint.durable import atomic_file, write_json
+from aligner.config import EvaluateConfig
+from aligner.data.prompts import PromptDataset
+from aligner.data.tokenizer import Tokenizer
+from aligner.distributed import accelerator
+from aligner.distributed.agreement import is_rank_zero, on_rank_zero
+from aligner.observe.environment import describe_environment
+from aligner.observe.estimates import Estimate
+from aligner.observe.evaluation_page import EvaluatedSet, render_evaluation, shown_name
+
+DEFAULT_SET = "prompts"  # what data.prompts is called
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """Ask, judge, and write `evaluation.json`, `answers.jsonl` and `report.html`; the numbers."""
+    started = time.monotonic()
+    with ExitStack() as closing:
+        asked = open_asked_model(config, closing)
+        console = Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
+        sets = _sets(config, asked.tokenizer)
+        longest = max(prompts.max_length for prompts in sets.values())
+        asked.check_room(longest)
+        columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
+        source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
+        engine, clusters = asked.start(longest, console.print)
+        attempt = Attempt(clusters, console, closing, False, started)
+        judge = Judge.of(source.start(attempt), config.final_answer, "final_answer")
+        asking = Asking(
+            engine,
+            asked.tokenizer.pad_id,
+            config.seed,
+            asked.rows,
+            config.sampling.samples_per_prompt,
+        )
+        found = {
+            name: judge.evaluate(ask(asking, prompts), asking.samples_per_prompt)
+            for name, prompts in sets.items()
+        }
+        numbers = _numbers(config, asked.source.name, found)
+        on_rank_zero(lambda: _write(config, numbers, found))
+        console.print(_table(numbers))
+        console.print(f"report  {Path(config.output) / 'report.html'}")
+    return numbers
+
+
+def _sets(config: EvaluateConfig, tokenizer: Tokenizer) -> dict[str, PromptDataset]:
+    data, prompt_format = config.data, format_of(config.data)
+    sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
+    return {
+        name: load_set(source, tokenizer, prompt_format)
+        for name, source in {**sources, **data.sets}.items()
+    }
+
+
+def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -> dict[str, Any]:
+    """What ``evaluation.json`` holds."""
+    return {
+        "model": model,
+        "samples_per_prompt": config.sampling.samples_per_prompt,
+        "sets": {
+            name: {
+                "prompts": one.batch.size // one.samples_per_prompt,
+                "estimates": {
+                    shown_name(key): _estimate(value) for key, value in one.estimates.items()
+                },
+                "metrics": {key: value for key, value in one.metrics.items() if value == value},
+            }
+            for name, one in found.items()
+        },
+        "config": config.as_dict(),
+        "command": shlex.join(sys.argv),
+    }
+
+
+def _estimate(estimate: Estimate) -> dict[str, float | None]:
+    return {"value": estimate.value, "stderr": estimate.error}
+
+
+def _write(config: EvaluateConfig, numbers: dict[str, Any], found: dict[str, Evaluation]) -> None:
+    folder = Path(config.output).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "evaluation.json", numbers)
+    with atomic_file(folder / "answers.jsonl") as file:
+        for name, one in found.items():
+            for line in _answers(name, one):
+                file.write((json.dumps(line, ensure_ascii=False, default=str) + "\n").encode())
+    page = render_evaluation(
+        numbers["model"],
+        {
+            name: EvaluatedSet(
+                one.batch.size // one.samples_per_prompt,
+                one.samples_per_prompt,
+                one.estimates,
+                one.metrics,
+                one.shown(0, config.samples_shown),
+            )
+            for name, one in found.items()
+        },
+        config=yaml.safe_dump(config.as_dict(), sort_keys=False),
+        environment=describe_environment(accelerator.description()),
+    )
+    with atomic_file(folder / "report.html") as file:
+        file.write(page.encode())
+
+
+def _answers(name: str, one: Evaluation) -> list[dict[str, Any]]:
+    batch = one.batch
+    lengths = (batch["input_lengths"] - batch["prompt_lengths"]).tolist()
+    return [
+        {
+            "set": name,
+            "prompt": batch["prompts"][row],
+            "ground_truth": batch["ground_truths"][row],
+            "response": batch["responses"][row],
+            "sample": row % one.samples_per_prompt,
+            "reward": batch["rewards"][row].item(),
+            "is_right": batch["is_right"][row].item(),
+            **({"answer": batch["answers"][row]} if "answers" in batch else {}),
+            "tokens": lengths[row],
+            "is_end": bool(batch["is_end"][row]),
+        }
+        for row in range(batch.size)
+    ]
+
+
+def _table(numbers: dict[str, Any]) -> Table:
+    table = Table(title=f"{numbers['model']}, {numbers['samples_per_prompt']} answers a prompt")
+    table.add_column("")
+    for name, one in numbers["sets"].items():
+        table.add_column(f"{name}, {one['prompts']} prompts", justify="right")
+    keys = dict.fromkeys(key for one in numbers["sets"].values() for key in one["estimates"])
+    for key in keys:
+        values = [one["estimates"][key] for one in numbers["sets"].values()]
+        table.add_row(
+            key,
+            *(
+                f"{value['value']:.3f}"
+                + ("" if value["stderr"] is None else f" ± {value['stderr']:.3f}")
+                for value in values
+            ),
+        )
+    return table

@@ -1,0 +1,29 @@
+"""Answer prompts with a model, or converse with it.
+
+python examples/generate.py --model MODEL --prompt "12+3="
+python examples/generate.py --model MODEL --prompts prompts.jsonl --output answers.jsonl
+python examples/generate.py --model MODEL --chat
+
+MODEL: a `.nemo`, a Hugging Face directory, or the directory of a run.
+"""
+
+import sys
+from pathlib import Path
+
+from aligner.config import GenerateConfig
+from aligner.config.cli import launch
+from aligner.config.options import ASKING, as_overrides
+
+
+def run(config: GenerateConfig) -> None:
+    """Answer as configured."""
+    from aligner.algorithms.generate import generate  # imports torch: not for --help
+
+    generate(config)
+
+
+if __name__ == "__main__":
+    flags, repeated = {"--chat": "chat=true"}, {"--prompt": "prompt"}
+    sys.argv[1:] = as_overrides(sys.argv[1:], ASKING, flags=flags, repeated=repeated)
+    conf = Path(__file__).parents[1] / "conf"
+    launch(run, conf_dir=conf, config_name="gpt_generate", root=GenerateConfig)
