@@ -162,17 +162,6 @@ def test_a_negative_strength_has_a_bound():
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("variant", ["margin", "scaled"])
-def test_the_strength_of_a_pair_that_does_not_count_may_be_anything(variant):
-    outputs, batch, _ = random_batch()
-    outputs = outputs[..., 0]
-    expected = evaluate(BradleyTerryLoss(variant), outputs, batch)
-    batch["preference_strengths"][2:4] = math.nan
-    loss, gradient, _ = evaluate(BradleyTerryLoss(variant), outputs, batch)
-    assert loss == expected[0]
-    torch.testing.assert_close(gradient, expected[1])
-
-
 def test_an_unknown_variant_is_refused():
     with pytest.raises(ConfigError, match="variant='hinge' is unknown; use one of plain, margin"):
         BradleyTerryLoss("hinge")

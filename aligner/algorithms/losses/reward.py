@@ -61,7 +61,6 @@ class BradleyTerryLoss:
             losses = -F.logsigmoid(difference)
         else:
             strength = split_pairs(batch["preference_strengths"])[0]
-            strength = torch.where(pairs.counts, strength, 0)
             if self.variant == "margin":
                 losses = -F.logsigmoid(difference - strength)
             else:
