@@ -152,9 +152,19 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
                 inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
             ),
             *shared_note(inputs.train_prompts, inputs.val_prompts),
+            *_dynamic_note(config),
         ],
     )
     run_to_the_end(config, run, attempt)
+
+
+def _dynamic_note(config: RunConfig) -> list[str]:
+    if not config.trainer.ppo.dynamic_sampling.enabled:
+        return []
+    return [
+        "dynamic sampling: the run ends when trainer.ppo.max_epochs passes over the prompts are "
+        "made, which may be before the steps above"
+    ]
 
 
 def _trained_critic(config: RunConfig, clusters: Clusters) -> list[TrainedRole]:

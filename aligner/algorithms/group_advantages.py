@@ -21,8 +21,9 @@ A KL penalty (``penalty``) comes off the reward before the baseline, and decides
 group has signal nor ``grpo``'s deviation: both are of the rewards before it. In a group that the
 rewards do not tell apart all that is left is the noise of the KL estimate, and dividing it by its
 own deviation would make full-size advantages of it. Such a group gets exactly 0 where its group is
-the baseline. (Not refused with ``grpo``: with the deviation of the rewards alone the penalty holds
-the policy to its reference there as it does with ``rloo`` and ``dr_grpo``.)
+the baseline (``reinforce_plus_plus_baseline``: before it is whitened). (Not refused with ``grpo``:
+with the deviation of the rewards alone the penalty holds the policy to its reference there as it
+does with ``rloo`` and ``dr_grpo``.)
 
 Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
 (verl; TRL 1e-4, OpenRLHF 1e-9, NeMo-RL not where it is 0); a group of one gets 0 where its group is
