@@ -260,6 +260,7 @@ TABLES = {
     ("request", "answer"): explained("tests/unit/test_reward_server.py asks"),
     ("status", "means"): explained("tests/unit/test_reward_server.py asks"),
     ("NeMo-RL", "value"): explained("tests/test_gsm8k_recipes.py holds it to the recipe"),
+    ("item", "status"): explained("tests/published executes them; tests/published/test_page.py"),
     ("topic",): explained("other libraries' formulas; tests/unit has ours"),
     ("what you see",): explained("advice to people"),
     ("package", "with it"): explained("the start-up report; tests/unit/test_startup_report.py"),
