@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command("generate", "answers to prompts"),
     "chat": Command("generate", "a conversation in the terminal", ("--chat",)),
     "evaluate": Command("evaluate", "mean@k, pass@k, maj@k of a model on held-out prompts"),
+    "compare": Command("compare", "training runs and evaluations on one page"),
     "pipeline": Command("pipeline", "several runs, each from what an earlier one left"),
     "convert": Command("convert", "a Hugging Face directory or GGUF to a .nemo, or a .nemo back"),
     "merge-lora": Command("merge_lora", "adapters into the model they were trained on"),

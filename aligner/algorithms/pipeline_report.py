@@ -72,6 +72,12 @@ def write_comparison(
         environment=describe_environment(accelerator.description()),
         missing=missing,
     )
+    save_comparison(report, comparison)
+
+
+def save_comparison(report: Path, comparison: Comparison) -> None:
+    """Write the page, and beside it ``comparison.json``."""
+    report.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(report) as file:
         file.write(render_comparison(comparison).encode())
     write_json(report.with_name("comparison.json"), comparison.numbers())
@@ -98,33 +104,47 @@ def _learned(result: StageResult) -> Learned:
         name=result.name,
         began_with=result.began_with,
         metrics=metrics,
-        measures=list(_measures(result, metrics)),
+        measures=list(held_out_measures(metrics, result.facts, _is_counted(result.config))),
         seconds=result.seconds,
         command=result.command,
         files={"model": str(result.trained), "report": str(result.folder / "report.html")},
     )
 
 
-def _measures(result: StageResult, metrics: Sequence[Mapping[str, float]]) -> Iterator[Measure]:
-    """Before and after on what was held out, by the first and the last validation."""
+def _is_counted(config: BaseRunConfig) -> bool:
+    """Whether the reward is what the share of right answers counts."""
+    return isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
+
+
+def held_out_measures(
+    metrics: Sequence[Mapping[str, float]], facts: Mapping[str, Any], is_counted: bool | None
+) -> Iterator[Measure]:
+    """Before and after on what was held out, by the first and the last validation.
+
+    Args:
+        metrics: lines of a run's ``metrics.jsonl``.
+        facts: of `pair_facts`.
+        is_counted: whether the reward says what the share of right answers says, so that it has no
+            line of its own; None: where the two are the same numbers.
+    """
     held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]
     if not held_out:
         return
     first, last = held_out[0], held_out[-1]
     counts = {
         "val_rollouts/accuracy": last.get("val_rollouts/num_samples"),
-        "val_optim/accuracy": result.facts.get("pairs"),
+        "val_optim/accuracy": facts.get("pairs"),
     }
-    config = result.config
-    # There the reward is what the line above it counts.
-    is_counted = isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
+    if is_counted is None:
+        right = "val_rollouts/accuracy"
+        is_counted = all(line.get(right) == line.get(_REWARD) for line in held_out)
     for metric, label, better in _HELD_OUT:
         if metric in last and not (metric == _REWARD and is_counted):
             count = counts.get(metric)
             share_of = None if count is None else int(count)
             yield Measure(label, first[metric], last[metric], share_of, better)
-        if metric == "val_optim/accuracy" and "length_accuracy" in result.facts:
-            share, pairs = result.facts["length_accuracy"], result.facts["pairs"]
+        if metric == "val_optim/accuracy" and "length_accuracy" in facts:
+            share, pairs = facts["length_accuracy"], facts["pairs"]
             yield Measure("… by length alone", None, share, pairs)
 
 

@@ -84,6 +84,7 @@ class Comparison:
     learned: Sequence[Learned]
     environment: Mapping[str, str]
     missing: int = 0  # runs still to be made
+    asked: str = "Right answers to the same held-out problems"  # what `policies` compares
 
     def numbers(self) -> dict[str, Any]:
         """The same for programs."""
@@ -127,8 +128,8 @@ def render_comparison(comparison: Comparison) -> str:
         counts = sorted({one.count for one in comparison.policies})
         sections.append(
             section(
-                "Right answers to the same held-out problems",
-                f"One sampled answer to each of {' or '.join(map(str, counts))} prompts that no "
+                comparison.asked,
+                f"Sampled answers to each of {' or '.join(map(str, counts))} prompts that no "
                 "run learned from, and whether it is right. In brackets: 95 % confidence interval.",
                 _policies(comparison.policies),
             )

@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms import evaluate as evaluation
 from aligner.algorithms.asked_model import find_source, open_asked_model
 from aligner.algorithms.build_rs import train_rs
+from aligner.algorithms.compare import compare_runs
 from aligner.algorithms.evaluate import evaluate
 from aligner.algorithms.generate import Chat, generate
 from aligner.checkpoint.convert import convert
@@ -30,9 +31,11 @@ from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
+    DataError,
     TokenizerError,
 )
 from aligner.observe.estimates import majority_at_k, pass_at_k
+from aligner.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ROWS = [{"prompt": f"{one}+{one + 1}=", "ground_truth": str(2 * one + 1)} for one in range(4)]
@@ -86,7 +89,7 @@ def test_batches_do_not_change_answers(tmp_path, prompts, models):
     assert answers(tmp_path, prompts, models["nemo"], sampling={"batch_size": 3}) == whole
 
 
-def trained_run(folder, model, prompts, **changes):
+def trained_run(folder, model, prompts, *, data=None, seed=1, **changes):
     """A run of two steps that leaves a state and a model."""
     model = {
         "restore_from_path": model,
@@ -103,7 +106,8 @@ def trained_run(folder, model, prompts, **changes):
     values = {
         "model": model,
         "reward": DIGIT,
-        "data": {"train": {"source": prompts}},
+        "data": {"train": {"source": prompts}, **(data or {})},
+        "seed": seed,
         "exp_manager": {"explicit_log_dir": str(folder), "create_tensorboard_logger": False},
     }
     train_rs(parse_config(values, RSRunConfig))
@@ -183,6 +187,50 @@ def test_an_evaluation_adds_up(tmp_path, prompts, models, capsys):
     assert "few" in page
     assert "pass@4" in capsys.readouterr().out
     assert evaluation.DEFAULT_SET == "prompts"
+
+
+def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
+    held_out = {"validation": {"source": prompts}}
+    one = trained_run(tmp_path / "one", models["nemo"], prompts, data=held_out)
+    two = trained_run(tmp_path / "two", models["nemo"], prompts, data=held_out, seed=7)
+    asked = {"function": "aligner.rewards.exact_number:reward"}
+    evaluate(
+        parse_config(
+            {
+                "model": {"restore_from_path": str(one)},
+                "data": {"prompts": {"source": prompts}},
+                "sampling": {"max_length": 4},
+                "reward": asked,
+                "output": str(tmp_path / "asked"),
+            },
+            EvaluateConfig,
+        )
+    )
+    before = sorted(path for path in tmp_path.rglob("*"))
+    report = compare_runs([one, two, tmp_path / "asked"], tmp_path / "out", "Mine & yours")
+    numbers = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    for name, folder in (("one", one), ("two", two)):
+        lines = [
+            line
+            for line in read_metrics(folder / "metrics.jsonl")
+            if "val_rollouts/accuracy" in line
+        ]
+        found = numbers["runs"][name]["held_out"]
+        assert list(found) == ["right answers"]  # the reward is the same number
+        assert found["right answers"]["before"] == lines[0]["val_rollouts/accuracy"]
+        assert found["right answers"]["after"] == lines[-1]["val_rollouts/accuracy"]
+        assert numbers["runs"][name]["began_with"] == "tiny.nemo"
+        assert numbers["runs"][name]["seconds"] > 0
+    assert numbers["policies"]["asked"]["count"] == 4
+    page, printed = report.read_text(), capsys.readouterr().out
+    for text in ("one", "two", "asked"):
+        assert text in page
+        assert text in printed
+    assert "Mine &amp; yours" in page
+    left = [path for path in sorted(tmp_path.rglob("*")) if tmp_path / "out" not in path.parents]
+    assert [path for path in left if path != tmp_path / "out"] == before
+    with pytest.raises(DataError, match=r"holds neither metrics\.jsonl"):
+        compare_runs([tmp_path], tmp_path / "out", "x")
 
 
 # A conversation -------------------------------------------------------------------------------
