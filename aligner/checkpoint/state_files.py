@@ -67,7 +67,7 @@ def read_manifest(path: Path) -> SavedState:
 def _step_of(path: Path, manifest: Mapping[str, Any]) -> int:
     step, metric = manifest["step"], manifest["metric"]
     named = _STEP_NAME.fullmatch(path.name)
-    if named is None or type(step) is not int or step != int(named[1]):
+    if type(step) is not int or (named is not None and step != int(named[1])):
         raise ValueError(f"manifest.json is of step {step!r}")
     if metric is not None and not isinstance(metric, (int, float)):
         raise ValueError(f"manifest.json has the metric {metric!r}")
