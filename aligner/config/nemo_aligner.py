@@ -51,6 +51,8 @@ RENAMED = {
         "model.ppo.forward_micro_batch_size, or critic.forward_micro_batch_size for the critic"
     ),
     "model.regression": "reward.attribute_weights; the number of attributes is in the file",
+    "model.hidden_dropout": "model.dropout",
+    "model.attention_dropout": "model.dropout",
     "model.seed": "seed",
     "model.precision": "trainer.precision",
     "model.data": "data.train.source and data.validation.source",
