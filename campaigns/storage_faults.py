@@ -172,7 +172,7 @@ def _full_disk(campaign: Campaign, name: str, kib: int, expected: Any) -> None:
 
 
 def _at_once(campaign: Campaign, expected: Any) -> None:
-    """Three runs in one directory: one learns, the others are refused."""
+    """Three runs in one directory: one learns, the others wait for it or are refused."""
     folder = campaign.fresh("at_once")
     arguments = [*PPO, *_SETTINGS, f"exp_manager.explicit_log_dir={folder}"]
     logs = [campaign.folder / f"at_once_{number}.log" for number in range(3)]
@@ -180,5 +180,5 @@ def _at_once(campaign: Campaign, expected: Any) -> None:
     outcomes = [one.finish(120) for one in runs]
     verdicts = sorted(outcome.verdict for outcome in outcomes)
     same = list(learned(folder)) == list(expected)
-    good = verdicts == ["ok", "refused", "refused"] and same
+    good = verdicts[0] == "ok" and all(outcome.is_clean for outcome in outcomes) and same
     campaign.tell("three runs at once", good, f"{verdicts}, the same: {same}")
