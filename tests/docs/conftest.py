@@ -32,7 +32,7 @@ REWARD_MODELS = (
     ),
 )
 ADAPTERS = ("results/sft/policy.lora.safetensors", "RUN.lora.safetensors")
-DIRECTORIES = ("my_hf_model", "DIR_OR_GGUF", "Qwen2.5-1.5B")
+DIRECTORIES = ("my_hf_model", "MODEL", "DIR_OR_GGUF", "Qwen2.5-1.5B")
 ROWS = 64  # of every file of data: one step, or a few
 ALIGNER = "aligner() { python -c 'from aligner.commands import main; main()' \"$@\"; }\n"
 
@@ -80,7 +80,17 @@ def write_rows(path, rows):
 
 
 def write_data(folder):
-    names = ("train", "held_out", "validation", "pairs", "labelled", "rated", "chats", "prompts")
+    names = (
+        "train",
+        "held_out",
+        "validation",
+        "pairs",
+        "labelled",
+        "rated",
+        "chats",
+        "prompts",
+        "test",
+    )
     for name in names:
         write_rows(folder / f"{name}.jsonl", map(row, range(ROWS)))
     worked = [
