@@ -8,6 +8,7 @@
 import argparse
 import importlib
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -34,6 +35,7 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(NAMES)}")
     if not TINY.exists():
         parser.error(f"{TINY} is missing; make it with: make models/tiny.nemo")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it started, too
     # Not TemporaryDirectory: the forked children would remove it as they end.
     out = (options.out or Path(tempfile.mkdtemp(prefix="campaigns-"))).resolve()
     try:

@@ -180,6 +180,7 @@ class Run:
         status = 99
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.environ.update({_MARK: self._mark, "COLUMNS": "300"})
             os.chdir(ROOT)
             with open(self.log, "ab") as log, open(os.devnull) as nothing:
