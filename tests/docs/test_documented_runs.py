@@ -27,11 +27,15 @@ NOT_RUN = {
     r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
     r"python -m benchmarks\.": "minutes to an hour; benchmarks/LOG.md has each reading",
     r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
+    r"^(python examples/(generate|evaluate)\.py( --chat)?|aligner (generate|chat|evaluate))$": (
+        "names a command in a sentence; its arguments stand in a block"
+    ),
     r"serve_reward_model\.py|reward=server": "test_the_server_of_the_page, below",
 }
 # Recipes whose numbers are those of the pretrained model: a few steps of the tiny one show the way.
 # The tiny model has 256 positions, for prompt and response together.
 SHORTER = {
+    r"(aligner|examples/)[ ]?(generate|chat|evaluate)\b": "sampling.max_length=64",
     r"distill\.length_params\.max_length=256": "model.distill.length_params.max_length=64",
     r"recipes/(ppo|grpo)\w*_smollm2": "trainer.ppo.max_steps=2",
     r"recipes/ppo_reward_model_smollm2": "trainer.ppo.max_steps=2",
@@ -179,7 +183,8 @@ def test_scripts_write_what_they_are_told_to(command, workplace):
     folder = workplace(*filter(None, [output]))
     if "my_model.gguf" in words and not (folder / "my_model.gguf").exists():
         pytest.skip("make models/smollm2-135m-instruct.nemo installs a GGUF file; not done here")
-    text = command.text.replace("[", "").replace("]", "")
+    added = [value for pattern, value in SHORTER.items() if re.search(pattern, command.text)]
+    text = " ".join([command.text.replace("[", "").replace("]", ""), *added])
     done = shell(folder, text, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{text}\n{done.stderr[-3000:]}"
     if command.script == "evaluate":
