@@ -35,7 +35,6 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(NAMES)}")
     if not TINY.exists():
         parser.error(f"{TINY} is missing; make it with: make models/tiny.nemo")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it started, too
     # Not TemporaryDirectory: the forked children would remove it as they end.
     out = (options.out or Path(tempfile.mkdtemp(prefix="campaigns-"))).resolve()
     try:
@@ -64,4 +63,5 @@ def _run(name: str, seed: int, minutes: float, out: Path) -> Campaign:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it started, too
     sys.exit(main())
