@@ -70,3 +70,7 @@ class WorkerDiedError(WorkerError):
 
     The message names its role, rank, node and the last lines of its log.
     """
+
+
+class DryDeviceError(AlignerError, RuntimeError):
+    """The dry device cannot be had here, or was asked for a value that it does not compute."""

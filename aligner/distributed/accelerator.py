@@ -163,6 +163,7 @@ def prepare_megatron() -> None:
     """
     _prepare_router()
     if has_gpu():
+        _prepare_gradient_norm()
         return
     keep_freed_memory()
     cpu = torch.device("cpu")
@@ -189,6 +190,24 @@ def _prepare_router() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # what the router takes for "not there"
+
+
+def _prepare_gradient_norm() -> None:
+    """Without Transformer Engine and Apex: the norm in a few kernels.
+
+    megatron-core's own substitute reads one number per parameter on the host.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def norm_on_device(
+        chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
+    ) -> tuple[Tensor, None]:
+        del chunk_size, overflow, per_tensor  # of the fused kernel that this stands for
+        return torch.nn.utils.get_total_norm(tensor_lists[0], foreach=True).float().view(1), None
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_on_device
 
 
 def _prepare_dispatcher() -> None:
