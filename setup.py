@@ -11,5 +11,5 @@ SHIPPED = {"aligner.conf": "conf", "aligner.examples": "examples"}
 setup(
     packages=[*find_packages(include=["aligner", "aligner.*"]), *SHIPPED],
     package_dir=SHIPPED,
-    package_data={"aligner.conf": ["**/*.yaml"]},
+    package_data={"aligner.conf": ["**/*.yaml"], "aligner.dry": ["guard.cpp"]},
 )

@@ -7,6 +7,7 @@ that is unknown is 1.0, 1 or False: a finite loss, no end of a sequence.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from aligner.distributed import accelerator
 from aligner.dry.record import Memory, Record
 from aligner.errors import DryDeviceError
+from aligner.models.gpt import megatron
 
 _aten = torch.ops.aten
 _KNOWN_LIMIT = 1 << 20  # elements; larger values are not computed beside the fake tensor
@@ -43,9 +45,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     is used. ``memory`` counts what is alive; `record` counts what a block does.
     """
 
-    def __init__(
-        self, world_size: int = 1, rank: int = 0, *, memory_bytes: int = 80 << 30
-    ) -> None:
+    def __init__(self, world_size: int = 1, rank: int = 0, *, memory_bytes: int = 80 << 30) -> None:
         self.world_size = world_size
         self.rank = rank
         self.memory_bytes = memory_bytes
@@ -96,8 +96,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             for record in self._records:
                 record.host_reads += 1
 
-    def _saw_collective(self, func: Any, tensors: Sequence[Tensor], group_size: int) -> None:
-        size = max((each.numel() * each.element_size() for each in tensors), default=0)
+    def _saw_collective(self, func: Any, operands: Sequence[Any], group_size: int) -> None:
+        sizes = (sum(each.nbytes for each in _tensors(operand)) for operand in operands)
+        size = max(sizes, default=0)
         for record in self._records:
             record.saw_collective(func.overloadpacket.__name__, group_size, size)
 
@@ -137,8 +138,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             yield holder, "new_group", _new_group(dist.new_group)
             yield holder, "all_gather_object", _all_gather_object
             yield holder, "gather_object", _answers(None)
-            yield holder, "broadcast_object_list", _broadcast_object_list
+            yield holder, "broadcast_object_list", _answers(None)
             yield holder, "_coalescing_manager", _coalescing_manager
+        yield megatron, "broadcast_floats", _broadcast_floats
         yield P2PCommunicator, "_communicate", _communicate(P2PCommunicator._communicate)
         yield P2PCommunicator, "_communicate_shapes", _communicate_shapes
 
@@ -149,7 +151,8 @@ class _Operations(TorchDispatchMode):
     def __init__(self, device: DryDevice) -> None:
         super().__init__()
         self.device = device
-        self.overwritten: set[int] = set()  # host storages whose device twins became unknown
+        # Storages of values whose twins on the device became unknown.
+        self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -157,6 +160,12 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
+        if func.namespace == "aten" and torch.is_inference_mode_enabled():
+            # Operations that are made of others come here whole.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         if func is _aten._local_scalar_dense.default:
             return self._read(args[0])
         if func is _aten.equal.default:
@@ -166,6 +175,8 @@ class _Operations(TorchDispatchMode):
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
         out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            tensor.constant = None  # fake tensors follow single numbers too, on a real device
         self._follow(func, args, kwargs, out)
         self.device._saw(func, args, kwargs, out)
         if func is _aten._to_copy.default and not out.is_cuda and not kwargs.get("non_blocking"):
@@ -179,7 +190,7 @@ class _Operations(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= _KNOWN_LIMIT else None
         value = getattr(tensor, "_known", None)
-        if value is None or value.untyped_storage().data_ptr() in self.overwritten:
+        if value is None or value.untyped_storage() in self.overwritten:
             return None
         return value
 
@@ -213,13 +224,13 @@ class _Operations(TorchDispatchMode):
     def _forget(self, tensor: Tensor) -> None:
         value = getattr(tensor, "_known", None)
         if value is not None:
-            self.overwritten.add(value.untyped_storage().data_ptr())
-            tensor._known = None  # type: ignore[attr-defined]
+            self.overwritten.add(value.untyped_storage())
+            tensor._known = None
 
     def fake(self, value: Tensor, device: torch.device) -> Tensor:
         """A tensor of the device whose value is known."""
         tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-        tensor._known = value  # type: ignore[attr-defined]
+        tensor._known = value
         self.device._saw(_aten.empty.memory_format, (), {}, tensor)
         return tensor
 
@@ -282,8 +293,7 @@ class _Operations(TorchDispatchMode):
         """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
-        tensors = _tensors((args, kwargs))
-        self.device._saw_collective(func, tensors, group.size())
+        self.device._saw_collective(func, args, group.size())
         if group.size() > 1 and func.overloadpacket not in _SAME_ON_ALL_RANKS:
             for tensor in _tensors(args[0]):
                 self._forget(tensor)
@@ -396,9 +406,9 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
     objects[:] = [own] * len(objects)
 
 
-def _broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
-    if objects[0] is None:  # metrics of the last pipeline stage
-        objects[0] = {"loss": 1.0}
+def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
+    """Metrics of the last pipeline stage, which other stages are told."""
+    return dict(values or {"loss": 1.0})
 
 
 def _communicate(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,8 +28,8 @@ class Collective:
 class Record:
     """Counts of one block, and memory as it stands.
 
-    ``collectives`` counts calls and bytes, those of this process's largest operand: what is reduced
-    or broadcast, the whole of what is gathered or scattered.
+    ``collectives`` counts calls and bytes, those of the larger operand: what is reduced or
+    broadcast, the whole of what is gathered or scattered.
     """
 
     launches: int = 0  # operations that are kernels: no views, no allocations
