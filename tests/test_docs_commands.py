@@ -46,7 +46,7 @@ def kind_of(command):
         return "make"
     if words[0] in FOREIGN:
         return "foreign"
-    if words[1:2] == ["-m"] and words[2].split(".")[0] in ("benchmarks", "aligner"):
+    if words[1:2] == ["-m"] and words[2].split(".")[0] in ("benchmarks", "aligner", "campaigns"):
         return "module"
     if command.text in ALIGNER_LIST:
         return "aligner"

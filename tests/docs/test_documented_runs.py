@@ -27,6 +27,8 @@ NOT_RUN = {
     r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
     r"python -m benchmarks\.": "minutes to an hour; benchmarks/LOG.md has each reading",
     r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
+    r"python -m campaigns": "`make campaign`: minutes of faults, seeded",
+    r"(aligner |examples/)compare": "wants the directories of several runs; tests/unit has its own",
     r"^(python examples/(generate|evaluate)\.py( --chat)?|aligner (generate|chat|evaluate))$": (
         "names a command in a sentence; its arguments stand in a block"
     ),
