@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm_roles import prompts, roles, run_config, scored
 
+from aligner.config import Drawing, LengthParams, SamplingParams
 from aligner.distributed.batched_data_dict import BatchedDataDict
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
@@ -53,6 +54,20 @@ def test_greedy_is_our_own_engines_greedy(pair):
     for key in ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "is_end"):
         assert torch.equal(ours[key], theirs[key]), key
     assert torch.allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
+
+
+def test_lengths_and_sampling_of_one_call(pair):
+    """What a validation or an evaluation asks for, and nothing of it stays behind."""
+    before = pair[1].generate(prompts(), seed=5)
+    drawing = Drawing(
+        LengthParams(max_length=5), SamplingParams(use_greedy=True, end_strings=("a", "e", "1"))
+    )
+    ours, theirs = (engine.generate(prompts(), seed=5, drawing=drawing) for engine in pair)
+    for key in ("output_ids", "generation_lengths", "is_end"):
+        assert torch.equal(ours[key], theirs[key]), key
+    assert int(theirs["generation_lengths"].max()) <= 5
+    after = pair[1].generate(prompts(), seed=5)
+    assert torch.equal(before["output_ids"], after["output_ids"])
 
 
 def test_stop_strings_end_a_response(pair):
