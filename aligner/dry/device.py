@@ -1,13 +1,11 @@
 """The dry device: fake tensors on ``cuda``, fake process groups, and every replaced call.
 
-What a real GPU computes is unknown here, with one exception that the code needs: whatever follows
-from values of the host (lengths, masks, token ids, indices) is computed on the host beside the fake
-tensor, so that shapes which depend on them are those of a real run. A value that the host reads and
-that is unknown is 1.0, 1 or False: a finite loss, no end of a sequence.
+What a real GPU computes is unknown here, except for what follows from values of the host (`known`).
+A value that the host reads and that is unknown is 1.0, 1 or False: a finite loss, no end of a
+sequence.
 """
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -23,16 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from aligner.distributed import accelerator
+from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.record import Memory, Record
 from aligner.errors import DryDeviceError
 from aligner.models.gpt import megatron
 
 _aten = torch.ops.aten
-_KNOWN_LIMIT = 1 << 20  # elements; larger values are not computed beside the fake tensor
-_OVERWRITING = {_aten.zero_, _aten.fill_, _aten.copy_}
 # Of values that the host knows, every process is taken to have the same.
 _SAME_ON_ALL_RANKS = {torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d.send}
 _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.bool: False}
@@ -83,12 +79,12 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             self._records.remove(record)
 
     def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        on_device = [each for each in _tensors(out) if each.is_cuda]
+        on_device = [each for each in tensors_in(out) if each.is_cuda]
         for tensor in on_device:
             self.memory.saw(tensor)
         for record in self._records:
             record.peak_bytes = max(record.peak_bytes, self.memory.alive_bytes)
-            if on_device or any(each.is_cuda for each in _tensors((args, kwargs))):
+            if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
                 record.saw(func, args, kwargs, out)
 
     def _saw_host_read(self, tensor: Tensor) -> None:
@@ -97,7 +93,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
                 record.host_reads += 1
 
     def _saw_collective(self, func: Any, operands: Sequence[Any], group_size: int) -> None:
-        sizes = (sum(each.nbytes for each in _tensors(operand)) for operand in operands)
+        sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
         for record in self._records:
             record.saw_collective(func.overloadpacket.__name__, group_size, size)
@@ -151,8 +147,7 @@ class _Operations(TorchDispatchMode):
     def __init__(self, device: DryDevice) -> None:
         super().__init__()
         self.device = device
-        # Storages of values whose twins on the device became unknown.
-        self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.known = KnownValues()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -171,74 +166,23 @@ class _Operations(TorchDispatchMode):
         if func is _aten.equal.default:
             return self._equal(*args)
         if func is _aten.nonzero.default:
-            return self._nonzero(args[0])
+            return self._nonzero(func, args[0])
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
         out = func(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             tensor.constant = None  # fake tensors follow single numbers too, on a real device
-        self._follow(func, args, kwargs, out)
+        self.known.follow(func, args, kwargs, out)
         self.device._saw(func, args, kwargs, out)
         if func is _aten._to_copy.default and not out.is_cuda and not kwargs.get("non_blocking"):
             self.device._saw_host_read(args[0])
         return out
 
-    # Values that the host knows ---------------------------------------------------------------
-
-    def known(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's value on the host; None: it follows from weights or random numbers."""
-        if not isinstance(tensor, FakeTensor):
-            return tensor if tensor.numel() <= _KNOWN_LIMIT else None
-        value = getattr(tensor, "_known", None)
-        if value is None or value.untyped_storage() in self.overwritten:
-            return None
-        return value
-
-    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        written = _written(func, args, kwargs)
-        inputs = _tensors((args, kwargs))
-        if func.overloadpacket in _OVERWRITING and self.known(args[0]) is None:
-            inputs = inputs[1:]  # what it was does not matter
-        values = {id(each): self.known(each) for each in inputs}
-        outputs = _tensors(out)
-        computable = (
-            torch.Tag.nondeterministic_seeded not in func.tags
-            and "empty" not in func.overloadpacket.__name__  # what is there is anything
-            and all(value is not None for value in values.values())
-            and all(each.numel() <= _KNOWN_LIMIT for each in outputs)
-        )
-        if not computable:
-            for tensor in written:
-                self._forget(tensor)
-            return
-        with _disable_current_modes():
-            if func.overloadpacket in _OVERWRITING and id(args[0]) not in values:
-                values[id(args[0])] = torch.empty(args[0].shape, dtype=args[0].dtype)
-            host = func(
-                *tree_map(lambda each: _on_host(each, values), args),
-                **{key: _option_on_host(key, each, values) for key, each in kwargs.items()},
-            )
-        for fake, value in zip(outputs, _tensors(host), strict=True):
-            fake._known = value
-
-    def _forget(self, tensor: Tensor) -> None:
-        value = getattr(tensor, "_known", None)
-        if value is not None:
-            self.overwritten.add(value.untyped_storage())
-            tensor._known = None
-
-    def fake(self, value: Tensor, device: torch.device) -> Tensor:
-        """A tensor of the device whose value is known."""
-        tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-        tensor._known = value
-        self.device._saw(_aten.empty.memory_format, (), {}, tensor)
-        return tensor
-
     # What the host reads ----------------------------------------------------------------------
 
     def _read(self, tensor: Tensor) -> Any:
         self.device._saw_host_read(tensor)
-        value = self.known(tensor)
+        value = self.known.of(tensor)
         if value is None:
             return _UNKNOWN.get(tensor.dtype, 1)
         with _disable_current_modes():
@@ -247,7 +191,7 @@ class _Operations(TorchDispatchMode):
     def read_all(self, tensor: Tensor) -> Any:
         """`Tensor.tolist`, which waits for the device once."""
         self.device._saw_host_read(tensor)
-        value = self.known(tensor)
+        value = self.known.of(tensor)
         with _disable_current_modes():
             if value is None:
                 value = torch.full(tensor.shape, _UNKNOWN.get(tensor.dtype, 1))
@@ -255,15 +199,15 @@ class _Operations(TorchDispatchMode):
 
     def _equal(self, left: Tensor, right: Tensor) -> bool:
         self.device._saw_host_read(left)
-        values = self.known(left), self.known(right)
+        values = self.known.of(left), self.known.of(right)
         if values[0] is None or values[1] is None:
             return left.shape == right.shape
         with _disable_current_modes():
             return torch.equal(values[0], values[1])
 
-    def _nonzero(self, mask: Tensor) -> Tensor:
+    def _nonzero(self, func: Any, mask: Tensor) -> Tensor:
         self.device._saw_host_read(mask)  # the size of the answer
-        value = self.known(mask)
+        value = self.known.of(mask)
         if value is None:
             raise DryDeviceError(
                 f"how many elements of a {list(mask.shape)} {mask.dtype} tensor are not 0 follows "
@@ -271,7 +215,10 @@ class _Operations(TorchDispatchMode):
             )
         with _disable_current_modes():
             found = value.nonzero()
-        return self.fake(found, mask.device)
+        tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
+        self.known.set(tensor, found)
+        self.device._saw(func, (mask,), {}, tensor)
+        return tensor
 
     def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices of `aten.index`, with masks replaced by positions."""
@@ -280,10 +227,10 @@ class _Operations(TorchDispatchMode):
             if index is None or index.dtype is not torch.bool:
                 positions.append(index)
             else:
-                found = self._nonzero(index)
+                found = self._nonzero(_aten.nonzero.default, index)
                 for axis in range(index.dim()):
                     column = found.select(1, axis)
-                    self._follow(_aten.select.int, (found, 1, axis), {}, column)
+                    self.known.follow(_aten.select.int, (found, 1, axis), {}, column)
                     positions.append(column)
         return positions
 
@@ -295,8 +242,8 @@ class _Operations(TorchDispatchMode):
         group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
         self.device._saw_collective(func, args, group.size())
         if group.size() > 1 and func.overloadpacket not in _SAME_ON_ALL_RANKS:
-            for tensor in _tensors(args[0]):
-                self._forget(tensor)
+            for tensor in tensors_in(args[0]):
+                self.known.forget(tensor)
         work = FakeWork().boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
@@ -313,7 +260,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.numpy and isinstance(args[0], FakeTensor):
-            value = self.operations.known(args[0])
+            value = self.operations.known.of(args[0])
             if value is None:
                 raise DryDeviceError(
                     f"numpy() of a {list(args[0].shape)} {args[0].dtype} tensor, whose values "
@@ -456,31 +403,3 @@ def _destroy_groups() -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Arguments that the operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += _tensors(given)
-    return found
-
-
-def _on_host(value: Any, values: dict[int, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return values[id(value)]
-    return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _option_on_host(name: str, value: Any, values: dict[int, Any]) -> Any:
-    if name == "pin_memory":
-        return False
-    return tree_map(lambda each: _on_host(each, values), value)

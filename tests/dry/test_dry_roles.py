@@ -44,7 +44,7 @@ CASES = {
     "reward": {"role": "reward", "precision": "bf16", "recompute": "full"},
 }
 # Times that the host reads a value of the device. A rollout draws four tokens for eight prompts.
-UPDATE_READS = {"actor": 15, "critic": 4, "reward": 7}
+UPDATE_READS = {"actor": 16, "critic": 5, "reward": 8}
 SCORING_READS = 3
 BF16_STATIC = 2 + 4 + 4 + 8  # weight, its float32 copy, its gradient, two moments; bytes
 

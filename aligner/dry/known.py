@@ -1,0 +1,101 @@
+"""Values of fake tensors that follow from values of the host.
+
+Lengths, masks, token ids and indices decide the shapes of what a GPU computes, so they are computed
+on the host beside the fake tensors. What follows from weights or random numbers is unknown.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+_LIMIT = 1 << 20  # elements; larger values are unknown
+_OVERWRITING = {_aten.zero_, _aten.fill_, _aten.copy_}
+
+
+class KnownValues:
+    """The values that are known. A view of a fake tensor has a view of its value."""
+
+    def __init__(self) -> None:
+        # Storages of values whose twins on the device became unknown.
+        self._overwritten: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The tensor's value, on the CPU; None: it is unknown."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if tensor.numel() <= _LIMIT else None
+        value = getattr(tensor, "_known", None)
+        if value is None or value.untyped_storage() in self._overwritten:
+            return None
+        return value
+
+    def set(self, tensor: Tensor, value: Tensor | None) -> None:
+        """Say what a fake tensor holds."""
+        tensor._known = value
+
+    def forget(self, tensor: Tensor) -> None:
+        """What the tensor holds, and its views hold there, became unknown."""
+        value = getattr(tensor, "_known", None)
+        if value is not None:
+            self._overwritten.add(value.untyped_storage())
+            self.set(tensor, None)
+
+    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Do on the host what was done on the device, where all of its inputs are known."""
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        if func.overloadpacket in _OVERWRITING and self.of(args[0]) is None:
+            inputs = inputs[1:]  # what it was does not matter
+        values = {id(each): self.of(each) for each in inputs}
+        computable = (
+            torch.Tag.nondeterministic_seeded not in func.tags
+            and "empty" not in func.overloadpacket.__name__  # what is there is anything
+            and all(value is not None for value in values.values())
+            and all(each.numel() <= _LIMIT for each in outputs)
+        )
+        if not computable:
+            for tensor in _written(func, args, kwargs):
+                self.forget(tensor)
+            return
+        with _disable_current_modes():
+            if func.overloadpacket in _OVERWRITING and id(args[0]) not in values:
+                values[id(args[0])] = torch.empty(args[0].shape, dtype=args[0].dtype)
+            host = func(
+                *tree_map(lambda each: _on_host(each, values), args),
+                **{key: _option_on_host(key, each, values) for key, each in kwargs.items()},
+            )
+        for tensor, value in zip(outputs, tensors_in(host), strict=True):
+            self.set(tensor, value)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among nested arguments or results."""
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Arguments that the operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += tensors_in(given)
+    return found
+
+
+def _on_host(value: Any, values: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return values[id(value)]
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _option_on_host(name: str, value: Any, values: dict[int, Any]) -> Any:
+    if name == "pin_memory":
+        return False
+    return tree_map(lambda each: _on_host(each, values), value)
