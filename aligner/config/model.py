@@ -4,7 +4,16 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeVar
 
-from aligner.config.fields import DERIVED, Count, Fraction, Natural, NonNegative, Positive, Range
+from aligner.config.fields import (
+    DERIVED,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Range,
+    Text,
+)
 from aligner.config.layout import ParallelConfig
 from aligner.config.optim import OptimConfig
 from aligner.config.peft import PeftConfig
@@ -153,7 +162,7 @@ class DynamicBatchingConfig:
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
-    restore_from_path: str  # a .nemo file, or a Hugging Face directory
+    restore_from_path: Text  # a .nemo file, or a Hugging Face directory
     tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
     # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
     micro_batch_size: Count = field(default=8, metadata=DERIVED)

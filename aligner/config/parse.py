@@ -20,7 +20,7 @@ from typing import (
     is_typeddict,
 )
 
-from aligner.config.fields import Aliases, Range, Refused
+from aligner.config.fields import Aliases, MayBeEmpty, Range, Refused
 from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
@@ -139,13 +139,11 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
         value = int(value)
     if hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{key}: must fit 64 bits, got {_show(value)}")
+    if value == "" and hint is str:
+        raise ConfigError(f"{key}: empty; give it a value, or leave the key out")
     if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
-    if value is None:
-        raise ConfigError(f"{key}: null is not allowed; give it a value")
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    if value is None:
-        raise ConfigError(f"{key}: null is not allowed; expected {names[hint]}")
     raise ConfigError(f"{key}: expected {names[hint]}, got {_show(value)}")
 
 
@@ -165,6 +163,8 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
     for constraint in constraints:
         if isinstance(constraint, Aliases):
             value = constraint.resolve(value)
+        elif isinstance(constraint, MayBeEmpty) and value == "":
+            return value
         elif isinstance(constraint, Refused) and (reason := constraint.reason(value)) is not None:
             raise ConfigError(f"{key}={value}: {reason}")
     ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]

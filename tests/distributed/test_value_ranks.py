@@ -46,5 +46,5 @@ def test_a_checkpoint_continues(seen, folder):
     assert seen["continued"]["losses"] == expected[3:]
     assert seen["continued elsewhere"]["losses"] == pytest.approx(expected[3:], rel=1e-2)
     files = sorted(path.name for path in (folder / "optimizer").iterdir())
-    assert files == ["rank_00000.pt", "rank_00001.pt"]
+    assert files == ["checksums.json", "rank_00000.pt", "rank_00001.pt"]
     assert (folder / "tokenizer" / "tokenizer.json").exists()

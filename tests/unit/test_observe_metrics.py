@@ -11,7 +11,7 @@ import torch
 
 from aligner.errors import AlignerError, ConfigError, StorageError
 from aligner.observe.loggers import make_loggers
-from aligner.observe.metric_names import METRICS, check_names, describe, markdown
+from aligner.observe.metric_names import METRICS, PREFIXES, check_names, describe, markdown
 from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import Sample, SampleWriter, read_samples, sample_table
 
@@ -186,7 +186,10 @@ def test_every_metric_is_explained_and_in_the_table():
         assert info.meaning.endswith(".")
         assert info.over
         assert f"| `{name}` | " in table
-    assert len(table.splitlines()) == 2 + len(METRICS) + 4
+    for prefix, info in PREFIXES.items():
+        assert info.meaning.endswith(".")
+        assert f"| `{prefix}*` | " in table
+    assert len(table.splitlines()) == 2 + len(METRICS) + len(PREFIXES)
     assert describe("timers/anything") is not None
 
 
