@@ -90,6 +90,8 @@ def write_data(folder):
         "chats",
         "prompts",
         "test",
+        "easy",
+        "hard",
     )
     for name in names:
         write_rows(folder / f"{name}.jsonl", map(row, range(ROWS)))
