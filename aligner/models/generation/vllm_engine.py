@@ -91,7 +91,7 @@ class VllmEngine:
             "worker_extension_cls": "aligner.models.generation.vllm_extension.RefitExtension",
             **settings.kwargs,
         }
-        self._llm = _start(architecture, arguments)
+        self._llm = _start(architecture, self._eos_ids, arguments)
 
     def generate(
         self,
@@ -232,9 +232,14 @@ def set_environment(settings: VllmConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def _start(architecture: GPTArchitecture, arguments: dict[str, Any]) -> Any:
-    """A ``vllm.LLM`` from nothing but a ``config.json``."""
+def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dict[str, Any]) -> Any:
+    """A ``vllm.LLM`` from nothing but a ``config.json``.
+
+    It names the tokens that end a response: without them the family's own default counts as one,
+    which vLLM keeps from being drawn before ``min_tokens``.
+    """
     _, config = config_to_hf(architecture)
+    config["eos_token_id"] = list(eos_ids)
     try:
         from vllm import LLM
     except ImportError as error:
