@@ -1,6 +1,6 @@
 """Check a run's metrics against thresholds; the exit status says whether all hold.
 
-python examples/check_metrics.py results/ppo --step 40 \\
+python examples/check_metrics.py results/gsm8k --step 40 \\
     "train_rollouts/rewards > 0.75" "val_rollouts/accuracy > 0.65"
 
 Status 0: all hold; 1: some do not; 2: the run cannot be judged (no such step or metric).

@@ -32,7 +32,11 @@ REWARD_MODELS = (
     ),
 )
 ADAPTERS = ("results/sft/policy.lora.safetensors", "RUN.lora.safetensors")
-DIRECTORIES = ("my_hf_model", "MODEL", "DIR_OR_GGUF", "Qwen2.5-1.5B")
+DIRECTORIES = ("my_hf_model", "MODEL", "DIR_OR_GGUF", "Qwen2.5-1.5B-Instruct")
+FINISHED = (
+    "results/gsm8k",
+    "results/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron",
+)  # their thresholds hold
 ROWS = 64  # of every file of data: one step, or a few
 ALIGNER = "aligner() { python -c 'from aligner.commands import main; main()' \"$@\"; }\n"
 
@@ -102,6 +106,9 @@ def write_data(folder):
     judged = [{"question": one["question"], "a": kinds[0], "b": kinds[1]} for one in worked]
     for name, rows in (("train", worked), ("test", worked), ("example_model_solutions", judged)):
         write_rows(folder / f"path/of/gsm8k/{name}.jsonl", rows)
+    reached = {"step": 40, "train_rollouts/rewards": 0.8, "val_rollouts/accuracy": 0.7}
+    for run in FINISHED:
+        write_rows(folder / run / "metrics.jsonl", [reached])
     (folder / "reward.token").write_text("secret")
     for block in blocks():  # the files that a page shows
         named = re.match(r"# (\w+\.py)\n", block.text)
