@@ -9,7 +9,7 @@ from typing import Any, Literal
 from aligner.config.cluster import ClusterConfig, check_cluster
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.experiment import ExpManagerConfig
-from aligner.config.fields import Count, Natural, Text
+from aligner.config.fields import Count, Natural
 from aligner.config.generation import GenerationConfig, check_generation
 from aligner.config.model import PolicyRSConfig, RSModelConfig
 from aligner.config.peft import PeftConfig
@@ -52,7 +52,7 @@ class AskedDataConfig:
     ground_truth_column: str | None = "ground_truth"  # null: the data has none
     tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
     chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: Text | None = None  # put before chat messages that have none
+    system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
     max_prompt_length: Count | None = None  # tokens; longer prompts are dropped and counted
 

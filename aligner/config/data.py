@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.config.fields import Count, Text
+from aligner.config.fields import Count
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DataConfig:
     ground_truth_column: str | None = "ground_truth"  # null: the data has none
     tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
     chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: Text | None = None  # put before chat messages that have none
+    system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
     max_prompt_length: Count | None = None  # tokens; longer prompts are dropped and counted
     shuffle: bool = True  # training prompts, by seed and epoch

@@ -70,12 +70,6 @@ class Refused:
         return next((why for refused, why in self.pairs if str(value) == refused), None)
 
 
-@dataclass(frozen=True)
-class MayBeEmpty:
-    """A text that may be empty, or whose absence is explained elsewhere; others are refused."""
-
-
-Text = Annotated[str, MayBeEmpty()]
 Count = Annotated[int, Range(low=1)]
 Natural = Annotated[int, Range(low=0)]
 Positive = Annotated[float, Range(low=0.0, exclusive=True)]

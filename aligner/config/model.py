@@ -12,7 +12,6 @@ from aligner.config.fields import (
     NonNegative,
     Positive,
     Range,
-    Text,
 )
 from aligner.config.layout import ParallelConfig
 from aligner.config.optim import OptimConfig
@@ -162,7 +161,7 @@ class DynamicBatchingConfig:
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
-    restore_from_path: Text  # a .nemo file, or a Hugging Face directory
+    restore_from_path: str  # a .nemo file, or a Hugging Face directory
     tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
     # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
     micro_batch_size: Count = field(default=8, metadata=DERIVED)

@@ -20,7 +20,7 @@ from typing import (
     is_typeddict,
 )
 
-from aligner.config.fields import Aliases, MayBeEmpty, Range, Refused
+from aligner.config.fields import Aliases, Range, Refused
 from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
@@ -139,8 +139,6 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
         value = int(value)
     if hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ConfigError(f"{key}: must fit 64 bits, got {_show(value)}")
-    if value == "" and hint is str:
-        raise ConfigError(f"{key}: empty; give it a value, or leave the key out")
     if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
         return value
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -163,8 +161,6 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
     for constraint in constraints:
         if isinstance(constraint, Aliases):
             value = constraint.resolve(value)
-        elif isinstance(constraint, MayBeEmpty) and value == "":
-            return value
         elif isinstance(constraint, Refused) and (reason := constraint.reason(value)) is not None:
             raise ConfigError(f"{key}={value}: {reason}")
     ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]

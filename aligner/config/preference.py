@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from aligner.config.data import PromptSourceConfig
-from aligner.config.fields import Count, NonNegative, Positive, Range, Text
+from aligner.config.fields import Count, NonNegative, Positive, Range
 from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
 from aligner.errors import ConfigError
 
@@ -36,7 +36,7 @@ class PairDataConfig:
     chosen_reward_column: str | None = None  # a number; null: 1
     rejected_reward_column: str | None = None  # a number; null: 0
     chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: Text | None = None  # put before chat messages that have none
+    system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
     max_length: Count | None = None  # tokens; pairs with a longer sequence are dropped and counted
     shuffle: bool = True  # training pairs, by seed and epoch

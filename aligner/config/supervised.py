@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aligner.config.data import PromptSourceConfig
-from aligner.config.fields import Count, Text
+from aligner.config.fields import Count
 from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
 
 
@@ -20,7 +20,7 @@ class ExampleDataConfig:
     messages_column: str | None = None
     tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
     chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: Text | None = None  # put before chat messages that have none
+    system_prompt: str | None = None  # put before chat messages that have none
     add_bos: bool = False  # begin with the BOS token, unless the text already does
     learn: Literal["last", "all"] = "all"  # which assistant messages of a chat are learned
     max_length: Count | None = None  # tokens; longer examples are dropped and counted

@@ -73,7 +73,6 @@ def test_configuration_is_frozen():
         ({"model__micro_batch_size": 2.5}, ["model.micro_batch_size", "an integer"]),
         ({"model__micro_batch_size": True}, ["model.micro_batch_size", "an integer"]),
         ({"seed": None}, ["seed", "an integer, got null"]),
-        ({"critic__restore_from_path": ""}, ["critic.restore_from_path", "empty"]),
         ({"model__optim__betas": [0.9]}, ["model.optim.betas", "list of 2"]),
         ({"model__ppo__ratio_eps": [0.1, 0.2, 0.3]}, ["model.ppo.ratio_eps", "list of 2"]),
         ({"model__ppo": 3}, ["model.ppo", "expected a group of keys"]),
