@@ -4,12 +4,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from aligner.config.cluster import ClusterConfig, check_cluster
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.experiment import ExpManagerConfig
-from aligner.config.fields import Count, Natural
+from aligner.config.fields import Count, FilePath, Function, Natural, NotEmpty
 from aligner.config.generation import GenerationConfig, check_generation
 from aligner.config.model import PolicyRSConfig, RSModelConfig
 from aligner.config.peft import PeftConfig
@@ -31,8 +31,10 @@ class AskedModelConfig:
     """A model that is only asked, and its layout."""
 
     # A .nemo file, a Hugging Face directory, or the directory of a run: its newest state.
-    restore_from_path: str
-    tokenizer: str | None = None  # path of another tokenizer; null: the model's own
+    restore_from_path: Annotated[
+        str, NotEmpty("a .nemo file, a Hugging Face directory or the directory of a run")
+    ]
+    tokenizer: FilePath | None = None  # path of another tokenizer; null: the model's own
     tensor_model_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     context_parallel_size: Count = 1
@@ -81,7 +83,7 @@ class GenerateConfig(AskConfig):
 
     prompt: tuple[str, ...] = ()  # prompts on the command line, beside data.prompts
     chat: bool = False  # a conversation in the terminal instead
-    output: str | None = None  # a .jsonl file to write; null: answers are printed
+    output: FilePath | None = None  # a .jsonl file to write; null: answers are printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +92,14 @@ class EvaluateConfig(AskConfig):
 
     reward: RewardConfig
     # What answers of maj@k are compared by: a function from a response's text to its final answer.
-    final_answer: str = FINAL_ANSWER
-    output: str = "results/evaluation"  # directory: evaluation.json, answers.jsonl, report.html
+    final_answer: Function = FINAL_ANSWER
+    # Directory: evaluation.json, answers.jsonl, report.html.
+    output: FilePath = "results/evaluation"
     samples_shown: Count = 12  # answers of each set on the page
 
 
 def check_ask(config: AskConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
-    if not config.model.restore_from_path:
-        raise ConfigError(
-            "model.restore_from_path: empty; give a .nemo file, a Hugging Face directory or the "
-            "directory of a run"
-        )
     sampling = config.sampling
     check_samples_differ("sampling", sampling.samples_per_prompt, sampling.use_greedy)
     check_sets("data.sets", config.data.sets)

@@ -13,7 +13,6 @@ from aligner.config.batches import (
 )
 from aligner.config.cluster import check_cluster
 from aligner.config.credit import check_credit
-from aligner.config.data import PromptSourceConfig
 from aligner.config.distill import check_distill
 from aligner.config.generation import check_generation
 from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
@@ -66,7 +65,7 @@ def _check_supervised(config: SupervisedRunConfig) -> None:
     check_token_budgets(model)
     check_longest_example(config, config.data.max_length or 1)
     check_model_shares(config, config.trainer.world_size)
-    _check_data(config)
+    _check_folder(config)
     _check_max_time(config)
 
 
@@ -107,7 +106,7 @@ def _check_sampling(config: SamplingRunConfig) -> None:
     check_token_budgets(config.model)
     check_longest_sequence(config, config.data.max_prompt_length or 1)
     _check_samples(config)
-    _check_data(config)
+    _check_folder(config)
     _check_max_time(config)
 
 
@@ -211,30 +210,10 @@ def _check_batches(config: RunConfig) -> None:
         check_token_budgets(of_critic)
 
 
-def _check_data(config: SamplingRunConfig | SupervisedRunConfig) -> None:
-    _check_source("data.train", config.data.train)
-    if config.data.validation is not None:
-        _check_source("data.validation", config.data.validation)
-    if not config.model.restore_from_path:
-        raise ConfigError(
-            "model.restore_from_path: empty; give the path of a .nemo file or of a Hugging Face "
-            "directory"
-        )
+def _check_folder(config: SamplingRunConfig | SupervisedRunConfig) -> None:
     path = config.exp_manager.explicit_log_dir
-    if not path:
-        raise ConfigError(
-            "exp_manager.explicit_log_dir: empty; give the directory that the run writes to"
-        )
     if os.path.exists(path) and not os.path.isdir(path):
         raise ConfigError(f"exp_manager.explicit_log_dir={path}: is a file; give a directory")
-
-
-def _check_source(key: str, source: PromptSourceConfig) -> None:
-    if not source.source:
-        raise ConfigError(
-            f"{key}.source: empty; give a .jsonl or .parquet file or a generator function "
-            "(package.module:function)"
-        )
 
 
 def _check_max_time(config: BaseRunConfig) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.config.fields import Count
+from aligner.config.fields import Count, Source
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class PromptSourceConfig:
 
     # .jsonl or .parquet files, directories of them, or a generator function
     # (package.module:function or path/to/file.py:function); one or a list.
-    source: str | tuple[str, ...]
+    source: Source | tuple[Source, ...]
     arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of a generator
     limit: Count | None = None  # read at most so many rows; null: all
 

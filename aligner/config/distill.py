@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from aligner.config.fields import Count, Fraction
+from aligner.config.fields import Count, Fraction, ModelPath
 from aligner.config.model import LengthParams, RolloutConfig, SamplingParams, TrainedModelConfig
 from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
 from aligner.errors import ConfigError
@@ -50,7 +50,7 @@ class StudentConfig(TrainedModelConfig):
 class TeacherConfig:
     """The model that is learned from: frozen, in the student's layout and batching by tokens."""
 
-    restore_from_path: str  # a .nemo file; its tokenizer is the student's
+    restore_from_path: ModelPath  # a .nemo file; its tokenizer is the student's
     micro_batch_size: Count = 8  # sequences per forward pass, per data-parallel rank
 
 
@@ -83,8 +83,6 @@ def check_distill(config: "DistillRunConfig") -> None:
             f"policy.backend={config.policy.backend}: student and teacher are megatron-core "
             "models; set policy.backend=megatron"
         )
-    if not config.teacher.restore_from_path:
-        raise ConfigError("teacher.restore_from_path: empty; give the path of a .nemo file")
     if loop.kl != "mixed" and loop.mixed_weight != TrainerDistillConfig.mixed_weight:
         raise ConfigError(
             f"trainer.distill.mixed_weight={loop.mixed_weight} weighs the two divergences of "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from aligner.config.fields import Count, Natural
+from aligner.config.fields import Count, FilePath, Natural
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class WandbConfig:
 class ExpManagerConfig:
     """Directory, checkpoints and loggers."""
 
-    explicit_log_dir: str = "results/aligner"  # everything of the run is below it
+    explicit_log_dir: FilePath = "results/aligner"  # everything of the run is below it
     resume_if_exists: bool = True  # continue the run there; false: refuse a directory with one
     # Begin a new run there: what the earlier one left moves into earlier_001/ and so on. Such a
     # command begins anew whenever it is started: leave it out to continue.

@@ -70,6 +70,23 @@ class Refused:
         return next((why for refused, why in self.pairs if str(value) == refused), None)
 
 
+@dataclass(frozen=True)
+class NotEmpty:
+    """A text that names something: blank is refused; ``wanted``: what to give, for the message."""
+
+    wanted: str
+
+
+FilePath = Annotated[str, NotEmpty("a path, or leave the key out")]
+Directory = Annotated[str, NotEmpty("a directory")]
+ModelPath = Annotated[str, NotEmpty("the path of a .nemo file or of a Hugging Face directory")]
+Source = Annotated[
+    str,
+    NotEmpty("a .jsonl or .parquet file or a generator function (package.module:function)"),
+]
+Function = Annotated[
+    str, NotEmpty("a function, package.module:function or path/to/file.py:function")
+]
 Count = Annotated[int, Range(low=1)]
 Natural = Annotated[int, Range(low=0)]
 Positive = Annotated[float, Range(low=0.0, exclusive=True)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from aligner.config.fields import Count, Fraction, Positive, Seconds
+from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class VllmConfig:
     """vLLM engines, each a worker in an interpreter of its own."""
 
-    python: str = ".venv-vllm/bin/python"  # the interpreter; `make vllm-env` makes it
+    python: FilePath = ".venv-vllm/bin/python"  # the interpreter; `make vllm-env` makes it
     engines: Count = 1  # each draws its share of every rollout
     # How weights reach an engine. colocated: it shares a machine (on GPUs: a device) with a policy
     # worker, through shared memory or CUDA IPC; separate: broadcast to engines anywhere.

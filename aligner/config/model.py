@@ -7,7 +7,9 @@ from typing import Annotated, Literal, TypeVar
 from aligner.config.fields import (
     DERIVED,
     Count,
+    FilePath,
     Fraction,
+    ModelPath,
     Natural,
     NonNegative,
     Positive,
@@ -161,8 +163,8 @@ class DynamicBatchingConfig:
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
-    restore_from_path: str  # a .nemo file, or a Hugging Face directory
-    tokenizer: str | None = None  # path of another tokenizer; null: the one in the .nemo
+    restore_from_path: ModelPath  # a .nemo file, or a Hugging Face directory
+    tokenizer: FilePath | None = None  # path of another tokenizer; null: the one in the .nemo
     # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
     micro_batch_size: Count = field(default=8, metadata=DERIVED)
     # Sequences per optimizer step, over all ranks; null: those of a rollout, in equal parts of up
@@ -276,7 +278,7 @@ class CriticConfig:
     its own: ``cluster.engine=ray``.
     """
 
-    restore_from_path: str | None = None  # null: model.restore_from_path, with a fresh head
+    restore_from_path: FilePath | None = None  # null: model.restore_from_path, with a fresh head
     micro_batch_size: Count = field(default=8, metadata=DERIVED)  # as the model's
     global_batch_size: Count = field(default=64, metadata=DERIVED)  # as the model's
     forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank

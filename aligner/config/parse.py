@@ -20,7 +20,7 @@ from typing import (
     is_typeddict,
 )
 
-from aligner.config.fields import Aliases, Range, Refused
+from aligner.config.fields import Aliases, NotEmpty, Range, Refused
 from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
@@ -163,6 +163,8 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
             value = constraint.resolve(value)
         elif isinstance(constraint, Refused) and (reason := constraint.reason(value)) is not None:
             raise ConfigError(f"{key}={value}: {reason}")
+        elif isinstance(constraint, NotEmpty) and isinstance(value, str) and not value.strip():
+            raise ConfigError(f"{key}: empty, got {_show(value)}; give {constraint.wanted}")
     ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]
     if inner is float and isinstance(value, float) and not math.isfinite(value) and ranges:
         raise ConfigError(f"{key}: must be a finite number {ranges[0]}, got {_show(value)}")
@@ -181,6 +183,7 @@ def _convert_union(hint: Any, value: Any, key: str) -> Any:
         raise ConfigError(f"{key}: null is not allowed; give it a value")
     problems: list[ConfigError] = []
     candidates = [arm for arm in arms if arm is not type(None)]
+    candidates = [arm for arm in candidates if _is_of_kind(arm, value)] or candidates
     for arm in candidates:
         try:
             return convert(arm, value, key)
@@ -190,6 +193,14 @@ def _convert_union(hint: Any, value: Any, key: str) -> Any:
         raise problems[0]
     reasons = [str(problem).removeprefix(f"{key}: ") for problem in problems]
     raise ConfigError(f"{key}: {'; or '.join(reasons)}")
+
+
+def _is_of_kind(arm: Any, value: Any) -> bool:
+    """Whether ``arm`` is what a text, or a list, is meant for: it alone then says what is wrong."""
+    inner = get_args(arm)[0] if get_origin(arm) is Annotated else arm
+    if isinstance(value, str):
+        return inner is str
+    return isinstance(value, (list, tuple)) and get_origin(inner) is tuple
 
 
 def _convert_literal(hint: Any, value: Any, key: str) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from aligner.config.fields import Aliases, Count, Positive, Range
+from aligner.config.fields import Aliases, Count, FilePath, Positive, Range
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PeftConfig:
     # lora: adapters are trained, and heads; all else is frozen. null, or none as in NeMo: all
     # weights are trained.
     peft_scheme: Annotated[Literal["lora"] | None, Aliases((("none", None),))] = None
-    restore_from_path: str | None = None  # adapters to begin with, of a run; null: fresh ones
+    restore_from_path: FilePath | None = None  # adapters to begin with, of a run; null: fresh ones
     lora_tuning: LoraConfig = field(default_factory=LoraConfig)
 
     @property

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from aligner.config.fields import Directory, ModelPath
 from aligner.config.load import load_config
 from aligner.config.parse import build
 from aligner.config.run import (
@@ -74,8 +75,8 @@ class PipelineConfig:
     """The runs, in their order."""
 
     title: str  # of the report
-    folder: str  # everything is below it
-    start: str  # the `.nemo` that the first stage takes
+    folder: Directory  # everything is below it
+    start: ModelPath  # the `.nemo` that the first stage takes
     stages: tuple[StageConfig, ...]
     # Asked of every policy, the start included: a run that validates and makes no step; null: none.
     evaluation: RecipeConfig | None = None

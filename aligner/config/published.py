@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
-from aligner.config.fields import Count, Natural, NonNegative, Positive
+from aligner.config.fields import Count, ModelPath, Natural, NonNegative, Positive
 from aligner.config.model import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -139,7 +139,7 @@ class RewardModelSpec(TypedDict, total=False):
 class ValueConfig(TypedDict, total=False):
     """A value model as NeMo-RL describes it."""
 
-    model_name: str
+    model_name: ModelPath
     tokenizer: TokenizerSpec
     train_global_batch_size: Count
     train_micro_batch_size: Count

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from aligner.config.fields import Count, Seconds
+from aligner.config.fields import Count, FilePath, Function, ModelPath, NotEmpty, Seconds
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RewardModelConfig:
     """A trained reward model on workers of the run, frozen, in the policy's layout."""
 
-    restore_from_path: str  # a .nemo file of examples/train_gpt_reward.py, or of NeMo-Aligner
+    restore_from_path: ModelPath  # a .nemo file of examples/train_gpt_reward.py, or of NeMo-Aligner
     micro_batch_size: Count = 16  # sequences per forward pass, per data-parallel rank
     add_bos: bool | None = None  # begin sequences with the BOS token; null: as its file says
     workers: Count | None = None  # ray: workers of its own; null: beside the policy's
@@ -29,9 +29,9 @@ class RewardModelConfig:
 class RewardServerConfig:
     """A server of `examples/serve_reward_model.py`, or any that speaks its protocol."""
 
-    url: str  # such as http://host:5555
+    url: Annotated[str, NotEmpty("one such as http://host:5555")]
     token_env: str | None = None  # environment variable that holds the bearer token; null: none
-    token_file: str | None = None  # or a file that holds it
+    token_file: FilePath | None = None  # or a file that holds it
     timeout_s: Seconds = 60.0  # longest wait for one answer
     retry_for_s: Seconds = 300.0  # a server that does not answer is asked again for so long
     samples_per_request: Count = 64
@@ -47,7 +47,7 @@ class RewardConfig:
     # ``reward(prompts, responses, ground_truths, **columns)``; returns one float per sample, or one
     # dict per sample with at least ``reward``. Beside another kind it is a verifier: it gives the
     # metric accuracy, and nobody learns from it. null: none.
-    function: str | None = None
+    function: Function | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of it
     time_limit_s: Seconds = 60.0  # of the function, for one whole batch
     # Reward of a sample for which it does not answer in time; null: that ends the run.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from aligner.config.data import PromptSourceConfig
-from aligner.config.fields import Count, Natural, Positive, Range
+from aligner.config.fields import Count, Function, Natural, Positive, Range
 from aligner.config.model import Drawing, LengthParams, RolloutConfig, SamplingParams
 from aligner.errors import ConfigError
 
@@ -27,7 +27,7 @@ class ValidationConfig:
     max_length: Count | None = None  # most new tokens
     # What answers of maj@k are compared by: a function from a response's text to its final answer,
     # or null where there is none.
-    final_answer: str = FINAL_ANSWER
+    final_answer: Function = FINAL_ANSWER
     # Further sets of prompts by name, each with source, arguments and limit: val_sets/NAME/*.
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
 
@@ -79,14 +79,9 @@ def check_samples_differ(key: str, samples_per_prompt: int, greedy: bool) -> Non
 
 
 def check_sets(key: str, sets: Mapping[str, PromptSourceConfig]) -> None:
-    """Refuse names that cannot be part of a metric's, and sets without a source."""
-    for name, source in sets.items():
+    """Refuse names that cannot be part of a metric's."""
+    for name in sets:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"{key}.{name}: a set's name is made of letters, digits, '_', '.' and '-'"
-            )
-        if not source.source:
-            raise ConfigError(
-                f"{key}.{name}.source: empty; give a .jsonl or .parquet file or a generator "
-                "function (package.module:function)"
             )

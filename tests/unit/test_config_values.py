@@ -8,7 +8,15 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms.build_distill import check_teacher
 from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
-from aligner.config import LoraConfig, load_config
+from aligner.config import (
+    DistillRunConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    LoraConfig,
+    RunConfig,
+    load_config,
+    parse_config,
+)
 from aligner.config.fields import MOST_SECONDS, Range
 from aligner.errors import CheckpointNotFoundError, ConfigError
 from aligner.rewards.function import RewardFunction
@@ -66,6 +74,53 @@ def test_long_values_that_can_be_are_kept():
     assert not Range(low=0.0).contains(float("inf"))
 
 
+PATHS = [
+    *("model.restore_from_path", "model.tokenizer", "model.peft.restore_from_path"),
+    *("critic.restore_from_path", "exp_manager.explicit_log_dir", "generation.vllm.python"),
+    *("data.train.source", "reward.function"),
+]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_paths_are_not_empty(key):
+    for blank in ("''", "' '"):
+        with pytest.raises(ConfigError, match=rf"^{key}: empty, got {blank} \(str\); give "):
+            ppo(f"{key}={blank}")
+
+
+def test_paths_of_other_commands_are_not_empty():
+    model, data = {"restore_from_path": "m.nemo"}, {"prompts": {"source": "p.jsonl"}}
+    train = {"model": model, "data": {"train": {"source": "d.jsonl"}}}
+    asked = {"model": model, "data": data}
+    for root, values, key in (
+        (GenerateConfig, {**asked, "output": ""}, "output"),
+        (GenerateConfig, {**asked, "model": {"restore_from_path": ""}}, "model.restore_from_path"),
+        (GenerateConfig, {**asked, "data": {"sets": {"a": {"source": ""}}}}, "data.sets.a.source"),
+        (EvaluateConfig, {**asked, "reward": {"function": "m:f"}, "output": ""}, "output"),
+        (EvaluateConfig, {**asked, "reward": {}, "final_answer": ""}, "final_answer"),
+        (DistillRunConfig, {**train, "teacher": model | {"restore_from_path": ""}}, "teacher.rest"),
+        (RunConfig, {**train, "reward": {"server": {"url": ""}}}, "reward.server.url"),
+        (
+            RunConfig,
+            {**train, "reward": {"server": {"url": "h", "token_file": ""}}},
+            "reward.server.token_file",
+        ),
+        (
+            RunConfig,
+            {"model": model, "reward": {}, "data": {"train": {"source": ["a.jsonl", ""]}}},
+            r"data.train.source\[1\]",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{key}.*: empty, got ''"):
+            parse_config(values, root)
+
+
+def test_prompts_may_be_empty():
+    values = {"model": {"restore_from_path": "m.nemo"}, "prompt": [""]}
+    config = parse_config({**values, "data": {"system_prompt": ""}}, GenerateConfig)
+    assert (config.prompt, config.data.system_prompt) == (("",), "")
+
+
 def test_time_limits_of_functions():
     for seconds in (float("inf"), float("nan"), 2 * MOST_SECONDS, 0):
         with pytest.raises(ConfigError, match="time_limit_s="):
@@ -85,8 +140,6 @@ def test_a_checkpoint_that_is_not_there_is_named_by_its_own_key(tiny_nemo):
     with pytest.raises(CheckpointNotFoundError, match=r"nope.*; check critic\.restore_from_path"):
         MegatronValueWorkerImpl(config.critic, None, model=config.model)
     with initialize_config_dir(config_dir=CONF, version_base="1.3"):
-        from aligner.config import DistillRunConfig
-
         needed = ["model.restore_from_path=m.nemo", "data.train.source=d.jsonl"]
         composed = compose("gpt_distill", [*needed, "teacher.restore_from_path=nope.nemo"])
     distill = load_config(composed, DistillRunConfig)

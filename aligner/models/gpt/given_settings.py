@@ -78,7 +78,7 @@ def settings_beside_architecture(
     run = _run_facts(trainer)
     if not values:
         return RoleSettings(precision=run.precision)
-    values["restore_from_path"] = ""  # the weights come from elsewhere
+    values["restore_from_path"] = "model_config.yaml"  # unread: weights come from elsewhere
     config = section_of(kinds, values)
     settings = settings_of_section(config, trainer)
     return settings if "optim" in values else dataclasses.replace(settings, optim=None)
