@@ -14,6 +14,11 @@ the three of log-softmax-then-gather, but every elementwise pass stays in cache.
 
 The vocabulary is the outer loop, so each row of the weight's gradient is complete after its tile
 and float32 accumulation needs no float32 copy of it.
+
+Sums are float32 (float64 for float64 inputs). bfloat16 states and weights are multiplied as they
+are on a GPU, where each product is exact either way; for the backward pass the gradient of
+each logit is computed in float32 and rounded to bfloat16 (`aligner.distributed.wide_product`).
+Elsewhere they are converted to float32, a block at a time, and only the result is rounded.
 """
 
 from typing import Any, NamedTuple
@@ -26,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from aligner.distributed.kept_set import keep_thresholds
 from aligner.distributed.sampling_params import TrainingSamplingParams
 from aligner.distributed.vocab_shard import Tiles, VocabShard
+from aligner.distributed.wide_product import has_wide_products, wide_mm
 
 # Stands for a logit outside the kept set. Not -inf: 0 · -inf would be NaN in the entropy.
 _EXCLUDED = -1e30
@@ -49,21 +55,23 @@ def row_statistics(
     keep_target: bool = True,
     chunk_size: int | None = None,
     with_entropy: bool = False,
+    divisor: float = 1.0,
 ) -> RowStatistics:
     """Forward pass over ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
     A target below its threshold counts as kept, or has log-prob -inf without ``keep_target``.
+    Logits are divided by ``divisor``.
     """
-    tiles = Tiles(hidden, shard.columns, chunk_size)
-    hidden = hidden.to(tiles.dtype)
+    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
+    hidden = tiles.factor(hidden)
     local, owned = shard.localize(target)
-    target_logits = _target_logits(hidden, weight, local, owned, shard)
+    target_logits = _target_logits(tiles, hidden, weight, local, owned, shard)
     # Any finite start does; this one is nearer than the smallest float.
     maximum = target_logits.clone()
     total = torch.zeros_like(maximum)
     weighted = torch.zeros_like(maximum) if with_entropy else None
     for columns in tiles.vocabulary():
-        weight_tile = weight[columns].to(tiles.dtype)
+        weight_tile = tiles.factor(weight[columns])
         for rows in tiles.tokens():
             logits = tiles.logits(hidden[rows], weight_tile)
             if thresholds is not None:
@@ -88,12 +96,14 @@ def row_statistics(
 
 
 def _target_logits(
-    hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor, shard: VocabShard
+    tiles: Tiles, hidden: Tensor, weight: Tensor, local: Tensor, owned: Tensor, shard: VocabShard
 ) -> Tensor:
     """``l_target`` of each token, [N]: its owner computes it, the other ranks add 0."""
     if shard.columns == 0:  # this rank holds padding only
-        return shard.sum(hidden.new_zeros(hidden.shape[0]))
-    logits = (hidden * weight[local].to(hidden.dtype)).sum(dim=1)
+        return shard.sum(hidden.new_zeros(hidden.shape[0], dtype=tiles.dtype))
+    logits = (hidden.to(tiles.dtype) * weight[local].to(tiles.dtype)).sum(dim=1)
+    if tiles.divisor != 1.0:
+        logits /= tiles.divisor
     return shard.sum(torch.where(owned, logits, 0))
 
 
@@ -213,35 +223,48 @@ def input_gradients(
     chunk_size: int | None,
     need_hidden: bool,
     need_weight: bool,
+    divisor: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``hidden`` [N, H] (this shard's part of it) and of the local ``weight``."""
-    tiles = Tiles(hidden, shard.columns, chunk_size)
-    inputs = hidden.to(tiles.dtype)
-    scaled = gradient.row_factor.unsqueeze(1) * inputs
-    grad_hidden = torch.zeros_like(inputs) if need_hidden else None
+    tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
+    inputs = tiles.factor(hidden)
+    row_factor = (gradient.row_factor / divisor).unsqueeze(1)
+    # A gradient that is rounded has its factors in it; else they are applied to [N, H].
+    scaled = inputs if tiles.narrow else row_factor * inputs
+    grad_hidden = torch.zeros_like(inputs, dtype=tiles.dtype) if need_hidden else None
     grad_weight = torch.empty_like(weight) if need_weight else None
     if grad_weight is not None:
         grad_weight[shard.columns :] = 0
     for columns in tiles.vocabulary():
-        weight_tile = weight[columns].to(tiles.dtype)
+        weight_tile = tiles.factor(weight[columns])
         accumulated: Tensor | None = None
         for rows in tiles.tokens():
             tile = _gradient_tile(
                 tiles, inputs[rows], weight_tile, gradient, thresholds, rows, columns
             )
+            if tiles.narrow:
+                rounded = tiles.buffer("rounded", tile.shape[0], tile.shape[1], hidden.dtype)
+                tile = torch.mul(tile, row_factor[rows], out=rounded)
             if grad_hidden is not None:
-                grad_hidden[rows].addmm_(tile, weight_tile)
+                _accumulate(grad_hidden[rows], tile, weight_tile)
             if need_weight:
                 accumulated = _accumulate(accumulated, tile.t(), scaled[rows])
         if grad_weight is not None:
             grad_weight[columns] = 0 if accumulated is None else accumulated
     if grad_hidden is not None:
-        grad_hidden = grad_hidden.mul_(gradient.row_factor.unsqueeze(1)).to(hidden.dtype)
+        if not tiles.narrow:
+            grad_hidden.mul_(row_factor)
+        grad_hidden = grad_hidden.to(hidden.dtype)
     return grad_hidden, grad_weight
 
 
 def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    return left @ right if total is None else total.addmm_(left, right)
+    """``total + left @ right``, in place where there is a total."""
+    if total is None:
+        return wide_mm(left, right)
+    if left.dtype == total.dtype:
+        return total.addmm_(left, right)
+    return total.add_(wide_mm(left, right))
 
 
 def _gradient_tile(
@@ -284,6 +307,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         keep_target: bool,
         chunk_size: int | None,
         with_entropy: bool,
+        divisor: float,
     ) -> tuple[Tensor, Tensor | None]:
         statistics = row_statistics(
             hidden,
@@ -294,9 +318,10 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             keep_target=keep_target,
             chunk_size=chunk_size,
             with_entropy=with_entropy,
+            divisor=divisor,
         )
         ctx.save_for_backward(hidden, weight, target, thresholds, *statistics)
-        ctx.shard, ctx.chunk_size = shard, chunk_size
+        ctx.shard, ctx.chunk_size, ctx.divisor = shard, chunk_size, divisor
         ctx.set_materialize_grads(False)  # no entropy gradient: the cheaper backward
         return statistics.logprobs, statistics.entropy
 
@@ -321,8 +346,9 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             chunk_size=ctx.chunk_size,
             need_hidden=ctx.needs_input_grad[0],
             need_weight=ctx.needs_input_grad[1],
+            divisor=ctx.divisor,
         )
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def hidden_states_to_logprobs(
@@ -351,7 +377,8 @@ def hidden_states_to_logprobs(
     ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.
 
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
-    Gradients are exact, through the kept set held fixed. Under tensor parallelism every rank
+    Gradients are exact, through the kept set held fixed, but that bfloat16 inputs on a GPU take the
+    gradient of each logit rounded to bfloat16. Under tensor parallelism every rank
     returns the same values, the gradient of ``weight`` is that of the local rows, and the gradient
     of ``hidden`` is the *local part*: the caller sums it over the group (megatron-core's
     copy-to-region or gather-from-sequence-region does).
@@ -385,13 +412,18 @@ def shard_logprobs(
     assert target.ndim == 1, target.shape
     assert hidden.shape[1] == weight.shape[1], (hidden.shape, weight.shape)
     assert hidden.shape[0] == target.shape[0], (hidden.shape, target.shape)
-    if sampling.temperature != 1.0:
+    divisor = 1.0
+    if has_wide_products(hidden, weight):
+        divisor = sampling.temperature
+    elif sampling.temperature != 1.0:
         # In float32: scaling bfloat16 states would round them.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
     thresholds = None
     if sampling.restricts:
         with torch.no_grad():
-            thresholds = keep_thresholds(hidden, weight, shard, sampling.kept_count, sampling.top_p)
+            thresholds = keep_thresholds(
+                hidden, weight, shard, sampling.kept_count, sampling.top_p, divisor
+            )
     return _HiddenStatesToLogprobs.apply(
         hidden,
         weight,
@@ -401,4 +433,5 @@ def shard_logprobs(
         sampling.keep_target,
         chunk_size,
         with_entropy,
+        divisor,
     )

@@ -12,14 +12,20 @@ from torch import Tensor
 from aligner.distributed.adjoint_collectives import gather_first
 from aligner.distributed.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.distributed.vocab_shard import Tiles, VocabShard
+from aligner.distributed.wide_product import wide_mm
 
 _CHUNK_BYTES = 64 * 2**20
 
 
 def keep_thresholds(
-    hidden: Tensor, weight: Tensor, shard: VocabShard, top_k: int, top_p: float
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabShard,
+    top_k: int,
+    top_p: float,
+    divisor: float = 1.0,
 ) -> Tensor:
-    """Threshold of each row's logits, [N], for ``hidden`` [N, H] already divided by temperature.
+    """Threshold of each row's logits over ``divisor``, [N], for ``hidden`` [N, H].
 
     The logits exist a few tokens at a time.
     """
@@ -28,8 +34,12 @@ def keep_thresholds(
     thresholds = [hidden.new_empty(0, dtype=dtype)]
     for chunk in hidden.split(rows) if hidden.shape[0] else ():
         logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)
-        for columns in Tiles(chunk, shard.columns, None).vocabulary():
-            logits[:, columns] = chunk.to(dtype) @ weight[columns].to(dtype).t()
+        tiles = Tiles(chunk, weight, shard.columns, None)
+        states = tiles.factor(chunk)
+        for columns in tiles.vocabulary():
+            logits[:, columns] = wide_mm(states, tiles.factor(weight[columns]).t())
+        if divisor != 1.0:
+            logits /= divisor
         thresholds.append(shard_thresholds(logits, shard.group, top_k, top_p))
     return torch.cat(thresholds)
 

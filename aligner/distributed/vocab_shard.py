@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aligner.distributed.wide_product import has_wide_products, wide_mm
+
 # Logits exist one tile [rows, columns] at a time. On CPU a tile must fit in the cache, else every
 # pass over it goes to memory (benchmarks/LOG.md, 2026-11-21); an accelerator wants large launches.
 _TILE_BYTES = {"cpu": 4 * 2**20}
@@ -97,12 +99,23 @@ def sequence_chunks(logits: Tensor, chunk_size: int | None) -> Iterator[slice]:
 class Tiles:
     """Cuts [N, columns] into tiles whose memory is bounded and reused.
 
-    ``dtype`` is the type of the arithmetic, float32 at least: lower-precision inputs are converted
-    block by block, so products accumulate in float32 without a float32 copy of the weight.
+    ``dtype`` is the type of the arithmetic, float32 at least. Inputs of lower precision are
+    converted block by block, so products accumulate in float32 without a float32 copy of the
+    weight, or not at all where the device multiplies them as they are (``narrow``).
     """
 
-    def __init__(self, hidden: Tensor, columns: int, chunk_size: int | None) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        columns: int,
+        chunk_size: int | None,
+        divisor: float = 1.0,
+    ) -> None:
+        """Of products of ``hidden`` [N, H] and ``weight`` [V_local, H], over ``divisor``."""
         device = hidden.device
+        self.narrow = has_wide_products(hidden, weight)
+        self.divisor = divisor
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.rows_total, self.columns_total = hidden.shape[0], columns
         default_rows = _TILE_ROWS.get(device.type, _TILE_ROWS_ACCELERATOR)
@@ -112,11 +125,17 @@ class Tiles:
         self._buffers: dict[str, Tensor] = {}
         self._device = device
 
-    def buffer(self, name: str, rows: int, columns: int) -> Tensor:
+    def factor(self, matrix: Tensor) -> Tensor:
+        """Hidden states or weights as they are multiplied."""
+        return matrix if self.narrow else matrix.to(self.dtype)
+
+    def buffer(
+        self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Uninitialised [rows, columns], contiguous; the same memory for the same name."""
         if name not in self._buffers:
             size = self.rows * self.columns
-            self._buffers[name] = torch.empty(size, dtype=self.dtype, device=self._device)
+            self._buffers[name] = torch.empty(size, dtype=dtype or self.dtype, device=self._device)
         return self._buffers[name][: rows * columns].view(rows, columns)
 
     def vocabulary(self) -> Iterator[slice]:
@@ -130,6 +149,7 @@ class Tiles:
             yield slice(start, min(start + self.rows, self.rows_total))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``hidden [n, H] @ weight [v, H]^T`` into the reused tile."""
+        """``hidden [n, H] @ weight [v, H]^T``, both `factor`, into the reused tile."""
         tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
-        return torch.mm(hidden, weight.t(), out=tile)
+        wide_mm(hidden, weight.t(), out=tile)
+        return tile if self.divisor == 1.0 else tile.div_(self.divisor)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from aligner.distributed.distillation import logprobs_of, mean_logprob
 from aligner.distributed.model_utils import distributed_vocab_topk
 from aligner.distributed.vocab_shard import VocabShard
+from aligner.distributed.wide_product import wide_linear
 from aligner.models.gpt.token_layout import TokenLayout
 from aligner.types import TokenOutputs
 
@@ -125,8 +126,7 @@ def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """``[N, H]`` to ``[1, N, V_local]``, in float32 at least."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return (hidden.to(dtype) @ weight.to(dtype).t() / temperature)[None]
+    return (wide_linear(hidden, weight) / temperature)[None]
 
 
 def _recomputed(

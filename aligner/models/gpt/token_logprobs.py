@@ -1,12 +1,12 @@
 """Log-probs of selected tokens from hidden states, in the one frame of `aligner.types`."""
 
-import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from aligner.config import SamplingParams
 from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.distributed.wide_product import wide_linear
 from aligner.models.gpt.token_layout import TokenLayout
 from aligner.types import TokenOutputs
 
@@ -79,8 +79,7 @@ def token_logits(
     `token_logprobs` is for those who do not need that. Arguments as there.
     """
     rows, tokens = layout.held_tokens()
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = hidden[rows].to(dtype) @ weight.to(dtype).t() / temperature
+    logits = wide_linear(hidden[rows], weight) / temperature
     if tp_group is not None:
         logits = gather_from_tensor_model_parallel_region(logits, group=tp_group)
     return layout.to_frame(logits[:, :vocab_size], tokens)

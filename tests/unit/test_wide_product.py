@@ -1,0 +1,137 @@
+"""Products of bfloat16 matrices as a GPU makes them, on a CPU that is given the kernel it lacks.
+
+The kernel below is what `torch.mm` with ``out_dtype`` promises: exact products of bfloat16 numbers,
+sums and result in float32. Everything around it is the library's own code for GPUs.
+"""
+
+import pytest
+import torch
+
+from aligner.distributed import vocab_shard, wide_product
+from aligner.distributed.kept_set import keep_thresholds
+from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.distributed.vocab_shard import VocabShard
+from aligner.distributed.wide_product import wide_linear, wide_mm
+
+VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 24, 13
+HALF = 2**-8  # twice the largest relative error of one rounding to bfloat16
+SAMPLING = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 40, "top_p": 0.7}]
+
+
+def _mm(left, right, out_dtype):
+    assert left.dtype == right.dtype == torch.bfloat16
+    assert out_dtype == torch.float32
+    return left.float() @ right.float()
+
+
+def _mm_out(left, right, out_dtype, *, out):
+    return out.copy_(_mm(left, right, out_dtype))
+
+
+@pytest.fixture(autouse=True)
+def _gpu_products(monkeypatch):
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("mm.dtype", _mm, "CPU")
+    kernels.impl("mm.dtype_out", _mm_out, "CPU")
+    monkeypatch.setattr(wide_product, "_has_kernel", lambda matrix: True)
+    yield
+    kernels._destroy()
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    weight = (0.5 * torch.randn(VOCAB + PADDING, HIDDEN, generator=generator)).bfloat16()
+    target = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    scale = torch.randn(2, TOKENS, generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), target, scale
+
+
+def _reference(hidden, weight, target, thresholds, temperature=1.0, **_):
+    """Log-probs, entropy and the logits they come from, float64 and differentiable."""
+    logits = hidden.double() @ weight.double()[:VOCAB].t()
+    scaled = logits / temperature
+    if thresholds is not None:
+        kept = (scaled >= thresholds[:, None].double()).scatter(1, target[:, None], True)
+        scaled = scaled.masked_fill(~kept, -torch.inf)
+    log_softmax = scaled.log_softmax(-1)
+    finite = log_softmax.masked_fill(log_softmax == -torch.inf, 0.0)
+    entropy = -(finite.exp() * finite * (log_softmax > -torch.inf)).sum(-1)
+    return log_softmax.gather(1, target[:, None]).squeeze(1), entropy, logits
+
+
+@pytest.mark.parametrize("tile_bytes", [4 * 2**20, 13 * 64 * 4])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_logprobs_and_gradients(sampling, tile_bytes, monkeypatch):
+    """Forward: float32's error. Gradients: each logit's is off by one rounding, then added up."""
+    monkeypatch.setitem(vocab_shard._TILE_BYTES, "cpu", tile_bytes)
+    hidden, weight, target, scale = _inputs()
+    logprobs, entropy = hidden_states_to_logprobs(
+        hidden, weight, target, vocab_size=VOCAB, chunk_size=5, with_entropy=True, **sampling
+    )
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    restrict = {name: sampling[name] for name in ("top_k", "top_p") if name in sampling}
+    thresholds = None
+    if restrict:
+        shard = VocabShard.of(weight, VOCAB, None)
+        states = hidden.detach().double() / sampling["temperature"]
+        thresholds = keep_thresholds(states, weight.detach(), shard, **restrict)
+    expected = _reference(hidden, weight, target, thresholds, **sampling)
+    torch.testing.assert_close(logprobs.double(), expected[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=1e-5)
+    for both in (False, True):
+        value = (logprobs * scale[0]).sum() + both * (entropy * scale[1]).sum()
+        wanted = (expected[0] * scale[0]).sum() + both * (expected[1] * scale[1]).sum()
+        actual = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
+        right = torch.autograd.grad(wanted, (*expected[2:], hidden, weight), retain_graph=True)
+        size = right[0].abs()  # of each logit's gradient
+        bounds = (
+            size @ weight.detach().double()[:VOCAB].abs(),
+            torch.nn.functional.pad(size.t() @ hidden.detach().double().abs(), (0, 0, 0, PADDING)),
+        )
+        for found, exact, bound in zip(actual, right[1:], bounds, strict=True):
+            assert found.dtype == torch.bfloat16
+            error = (found.double() - exact.double()).abs()
+            assert (error <= HALF * (bound + exact.abs()) + 1e-5).all()
+            assert error.norm() < 0.004 * exact.double().norm()
+
+
+def test_nothing_becomes_float32_before_it_is_multiplied(monkeypatch):
+    """No factor is converted: the kernel is the only place that sees a product."""
+    seen = []
+    plain = torch.mm
+
+    def counted(left, right, *args, **kwargs):
+        seen.append((left.dtype, right.dtype))
+        return plain(left, right, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    hidden, weight, target, _ = _inputs()
+    logprobs, _ = hidden_states_to_logprobs(
+        hidden, weight, target, vocab_size=VOCAB, temperature=0.5, top_k=7
+    )
+    logprobs.sum().backward()
+    assert len(seen) == 5  # thresholds, logits, logits again, two gradients
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_wide_linear():
+    hidden, weight, _, _ = _inputs()
+    product = wide_linear(hidden, weight)
+    exact = hidden.double() @ weight.double().t()
+    torch.testing.assert_close(product.double(), exact, atol=1e-5, rtol=1e-6)
+    grad = torch.randn(product.shape, generator=torch.Generator().manual_seed(4))
+    actual = torch.autograd.grad(product, (hidden, weight), grad)
+    wanted = torch.autograd.grad(exact, (hidden, weight), grad.double())
+    for found, right in zip(actual, wanted, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found.double() - right.double()).norm() < 0.006 * right.double().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_matrices_are_multiplied_as_ever(dtype):
+    left, right = torch.randn(2, 3, 3, dtype=dtype)
+    assert torch.equal(wide_mm(left, right), left @ right)
+    assert torch.equal(wide_linear(left, right), left @ right.t())
+    mixed = wide_mm(left, right.bfloat16())
+    assert torch.equal(mixed, left @ right.bfloat16().to(dtype))
