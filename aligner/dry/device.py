@@ -18,13 +18,14 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aligner.distributed import accelerator
 from aligner.dry.known import KnownValues, tensors_in
-from aligner.dry.record import Memory, Record
+from aligner.dry.record import Kind, Memory, Record, running_place
 from aligner.errors import DryDeviceError
 from aligner.models.gpt import megatron
 
@@ -71,19 +72,32 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     @contextlib.contextmanager
     def record(self) -> Iterator[Record]:
         """Count what the block does; blocks may be nested."""
-        record = Record(peak_bytes=self.memory.alive_bytes)
+        record = Record(peaks={"": self.memory.snapshot()})
         self._records.append(record)
         try:
             yield record
         finally:
             self._records.remove(record)
 
+    def holds(self, model: nn.Module) -> None:
+        """Name the weights and gradient buffers of a model that is ready to train, or never will.
+
+        Other kinds are told by the code that allocates.
+        """
+        for tensor in (*model.parameters(), *nn.Module.buffers(model)):
+            gradients = [getattr(tensor, name, None) for name in ("main_grad", "grad")]
+            self.memory.name(Kind.WEIGHTS, [_local(tensor.data)])
+            there = (_local(each) for each in gradients if each is not None)
+            self.memory.name(Kind.GRADIENTS, there)
+
     def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         on_device = [each for each in tensors_in(out) if each.is_cuda]
-        for tensor in on_device:
-            self.memory.saw(tensor)
+        new = [tensor for tensor in on_device if self.memory.saw(tensor)]
+        if new and self._records:
+            place = running_place()
+            for record in self._records:
+                record.saw_memory(self.memory, place)
         for record in self._records:
-            record.peak_bytes = max(record.peak_bytes, self.memory.alive_bytes)
             if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
                 record.saw(func, args, kwargs, out)
 
@@ -92,11 +106,12 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             for record in self._records:
                 record.host_reads += 1
 
-    def _saw_collective(self, func: Any, operands: Sequence[Any], group_size: int) -> None:
+    def _saw_collective(self, func: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
         sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
+        self.memory.wrote(tensors_in(operands[0]))
         for record in self._records:
-            record.saw_collective(func.overloadpacket.__name__, group_size, size)
+            record.saw_collective(func.overloadpacket.__name__, ranks, size)
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Everything that asks a driver, a process or a kernel that is not there."""
@@ -130,6 +145,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         yield megatron_random, "_set_cuda_rng_state", _answers(None)
         yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
         yield nn.Module, "_apply", _apply
+        yield torch.UntypedStorage, "resize_", _resize(self.memory)
         for holder in (dist, dist.distributed_c10d):
             yield holder, "new_group", _new_group(dist.new_group)
             yield holder, "all_gather_object", _all_gather_object
@@ -240,7 +256,7 @@ class _Operations(TorchDispatchMode):
         """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
-        self.device._saw_collective(func, args, group.size())
+        self.device._saw_collective(func, args, dist.get_process_group_ranks(group))
         if group.size() > 1 and func.overloadpacket not in _SAME_ON_ALL_RANKS:
             for tensor in tensors_in(args[0]):
                 self.known.forget(tensor)
@@ -340,6 +356,22 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
     return self
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _resize(memory: Memory) -> Callable[..., Any]:
+    real = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        result = real(self, size)
+        memory.resized(self)
+        return result
+
+    return resize
 
 
 def _new_group(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,27 +1,100 @@
 """What a block of code did on the dry device: memory, arithmetic, communication, host reads."""
 
+import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import megatron.core
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import aligner
+
 _aten = torch.ops.aten
 _BLOCK = 512  # bytes; PyTorch's allocator on GPUs gives memory in multiples of it
 # In-place forms that torch's table of formulas leaves out, by the one that costs the same.
 _SAME_FLOPS = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
+_LIBRARIES = tuple(f"{Path(str(each.__file__)).parent}/" for each in (aligner, megatron.core))
+_DRY = f"{Path(__file__).parent}/"
+# Of the first operand they touch as much as they return, or as the others hold.
+_LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
+_SCATTERS = {_aten.index_put_, _aten.index_copy_, _aten.index_add_, _aten.scatter_}
+
+
+class Kind(StrEnum):
+    """What bytes of the device are for."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"  # moments, float32 weights and what a step needs besides
+    ACTIVATIONS = "activations"  # and whatever is none of the others
+    KV_CACHE = "kv_cache"
+    LOGITS = "logits"  # tiles of logits, and what the output layer keeps beside them
+    COMMUNICATION = "communication"  # what collectives write into
+
+
+# Code whose allocations are of a kind, by the end of the file's path and, where one is named, the
+# function. Weights and gradient buffers are named by who holds them (`Memory.name`).
+_ALLOCATING: dict[str, tuple[str | None, Kind]] = {
+    "aligner/models/gpt/kv_cache.py": ("__init__", Kind.KV_CACHE),
+    "aligner/models/gpt/optimizer.py": (None, Kind.OPTIMIZER),
+    "aligner/models/gpt/dtensor_optimizer.py": (None, Kind.OPTIMIZER),
+    "aligner/models/gpt/sampling.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/token_logprobs.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/candidates.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/incremental.py": ("logits", Kind.LOGITS),
+    "aligner/distributed/fused_logprob.py": (None, Kind.LOGITS),
+    "aligner/distributed/vocab_entropy.py": (None, Kind.LOGITS),
+    "aligner/distributed/vocab_topk.py": (None, Kind.LOGITS),
+}
+
+
+class Kernel(NamedTuple):
+    """Kernels of one dtype that do as much arithmetic and move as many bytes of memory."""
+
+    dtype: torch.dtype
+    flops: int
+    moved_bytes: int  # operands and results
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind among as many processes."""
+    """Collectives of one kind among the same processes."""
 
     name: str  # as c10d has it: allreduce_, _allgather_base_, send, …
-    group_size: int
+    ranks: tuple[int, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Processes that take part."""
+        return len(self.ranks)
+
+    def wire_bytes(self, size: int) -> float:
+        """Bytes that each process sends of operands of ``size`` bytes, by a ring's algorithms.
+
+        What is received is not counted again.
+        """
+        others = (self.group_size - 1) / max(1, self.group_size)
+        if self.name.startswith("recv"):
+            return 0.0
+        if self.name.startswith(("send", "broadcast")):
+            return float(size) if others else 0.0
+        return size * others * (2 if self.name.startswith("allreduce") else 1)
+
+
+class Snapshot(NamedTuple):
+    """Bytes alive at one moment, by kind."""
+
+    total: int
+    kinds: dict[Kind, int]
 
 
 @dataclass
@@ -32,49 +105,179 @@ class Record:
     broadcast, the whole of what is gathered or scattered.
     """
 
-    launches: int = 0  # operations that are kernels: no views, no allocations
+    kernels: Counter[Kernel] = field(default_factory=Counter)
     host_reads: int = 0  # values of the device that the host waited for
-    flops: Counter[torch.dtype] = field(default_factory=Counter)
+    copied_bytes: int = 0  # between host and device
     collectives: dict[Collective, tuple[int, int]] = field(default_factory=dict)
-    peak_bytes: int = 0  # most bytes alive at once on the device, those from before included
+    # Most bytes alive at once on the device, those from before included, by the function of the
+    # library or of megatron-core that allocated last; "" is the beginning.
+    peaks: dict[str, Snapshot] = field(default_factory=dict)
+
+    @property
+    def launches(self) -> int:
+        """Operations that are kernels: no views, no allocations."""
+        return sum(self.kernels.values())
+
+    @property
+    def flops(self) -> Counter[torch.dtype]:
+        """Floating-point operations of matrix products and attention, by the operands' dtype."""
+        found: Counter[torch.dtype] = Counter()
+        for kernel, count in self.kernels.items():
+            if kernel.flops:
+                found[kernel.dtype] += kernel.flops * count
+        return found
+
+    @property
+    def peak_at(self) -> str:
+        """Where memory was fullest: a function; "" is the beginning."""
+        return max(self.peaks, key=lambda place: self.peaks[place].total, default="")
+
+    @property
+    def peak(self) -> Snapshot:
+        """What was alive there."""
+        return self.peaks.get(self.peak_at, Snapshot(0, {}))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once on the device, those from before included."""
+        return self.peak.total
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one operation on the device."""
         if not _is_kernel(func):
             return
-        self.launches += 1
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
         formula = flop_registry.get(packet)
-        if formula is not None:
-            operand = next(each for each in tree_leaves(args) if isinstance(each, Tensor))
-            self.flops[operand.dtype] += formula(*args, **kwargs, out_val=out)
+        first = operands[0] if operands else results[0]
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+        self.kernels[Kernel(first.dtype, flops, _moved(func, operands, results))] += 1
+        if len({each.device.type for each in (*operands, *results) if each.dim()}) > 1:
+            self.copied_bytes += max(map(_bytes, (*operands, *results)))
 
-    def saw_collective(self, name: str, group_size: int, size: int) -> None:
+    def saw_collective(self, name: str, ranks: Iterable[int], size: int) -> None:
         """Count one collective of ``size`` bytes."""
-        key = Collective(name, group_size)
+        key = Collective(name, tuple(ranks))
         calls, total = self.collectives.get(key, (0, 0))
         self.collectives[key] = (calls + 1, total + size)
 
+    def saw_memory(self, memory: "Memory", place: str) -> None:
+        """Note what is alive once the code at ``place`` has allocated."""
+        known = self.peaks.get(place)
+        if known is None or memory.alive_bytes > known.total:
+            self.peaks[place] = memory.snapshot()
+
 
 class Memory:
-    """Bytes of the device that are alive, by storages."""
+    """Bytes of the device that are alive, by storages and by kind."""
 
     def __init__(self) -> None:
         self.alive_bytes = 0
-        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.kinds: Counter[Kind] = Counter()
+        self._known: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
 
-    def saw(self, tensor: Tensor) -> None:
-        """Count the tensor's storage, once."""
+    def snapshot(self) -> Snapshot:
+        """What is alive now."""
+        return Snapshot(self.alive_bytes, {kind: n for kind, n in self.kinds.items() if n})
+
+    def saw(self, tensor: Tensor) -> bool:
+        """Count the tensor's storage, once; whether it is new."""
         storage = tensor.untyped_storage()
         if storage in self._known:
-            return
-        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
-        self._known[storage] = size
-        self.alive_bytes += size
-        weakref.finalize(storage, self._freed, size)
+            return False
+        block = _Block(allocated_kind())
+        self._known[storage] = block
+        self._set(block, storage.nbytes())
+        weakref.finalize(storage, self._set, block, 0)
+        return True
 
-    def _freed(self, size: int) -> None:
-        self.alive_bytes -= size
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a known storage anew, whose size was changed."""
+        if storage in self._known:
+            self._set(self._known[storage], storage.nbytes())
+
+    def name(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
+        """Say what the storages of tensors on the device are for."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                self.saw(tensor)
+                block = self._known[tensor.untyped_storage()]
+                self.kinds[block.kind] -= block.size
+                self.kinds[kind] += block.size
+                block.kind = kind
+
+    def wrote(self, tensors: Iterable[Tensor]) -> None:
+        """Collectives write into these; activations among them are theirs."""
+        self.name(
+            Kind.COMMUNICATION,
+            [each for each in tensors if each.is_cuda and self._kind_of(each) is Kind.ACTIVATIONS],
+        )
+
+    def _kind_of(self, tensor: Tensor) -> Kind | None:
+        block = self._known.get(tensor.untyped_storage())
+        return None if block is None else block.kind
+
+    def _set(self, block: "_Block", size: int) -> None:
+        size = -(-size // _BLOCK) * _BLOCK
+        self.alive_bytes += size - block.size
+        self.kinds[block.kind] += size - block.size
+        block.size = size
+
+
+@dataclass
+class _Block:
+    """One storage."""
+
+    kind: Kind
+    size: int = 0
+
+
+def allocated_kind() -> Kind:
+    """Of what kind an allocation of the code that runs now is."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        known = _kind_of_file(frame.f_code.co_filename)
+        if known is not None and known[0] in (None, frame.f_code.co_name):
+            return known[1]
+        frame = frame.f_back
+    return Kind.ACTIVATIONS
+
+
+def running_place() -> str:
+    """The innermost function of the library or of megatron-core that runs now: file and name."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        stem = _stem_of_file(frame.f_code.co_filename)
+        if stem:
+            direction = " (backward)" if torch._C._current_graph_task_id() != -1 else ""
+            return f"{stem}.{frame.f_code.co_name}{direction}"
+        frame = frame.f_back
+    return "backward"
+
+
+@cache
+def _kind_of_file(path: str) -> tuple[str | None, Kind] | None:
+    return next((kind for end, kind in _ALLOCATING.items() if path.endswith(end)), None)
+
+
+@cache
+def _stem_of_file(path: str) -> str:
+    """File name without suffix; empty for code that is neither ours nor megatron-core's."""
+    return Path(path).stem if path.startswith(_LIBRARIES) and not path.startswith(_DRY) else ""
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of the values, or of the storage where an expanded tensor repeats them."""
+    return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
+    if func.overloadpacket in _LOOKUPS:
+        return 2 * sum(map(_bytes, results))
+    if func.overloadpacket in _SCATTERS:
+        return 2 * sum(map(_bytes, operands[1:]))
+    return sum(map(_bytes, operands)) + sum(map(_bytes, results))
 
 
 def _is_kernel(func: Any) -> bool:

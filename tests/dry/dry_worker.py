@@ -104,6 +104,7 @@ def run(case):
             assert outcome["skipped"] == 0.0
             role.finish_training()
             found[name] = facts(update)
+            device.holds(role.model)
         found["static_bytes"] = device.memory.alive_bytes - before
         role.prepare_for_inference()
         found["inference_bytes"] = device.memory.alive_bytes - before
@@ -118,7 +119,9 @@ def run(case):
                 role.generate(prompts, eight, torch.arange(ROWS).to("cuda"), seed=1)
             found["rollout"] = facts(rollout)
         role.finish_inference()
-        role.prepare_for_training()
+        with device.record() as back:
+            role.prepare_for_training()
+        found["back_copied_bytes"] = back.copied_bytes
         found["back_bytes"] = device.memory.alive_bytes - before
     return found
 
@@ -134,6 +137,9 @@ def facts(record):
         "host_reads": record.host_reads,
         "flops": {str(dtype).removeprefix("torch."): n for dtype, n in record.flops.items()},
         "peak_bytes": record.peak_bytes,
+        "peak_at": record.peak_at,
+        "kinds": {str(kind): n for kind, n in record.peak.kinds.items()},
+        "copied_bytes": record.copied_bytes,
         "collectives": {f"{c.name}/{c.group_size}": n for c, n in record.collectives.items()},
     }
 

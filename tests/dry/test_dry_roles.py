@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="the dry device compiles a small library: needs g++ or clang++",
@@ -46,6 +48,7 @@ CASES = {
 # Times that the host reads a value of the device. A rollout draws four tokens for eight prompts.
 UPDATE_READS = {"actor": 16, "critic": 5, "reward": 8}
 SCORING_READS = 3
+ROWS = 8
 BF16_STATIC = 2 + 4 + 4 + 8  # weight, its float32 copy, its gradient, two moments; bytes
 
 
@@ -96,6 +99,31 @@ def test_offloaded_moments_leave_the_device_and_come_back(seen):
     gone = found["static_bytes"] - found["inference_bytes"]
     assert gone == pytest.approx(8 * found["parameters"], rel=0.01)
     assert found["back_bytes"] == pytest.approx(found["static_bytes"], rel=0.01)
+
+
+def test_memory_is_told_by_kind(seen):
+    found = seen["actor"]
+    kinds, parameters = found["update"]["kinds"], found["parameters"]
+    assert sum(kinds.values()) == found["update"]["peak_bytes"]
+    assert found["update"]["peak_at"]
+    for kind, size in {"weights": 2, "gradients": 4, "optimizer": 12}.items():
+        assert kinds[kind] == pytest.approx(size * parameters, rel=0.02), kind
+    assert kinds["activations"] > 0
+    cache = found["rollout"]["kinds"]["kv_cache"]
+    width = TINY_ARCHITECTURE.num_query_groups * TINY_ARCHITECTURE.kv_channels
+    keys_and_values = 2 * TINY_ARCHITECTURE.num_layers * width
+    slots = ROWS * 64  # tokens: what narrow heads take at least
+    assert cache == pytest.approx(2 * keys_and_values * slots, rel=0.01)
+
+
+def test_collectives_write_into_buffers_of_their_own(seen):
+    assert "communication" not in seen["actor"]["update"]["kinds"]
+    assert seen["actor, TP, DP, packed, recompute"]["scoring"]["kinds"]["communication"] > 0
+
+
+def test_copies_to_the_host_are_counted(seen):
+    found = seen["actor, offload"]
+    assert found["back_copied_bytes"] == pytest.approx(8 * found["parameters"], rel=0.01)
 
 
 def test_adapters_alone_have_gradients_and_moments(seen):
