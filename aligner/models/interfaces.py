@@ -6,7 +6,7 @@ the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
@@ -276,8 +276,13 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Names of all weights in groups of at most so many GiB."""
 
     @abstractmethod
-    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
-        """What opens some weights from an engine of the same machine or device."""
+    def get_weights_ipc_handles(
+        self, keys: Sequence[str], readers: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """What opens some weights from an engine of the same machine or device.
+
+        ``readers``: the machines and devices where they will be opened; default everywhere.
+        """
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> "WorkerFuture":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from aligner.checkpoint.nemo import open_nemo
 from aligner.config import ModelConfig
+from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.distributed.weight_segments import accept
 from aligner.models.policy.refit import group_by_bytes
@@ -47,9 +48,10 @@ def pushed(model: str, sizes: list[int]) -> dict[str, torch.Tensor]:
     names_and_bytes, _ = worker.prepare_weights_for_ipc()
     groups = group_by_bytes(names_and_bytes, BUDGET)
     assert len(groups) > 3
+    assert worker.get_weights_ipc_handles(groups[0], ["another machine"]) == {}
     received: dict[str, torch.Tensor] = {}
     for keys in groups:
-        handles = worker.get_weights_ipc_handles(keys)
+        handles = worker.get_weights_ipc_handles(keys, [accelerator.sharing_key()])
         if dist.get_rank() == 0:
             received |= {name: tensor.clone() for name, tensor in accept(handles)}
         else:

@@ -144,6 +144,10 @@ class VllmGeneration(BackgroundGeneration):
         """Expect weights."""
         run_on_all(self.worker_group, "begin_refit")
 
+    def sharing_keys(self) -> list[str]:
+        """The engines' machines or devices."""
+        return run_on_all(self.worker_group, "sharing_key")
+
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
         """Load a group that policy workers offer on the engines' machines or devices."""
         run_on_all(self.worker_group, "load_weights_from_ipc", handles=handles)

@@ -8,7 +8,7 @@ Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -149,7 +149,11 @@ class VllmWorker:
             raise WorkerError(
                 "weights are coming while a batch is in flight; collect or abandon it"
             )
-        self._thread.submit(self._engine.begin_refit).result()
+        self._in_order(self._engine.begin_refit)
+
+    def sharing_key(self) -> str:
+        """The machine or device on which this engine opens weights."""
+        return accelerator.sharing_key()
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
         """Load the weights that a policy worker on this machine or device offers."""
@@ -174,10 +178,20 @@ class VllmWorker:
 
     def finish_refit(self) -> None:
         """The weights are complete."""
-        self._thread.submit(self._engine.finish_refit).result()
+        self._in_order(self._engine.finish_refit)
 
     def _load(self, weights: list[tuple[str, Tensor]]) -> None:
-        self._thread.submit(self._engine.load_weights, weights).result()
+        self._in_order(self._engine.load_weights, weights)
+
+    def _in_order(self, step: Callable[..., None], *arguments: Any) -> None:
+        """A step of a refit in the engine's thread, which has a stream of its own on a GPU.
+
+        What it reads must have been written there before, by whatever stream, and when it is done
+        the policy may take the memory back that it read.
+        """
+        accelerator.synchronize()
+        self._thread.submit(step, *arguments).result()
+        accelerator.synchronize()
 
     # The process ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Nothing touches the disk, and no process holds the model a second time: a group 
 budget. Names and shapes are those of a Hugging Face state dict.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from aligner.distributed.worker_groups import WorkerFuture, WorkerGroup
@@ -41,12 +41,14 @@ class RefitSource:
             budget = int(_refit_buffer_size_gb * 1024**3)
         return group_by_bytes(sizes, budget)
 
-    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(
+        self, keys: Sequence[str], readers: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """Offer some weights; what opens them, by machine or device. See `RefitWorker`."""
-        handles: dict[str, Any] = {}
-        for offered in run_on_all(self.worker_group, "get_weights_ipc_handles", keys=list(keys)):
-            handles |= offered
-        return handles
+        offers = run_on_all(
+            self.worker_group, "get_weights_ipc_handles", keys=list(keys), readers=readers
+        )
+        return {key: handle for offered in offers for key, handle in offered.items()}
 
     def offer_rendezvous(self, world_size: int, timeout_s: float) -> tuple[str, int]:
         """Address and port at which a group for broadcasts can meet."""
@@ -83,6 +85,10 @@ class RefitTarget(Protocol):
 
     def begin_refit(self) -> None:
         """Stop drawing and expect weights."""
+        ...
+
+    def sharing_keys(self) -> list[str]:
+        """The machines or devices (`accelerator.sharing_key`) on which weights will be opened."""
         ...
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
@@ -124,6 +130,7 @@ class Refit:
         self._world_size, self._timeout_s = world_size, timeout_s
         self._groups: list[list[str]] | None = None
         self._infos: dict[str, Any] = {}
+        self._readers: list[str] = []
 
     def __call__(self) -> None:
         """Bring the engines' weights to the policy's."""
@@ -137,7 +144,8 @@ class Refit:
                 sending.get_results()
                 receiving.get_results()
             else:
-                self._target.load_weights_from_ipc(self._policy.get_weights_ipc_handles(keys))
+                handles = self._policy.get_weights_ipc_handles(keys, self._readers)
+                self._target.load_weights_from_ipc(handles)
         self._target.finish_refit()
         self._policy.offload_after_refit()
 
@@ -152,6 +160,8 @@ class Refit:
                 joined = self._target.init_collective(ip, port, self._world_size, self._timeout_s)
                 meeting.get_results()
                 joined.get_results()
+            else:
+                self._readers = self._target.sharing_keys()
         return self._groups
 
 

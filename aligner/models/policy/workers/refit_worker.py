@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,19 +52,26 @@ class RefitWorker(ABC):
         sizes = [(name, self._bytes_of(name)) for name in self.prepare_refit_info()]
         return sizes, accelerator.free_memory_bytes() // 2
 
-    def get_weights_ipc_handles(self, keys: Sequence[str]) -> dict[str, Any]:
+    def get_weights_ipc_handles(
+        self, keys: Sequence[str], readers: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """Offer the weights ``keys`` until the next offer; what opens them, by who can open them.
 
         On CPU the first worker of a machine offers them, on GPUs every worker on its own device.
+        ``readers``: the `accelerator.sharing_key` of everyone who will open them; nothing is
+        offered elsewhere, for CUDA never frees what was exported and is not opened. Default:
+        whoever comes.
         """
         self._withdraw()
         tensors = self.hf_weights(keys)
-        if not accelerator.has_gpu() and _local_rank() != 0:
+        key = accelerator.sharing_key()
+        can_offer = accelerator.has_gpu() or _local_rank() == 0
+        if not can_offer or (readers is not None and key not in readers):
             for _ in tensors:  # its part in making them whole
                 pass
             return {}
         self._offer = Offer(tensors, sum(aligned_bytes(self._bytes_of(name)) for name in keys))
-        return {accelerator.sharing_key(): self._offer.handle}
+        return {key: self._offer.handle}
 
     # Broadcast --------------------------------------------------------------------------------
 
