@@ -12,27 +12,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import router
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from aligner.distributed import accelerator
 from aligner.dry.known import KnownValues, tensors_in
+from aligner.dry.operations import Calls, Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
-from aligner.errors import DryDeviceError
 from aligner.models.gpt import megatron
-
-_aten = torch.ops.aten
-# Of values that the host knows, every process is taken to have the same.
-_SAME_ON_ALL_RANKS = {torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d.send}
-_UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.bool: False}
 
 
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
@@ -61,8 +54,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             )
             stack.callback(_destroy_groups)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            operations = stack.enter_context(_Operations(self))
-            stack.enter_context(_Calls(operations))
+            operations = stack.enter_context(Operations(self))
+            stack.enter_context(Calls(operations))
             self._stack = stack.pop_all()
         return self
 
@@ -90,7 +83,10 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             there = (_local(each) for each in gradients if each is not None)
             self.memory.name(Kind.GRADIENTS, there)
 
-    def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    # What operations say (`aligner.dry.operations.Observer`) --------------------------------------
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an operation."""
         on_device = [each for each in tensors_in(out) if each.is_cuda]
         new = [tensor for tensor in on_device if self.memory.saw(tensor)]
         if new and self._records:
@@ -101,12 +97,14 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
                 record.saw(func, args, kwargs, out)
 
-    def _saw_host_read(self, tensor: Tensor) -> None:
+    def saw_host_read(self, tensor: Tensor) -> None:
+        """Count a wait, where the tensor is on the device."""
         if tensor.is_cuda:
             for record in self._records:
                 record.host_reads += 1
 
-    def _saw_collective(self, func: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
+    def saw_collective(self, func: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
+        """Count a collective, by its larger operand."""
         sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
         self.memory.wrote(tensors_in(operands[0]))
@@ -153,170 +151,13 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             yield holder, "broadcast_object_list", _answers(None)
             yield holder, "_coalescing_manager", _coalescing_manager
         yield megatron, "broadcast_floats", _broadcast_floats
+        yield (
+            router,
+            "topk_routing_with_score_function",
+            _evenly(router.topk_routing_with_score_function),
+        )
         yield P2PCommunicator, "_communicate", _communicate(P2PCommunicator._communicate)
         yield P2PCommunicator, "_communicate_shapes", _communicate_shapes
-
-
-class _Operations(TorchDispatchMode):
-    """Every operation below autograd: known values are followed, the rest is counted and faked."""
-
-    def __init__(self, device: DryDevice) -> None:
-        super().__init__()
-        self.device = device
-        self.known = KnownValues()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            return self._communicate(func, args, kwargs)
-        if func.namespace == "aten" and torch.is_inference_mode_enabled():
-            # Operations that are made of others come here whole.
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-        if func is _aten._local_scalar_dense.default:
-            return self._read(args[0])
-        if func is _aten.equal.default:
-            return self._equal(*args)
-        if func is _aten.nonzero.default:
-            return self._nonzero(func, args[0])
-        if func is _aten.index.Tensor:
-            args = (args[0], self._positions(args[1]))
-        out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
-            tensor.constant = None  # fake tensors follow single numbers too, on a real device
-        self.known.follow(func, args, kwargs, out)
-        self.device._saw(func, args, kwargs, out)
-        if func is _aten._to_copy.default and not out.is_cuda and not kwargs.get("non_blocking"):
-            self.device._saw_host_read(args[0])
-        return out
-
-    # What the host reads ----------------------------------------------------------------------
-
-    def _read(self, tensor: Tensor) -> Any:
-        self.device._saw_host_read(tensor)
-        value = self.known.of(tensor)
-        if value is None:
-            return _UNKNOWN.get(tensor.dtype, 1)
-        with _disable_current_modes():
-            return value.item()
-
-    def read_all(self, tensor: Tensor) -> Any:
-        """`Tensor.tolist`, which waits for the device once."""
-        self.device._saw_host_read(tensor)
-        value = self.known.of(tensor)
-        with _disable_current_modes():
-            if value is None:
-                value = torch.full(tensor.shape, _UNKNOWN.get(tensor.dtype, 1))
-            return value.tolist()
-
-    def _equal(self, left: Tensor, right: Tensor) -> bool:
-        self.device._saw_host_read(left)
-        values = self.known.of(left), self.known.of(right)
-        if values[0] is None or values[1] is None:
-            return left.shape == right.shape
-        with _disable_current_modes():
-            return torch.equal(values[0], values[1])
-
-    def _nonzero(self, func: Any, mask: Tensor) -> Tensor:
-        self.device._saw_host_read(mask)  # the size of the answer
-        value = self.known.of(mask)
-        if value is None:
-            raise DryDeviceError(
-                f"how many elements of a {list(mask.shape)} {mask.dtype} tensor are not 0 follows "
-                "from weights or random numbers, which the dry device does not compute"
-            )
-        with _disable_current_modes():
-            found = value.nonzero()
-        tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
-        self.known.set(tensor, found)
-        self.device._saw(func, (mask,), {}, tensor)
-        return tensor
-
-    def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices of `aten.index`, with masks replaced by positions."""
-        positions: list[Tensor | None] = []
-        for index in indices:
-            if index is None or index.dtype is not torch.bool:
-                positions.append(index)
-            else:
-                found = self._nonzero(_aten.nonzero.default, index)
-                for axis in range(index.dim()):
-                    column = found.select(1, axis)
-                    self.known.follow(_aten.select.int, (found, 1, axis), {}, column)
-                    positions.append(column)
-        return positions
-
-    # Communication ----------------------------------------------------------------------------
-
-    def _communicate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
-        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
-        group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
-        self.device._saw_collective(func, args, dist.get_process_group_ranks(group))
-        if group.size() > 1 and func.overloadpacket not in _SAME_ON_ALL_RANKS:
-            for tensor in tensors_in(args[0]):
-                self.known.forget(tensor)
-        work = FakeWork().boxed()
-        return (args[0], work) if len(func._schema.returns) == 2 else work
-
-
-class _Calls(TorchFunctionMode):
-    """Calls above autograd that fake tensors do not have, or answer otherwise than a GPU does."""
-
-    def __init__(self, operations: _Operations) -> None:
-        super().__init__()
-        self.operations = operations
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
-            value = self.operations.known.of(args[0])
-            if value is None:
-                raise DryDeviceError(
-                    f"numpy() of a {list(args[0].shape)} {args[0].dtype} tensor, whose values "
-                    "the dry device does not compute"
-                )
-            with _disable_current_modes():
-                return value.numpy()
-        if func is Tensor.tolist and isinstance(args[0], FakeTensor):
-            return self.operations.read_all(args[0])
-        if func is F.scaled_dot_product_attention and args[0].is_cuda:
-            return _attend(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
-    groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
-        return _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-    if attn_mask is not None:
-        attn_mask = torch.zeros(
-            *query.shape[:-1], key.shape[-2], dtype=query.dtype, device=query.device
-        )
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
-    )[0]
 
 
 class _Stream:
@@ -324,6 +165,9 @@ class _Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return _answers(None)
@@ -388,6 +232,21 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
 def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
     """Metrics of the last pipeline stage, which other stages are told."""
     return dict(values or {"loss": 1.0})
+
+
+def _evenly(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Every expert gets as many tokens: which ones a router chooses follows from its weights."""
+
+    def route(logits: Tensor, topk: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        probabilities, chosen = real(logits, topk, *args, **kwargs)
+        with _disable_current_modes():
+            first = torch.arange(chosen.shape[0])[:, None] * topk
+            experts = (first + torch.arange(topk)) % chosen.shape[1]
+            even = torch.zeros(chosen.shape, dtype=torch.bool).scatter_(1, experts, True)
+        KnownValues().set(chosen, even)
+        return probabilities, chosen
+
+    return route
 
 
 def _communicate(real: Callable[..., Any]) -> Callable[..., Any]:

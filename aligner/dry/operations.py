@@ -1,0 +1,223 @@
+"""What happens to operations on the dry device: below autograd, and the few calls above it."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from aligner.dry.known import KnownValues, tensors_in
+from aligner.errors import DryDeviceError
+
+_aten = torch.ops.aten
+# What every process is taken to have the same values of, where one has known ones.
+_REDUCED = {torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d.send}
+_GATHERED = {torch.ops.c10d._allgather_base_}
+_UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.bool: False}
+
+
+class Observer(Protocol):
+    """Who counts."""
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation that was made."""
+        ...
+
+    def saw_host_read(self, tensor: Tensor) -> None:
+        """The host waits for a value of ``tensor``, which may be its own."""
+        ...
+
+    def saw_collective(self, func: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
+        """A collective that began."""
+        ...
+
+
+class Operations(TorchDispatchMode):
+    """Every operation below autograd: known values are followed, the rest is counted and faked."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self.observer = observer
+        self.known = KnownValues()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        if func.namespace == "aten" and torch.is_inference_mode_enabled():
+            # Operations that are made of others come here whole.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if func is _aten._local_scalar_dense.default:
+            return self._read(args[0])
+        if func is _aten.equal.default:
+            return self._equal(*args)
+        if func is _aten.nonzero.default:
+            return self._nonzero(func, args[0])
+        if func is _aten.masked_select.default:
+            return self._select(func, *args)
+        if func is _aten.index.Tensor:
+            args = (args[0], self._positions(args[1]))
+        out = func(*args, **kwargs)
+        for tensor in tensors_in(out):
+            tensor.constant = None  # fake tensors follow single numbers too, on a real device
+        self.known.follow(func, args, kwargs, out)
+        self.observer.saw(func, args, kwargs, out)
+        if func is _aten._to_copy.default and not out.is_cuda and not kwargs.get("non_blocking"):
+            self.observer.saw_host_read(args[0])
+        return out
+
+    # What the host reads ----------------------------------------------------------------------
+
+    def _read(self, tensor: Tensor) -> Any:
+        self.observer.saw_host_read(tensor)
+        value = self.known.of(tensor)
+        if value is None:
+            return _UNKNOWN.get(tensor.dtype, 1)
+        with _disable_current_modes():
+            return value.item()
+
+    def read_all(self, tensor: Tensor) -> Any:
+        """`Tensor.tolist`, which waits for the device once."""
+        self.observer.saw_host_read(tensor)
+        value = self.known.of(tensor)
+        with _disable_current_modes():
+            if value is None:
+                value = torch.full(tensor.shape, _UNKNOWN.get(tensor.dtype, 1))
+            return value.tolist()
+
+    def _equal(self, left: Tensor, right: Tensor) -> bool:
+        self.observer.saw_host_read(left)
+        values = self.known.of(left), self.known.of(right)
+        if values[0] is None or values[1] is None:
+            return left.shape == right.shape
+        with _disable_current_modes():
+            return torch.equal(values[0], values[1])
+
+    def _nonzero(self, func: Any, mask: Tensor) -> Tensor:
+        self.observer.saw_host_read(mask)  # the size of the answer
+        value = self.known.of(mask)
+        if value is None:
+            raise DryDeviceError(
+                f"how many elements of a {list(mask.shape)} {mask.dtype} tensor are not 0 follows "
+                "from weights or random numbers, which the dry device does not compute"
+            )
+        with _disable_current_modes():
+            found = value.nonzero()
+        tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
+        self.known.set(tensor, found)
+        self.observer.saw(func, (mask,), {}, tensor)
+        return tensor
+
+    def _select(self, func: Any, tensor: Tensor, mask: Tensor) -> Tensor:
+        count = self._nonzero(_aten.nonzero.default, mask).shape[0]
+        selected = torch.empty(count, dtype=tensor.dtype, device=tensor.device)
+        values = self.known.of(tensor), self.known.of(mask)
+        with _disable_current_modes():
+            known = None if None in values else torch.masked_select(*values)
+        self.known.set(selected, known)
+        self.observer.saw(func, (tensor, mask), {}, selected)
+        return selected
+
+    def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices of `aten.index`, with masks replaced by positions."""
+        positions: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                positions.append(index)
+            else:
+                found = self._nonzero(_aten.nonzero.default, index)
+                for axis in range(index.dim()):
+                    column = found.select(1, axis)
+                    self.known.follow(_aten.select.int, (found, 1, axis), {}, column)
+                    positions.append(column)
+        return positions
+
+    # Communication ----------------------------------------------------------------------------
+
+    def _communicate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
+        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
+        self.observer.saw_collective(func, args, dist.get_process_group_ranks(group))
+        if func.overloadpacket in _GATHERED:
+            self._gather(args[0], args[1], group.size())
+        elif group.size() > 1 and func.overloadpacket not in _REDUCED:
+            for tensor in tensors_in(args[0]):
+                self.known.forget(tensor)
+        work = FakeWork().boxed()
+        return (args[0], work) if len(func._schema.returns) == 2 else work
+
+    def _gather(self, whole: Tensor, share: Tensor, ranks: int) -> None:
+        value = self.known.of(share)
+        self.known.forget(whole)
+        if value is not None:
+            with _disable_current_modes():
+                self.known.set(whole, torch.cat([value] * ranks).view(whole.shape))
+
+
+class Calls(TorchFunctionMode):
+    """Calls above autograd that fake tensors do not have, or answer otherwise than a GPU does."""
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
+            value = self.operations.known.of(args[0])
+            if value is None:
+                raise DryDeviceError(
+                    f"numpy() of a {list(args[0].shape)} {args[0].dtype} tensor, whose values "
+                    "the dry device does not compute"
+                )
+            with _disable_current_modes():
+                return value.numpy()
+        if func is Tensor.tolist and isinstance(args[0], FakeTensor):
+            return self.operations.read_all(args[0])
+        if func is F.scaled_dot_product_attention and args[0].is_cuda:
+            return _attend(*args, **kwargs)
+        if func is Tensor.record_stream:
+            return None  # memory is freed by the host's order
+        return func(*args, **kwargs)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
+    groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        attn_mask = torch.zeros(
+            *query.shape[:-1], key.shape[-2], dtype=query.dtype, device=query.device
+        )
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]

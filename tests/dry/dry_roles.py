@@ -1,0 +1,258 @@
+"""Roles on the dry device: the parts, and the case that takes a role through its phases.
+
+A case says role, layout and batching by these keys, all of which have a default::
+
+    role        actor, critic, reward, dpo, student, teacher, reference, shared reward
+    backend     megatron, dtensor
+    world, rank, tp, pp, cp, ep     processes, the place among them, and sizes of the layout
+    batching    padded, dynamic, packed
+    precision   32, bf16
+    recompute   selective, full
+    trained     False: the role only scores (and generates)
+    lora, offload, top_p, reference (keep, swap), experts
+"""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import torch
+
+from aligner.algorithms.losses.distillation import DistillationLoss
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.preference import DPOLoss
+from aligner.algorithms.losses.reward import BradleyTerryLoss
+from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.dry.device import DryDevice
+from aligner.models.gpt import (
+    MegatronGPTActorModel,
+    MegatronGPTCriticModel,
+    MegatronGPTRewardModel,
+)
+from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.shared_reward import SharedBodyRewardModel
+from aligner.models.role_worker import micro_batches_of, tensors_on_device
+
+TOKENIZER = byte_level_tokenizer()
+ROWS, LENGTH, PROMPT, NEW_TOKENS, TOP_K = 8, 48, 8, 4, 5
+ROLES = {
+    "actor": (MegatronGPTActorModel, PPOPolicyLoss),
+    "dpo": (MegatronGPTActorModel, DPOLoss),
+    "student": (MegatronGPTActorModel, DistillationLoss),
+    "teacher": (MegatronGPTActorModel, None),
+    "reference": (MegatronGPTActorModel, PPOPolicyLoss),
+    "critic": (MegatronGPTCriticModel, PPOValueLoss),
+    "shared reward": (MegatronGPTCriticModel, PPOValueLoss),
+    "reward": (MegatronGPTRewardModel, BradleyTerryLoss),
+}
+IN_PAIRS = ("dpo", "reward")  # roles whose losses compare adjacent rows
+VALUED = ("critic", "reward", "shared reward")
+MIXTURE = dataclasses.replace(
+    TINY_ARCHITECTURE, num_moe_experts=4, moe_ffn_hidden_size=32, family="mixtral"
+)
+
+
+def architecture_of(case):
+    """The tiny model, or its mixture of experts."""
+    has_experts = case.get("experts") or case.get("ep", 1) > 1
+    return MIXTURE if has_experts else TINY_ARCHITECTURE
+
+
+def source(architecture, *, head=False):
+    """An open model whose weights are made up as they are read."""
+    shapes = dict(expected_shapes(architecture))
+    if head:
+        shapes |= {"rm_head.weight": (1, architecture.hidden_size), "rm_head.bias": (1,)}
+
+    class Weights(dict):
+        def __getitem__(self, name):
+            return torch.zeros(shapes[name])
+
+    return SimpleNamespace(
+        config={"vocab_size": architecture.vocab_size},
+        architecture=architecture,
+        weights=Weights(shapes),
+        tokenizer=TOKENIZER,
+        tokenizer_files={},
+    )
+
+
+def settings_of(case):
+    """The role's settings."""
+    tp = case.get("tp", 1)
+    parallel = ParallelConfig(
+        tensor=tp,
+        pipeline=case.get("pp", 1),
+        context=case.get("cp", 1),
+        expert=case.get("ep", 1),
+        sequence_parallel=tp > 1 and case.get("backend", "megatron") == "megatron",
+    )
+    return RoleSettings(
+        parallel=parallel,
+        precision=case.get("precision", "32"),
+        recompute=case.get("recompute"),
+        optim=OptimConfig(lr=1e-5) if case.get("trained", True) else None,
+        lora=LoraConfig(adapter_dim=4) if case.get("lora") else None,
+        sequence_packing=case.get("batching") == "packed",
+        sequence_length_round=4 if case.get("batching") == "dynamic" else 1,
+        micro_batch_size=ROWS // 2,
+        global_batch_size=ROWS * parallel.data_size(case.get("world", 1)),
+        offload_adam_states=case.get("offload", False),
+        length_params=LengthParams(max_length=NEW_TOKENS),
+        sampling_params=SamplingParams(top_p=case.get("top_p", 1.0)),
+        rollout_micro_batch_size=ROWS,
+    )
+
+
+def share_of_batch(case, data_rank, data_size):
+    """One data-parallel rank's rows on the device, and its micro-batches.
+
+    Rows have several lengths. Micro-batches are formed as runs form them; with pipeline stages each
+    is as wide as the others, for nobody tells a later stage what comes.
+    """
+    rows = ROWS * data_size
+    lengths = LENGTH - torch.arange(rows) % ROWS * 3
+    lengths[:: ROWS // 2] = LENGTH
+    inside = (torch.arange(LENGTH) < lengths[:, None]).float()
+    floats = (
+        *("advantages", "returns", "values"),
+        *("prev_logprobs", "generation_logprobs", "ref_logprobs"),
+    )
+    columns = {
+        "input_ids": torch.zeros(rows, LENGTH, dtype=torch.int64),
+        "input_lengths": lengths,
+        "token_mask": inside * (torch.arange(LENGTH) >= PROMPT),
+        "sample_mask": torch.ones(rows),
+        **{name: torch.zeros(rows, LENGTH) for name in floats},
+    }
+    if case["role"] == "student":
+        columns["teacher_topk_indices"] = torch.arange(TOP_K).repeat(rows, LENGTH, 1)
+        columns["teacher_topk_logits"] = torch.zeros(rows, LENGTH, TOP_K)
+    data = BatchedDataDict(columns)
+    common = {
+        "max_tokens_per_microbatch": LENGTH * ROWS // 2,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "rows_per_group": 2 if case["role"] in IN_PAIRS else 1,
+    }
+    batching = case.get("batching", "padded")
+    if batching == "dynamic":
+        dynamic = {**common, "sequence_length_round": 4}
+        shards, _ = data.shard_by_batch_size(data_size, rows, dynamic_batching_args=dynamic)
+    elif batching == "packed":
+        multiple = math.lcm(case.get("tp", 1), 2 * case.get("cp", 1))
+        packed = {
+            **common,
+            "algorithm": "modified_first_fit_decreasing",
+            "sequence_length_pad_multiple": multiple,
+        }
+        shards, _ = data.shard_by_batch_size(data_size, rows, sequence_packing_args=packed)
+    else:
+        shards = data.shard_by_batch_size(data_size, rows)
+    share = shards[data_rank].get_batch(0)
+    return tensors_on_device(share), micro_batches_of(share, None)
+
+
+def build(case):
+    """The role a case asks for; a shared reward's is the critic that lends its body."""
+    settings, architecture = settings_of(case), architecture_of(case)
+    cls, _ = ROLES[case["role"]]
+    role = cls(
+        {"vocab_size": architecture.vocab_size},
+        settings=settings,
+        architecture=architecture,
+        tokenizer=TOKENIZER,
+        initialize=False,
+    )
+    if case["role"] == "reference":
+        role.keep_reference(case.get("reference", "keep"))
+    return role
+
+
+def score(role, case, batch, passes):
+    """What the role is asked of a batch."""
+    if case["role"] == "shared reward":
+        return role.infer_rm_critic(batch)
+    if case["role"] in VALUED:
+        return role.get_values(batch, passes)
+    if case["role"] == "teacher":
+        return role.get_topk_logits(batch, TOP_K, role.architecture.vocab_size, passes)
+    if case["role"] == "reference":
+        return role.get_reference_logprobs(batch, passes)
+    plain = {key: value for key, value in batch.items() if not key.startswith("teacher_")}
+    return role.get_logprobs(plain, passes)
+
+
+def rollout(role, batch):
+    """A few tokens after each prompt."""
+    prompts = batch["input_ids"][:, :PROMPT].contiguous()
+    lengths = torch.full((prompts.shape[0],), PROMPT).to("cuda")
+    numbers = torch.arange(prompts.shape[0]).to("cuda")
+    return role.generate(prompts, lengths, numbers, seed=1)
+
+
+def phases(**case):
+    """Set-up, two updates, scoring, a rollout, and the changes of phase between them."""
+    found = {}
+    with DryDevice(case.get("world", 1), case.get("rank", 0)) as device:
+        role = build(case)
+        place = role.parallel
+        batch, passes = share_of_batch(case, place.dp_rank, place.dp_size)
+        found["parameters"] = sum(each.numel() for each in role.gpt.parameters())
+        before = device.memory.alive_bytes
+        if case["role"] == "shared reward":
+            lent = SharedBodyRewardModel.in_critic(
+                role,
+                source(role.architecture, head=True),
+                settings=dataclasses.replace(role.settings, optim=None),
+                tokenizer=TOKENIZER,
+            )
+            assert role.rewards_of == lent.infer
+        if case.get("trained", True) and case["role"] != "teacher":
+            role.setup_training()
+            role.loss_fn = ROLES[case["role"]][1]()
+            for name in ("first", "update"):
+                role.prepare_for_training()
+                with device.record() as update:
+                    outcome = role.training_update(batch, mbs=passes)
+                assert outcome["skipped"] == 0.0
+                role.finish_training()
+                found[name] = facts(update)
+                device.holds(role.model)
+            found["static_bytes"] = device.memory.alive_bytes - before
+        role.prepare_for_inference()
+        found["inference_bytes"] = device.memory.alive_bytes - before
+        with device.record() as scoring:
+            score(role, case, batch, passes)
+        found["scoring"] = facts(scoring)
+        # Earlier pipeline stages are told what the last one drew, which nobody does here.
+        if case["role"] not in VALUED and place.is_last_stage:
+            with device.record() as drawing:
+                rollout(role, batch)
+            found["rollout"] = facts(drawing)
+        role.finish_inference()
+        if "update" in found:
+            with device.record() as back:
+                role.prepare_for_training()
+            found["back_copied_bytes"] = back.copied_bytes
+            found["back_bytes"] = device.memory.alive_bytes - before
+    return found
+
+
+def facts(record):
+    """A record as JSON has it."""
+    return {
+        "launches": record.launches,
+        "host_reads": record.host_reads,
+        "flops": {str(dtype).removeprefix("torch."): n for dtype, n in record.flops.items()},
+        "peak_bytes": record.peak_bytes,
+        "peak_at": record.peak_at,
+        "kinds": {str(kind): n for kind, n in record.peak.kinds.items()},
+        "copied_bytes": record.copied_bytes,
+        "collectives": {f"{c.name}/{c.group_size}": n for c, n in record.collectives.items()},
+    }
