@@ -7,6 +7,7 @@
 # make test-extended   further seeds and variants of the learning tests
 # make test-ray    all tests on Ray: runs killed in every phase, two nodes
 # make campaign SEED=1 MINUTES=2   kills, damaged files, nonsense and hostile input, so long each
+# make test-gpu    the tests of tests/gpu on this machine's GPU; skipped where there is none
 # make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,7 +24,7 @@ SEED    ?= 1
 MINUTES ?= 2
 export GSM8K ?= data/gsm8k
 
-.PHONY: ppo pipeline test setup test-extended test-ray test-vllm campaign vllm-env lint clean
+.PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm campaign vllm-env lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -40,6 +41,9 @@ test-extended: $(READY) $(TINY)
 
 test-ray: $(READY) $(TINY)
 	$(BIN)/python -m pytest -m ray tests/ray $(ARGS)
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)

@@ -103,7 +103,11 @@ def test_links_and_commands_lead_somewhere(page):
     scripts = set(re.findall(r"(?:examples|conf|benchmarks)/[\w/]+\.(?:py|yaml)", text))
     assert [script for script in scripts if not (ROOT / script).exists()] == []
     modules = set(re.findall(r"python -m ((?:aligner|benchmarks)\.[\w.]+)", text))
-    assert [m for m in modules if not (ROOT / f"{m.replace('.', '/')}.py").exists()] == []
+    paths = {module: ROOT / module.replace(".", "/") for module in modules}
+    exists = {
+        m: p.with_suffix(".py").exists() or (p / "__main__.py").exists() for m, p in paths.items()
+    }
+    assert [module for module in modules if not exists[module]] == []
 
 
 def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):

@@ -289,6 +289,7 @@ TABLES = {
     ("what you see",): explained("advice to people"),
     ("package", "with it"): explained("the start-up report; tests/unit/test_observe_startup.py"),
     ("number", "meaning"): explained("tests/unit has the formulas of mean@k, pass@k and maj@k"),
+    ("what", "seen where"): explained("what nobody has run, and what stands in for it"),
     ("campaign", "what it does"): explained("`make campaign` runs each and prints a line of it"),
     ("column", "processes"): explained("names of the columns of docs/parity.md"),
     ("row", "what is compared"): explained("names of the rows of docs/parity.md"),

@@ -1,0 +1,118 @@
+"""Everything that a first session on a GPU runs, in order; one failure loses nothing.
+
+    python -m benchmarks.gpu                  # all parts
+    python -m benchmarks.gpu cost rates       # some of them
+    python -m benchmarks.gpu --device dry cost large   # what is counted without a GPU
+
+Every command is a process of its own with a time limit. Lines of JSON go to
+``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``; at the end stands which
+commands failed. The status is not 0 where one did.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import ROOT, log
+from benchmarks.gpu.machine import DEVICES, SHAPES
+
+RESULTS = Path(__file__).with_name("results")
+# By part: seconds that it may take in all, and its commands, each with its own limit.
+PARTS: dict[str, tuple[int, list[tuple[int, str]]]] = {
+    "truth": (360, [(360, "pytest")]),
+    "cost": (
+        480,
+        [
+            (120, "update --tokens 8192 --profile"),
+            (120, "update --tokens 16384"),
+            (120, "update --tokens 8192 --role critic"),
+            (120, "update --tokens 8192 --recompute full"),
+            (90, "head --tokens 8192 --profile"),
+            (180, "generation --in-flight 16 64 256 512"),
+            (90, "refit"),
+            (90, "offload"),
+            (150, "save"),
+        ],
+    ),
+    "rates": (180, [(180, "rates")]),
+    "large": (300, [(150, "update --shape qwen2.5-7b"), (150, "offload --shape qwen2.5-7b")]),
+}
+TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-s", "-rA")
+
+
+def command_of(text: str, options: argparse.Namespace) -> list[str]:
+    """The process of one entry of `PARTS`."""
+    if text == "pytest":
+        return [sys.executable, *TESTS]
+    name, *arguments = text.split()
+    if options.shape is not None and "--shape" not in arguments:
+        arguments += ["--shape", options.shape]
+    return [sys.executable, "-m", f"benchmarks.gpu.{name}", *arguments, "--device", options.device]
+
+
+def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, object]:
+    """One command; its lines are written as they come."""
+    command = command_of(text, options)
+    start = time.monotonic()
+    with (options.out / "log.txt").open("a") as output:
+        output.write(f"\n=== {text}\n")
+        output.flush()
+        into_log = text == "pytest"
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=output if into_log else subprocess.PIPE,
+                stderr=output,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+            code, printed = done.returncode, done.stdout or ""
+        except subprocess.TimeoutExpired as late:
+            code, raw = 124, late.stdout or b""  # bytes, whatever was asked for
+            printed = raw.decode() if isinstance(raw, bytes) else raw
+        lines = [line for line in printed.splitlines() if line.startswith("{")]
+        output.write("".join(f"{x}\n" for x in printed.splitlines() if x not in lines))
+    with (options.out / "results.jsonl").open("a") as results:
+        results.write("".join(f"{line}\n" for line in lines))
+    return {"command": text, "status": code, "seconds": round(time.monotonic() - start, 1)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--device", choices=DEVICES, default="cuda")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="default: each command's own")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    ended = []
+    for part in options.parts or PARTS:
+        seconds, commands = PARTS[part]
+        deadline = time.monotonic() + seconds
+        for limit, text in commands:
+            left = min(limit, deadline - time.monotonic())
+            if left < 1:
+                ended.append({"command": text, "status": "no time left", "seconds": 0.0})
+                continue
+            ended.append(run(text, left, options))
+            log(json.dumps(ended[-1]))
+    print(json.dumps({"benchmark": "gpu", "device": options.device, "commands": ended}))
+    return int(any(each["status"] != 0 for each in ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

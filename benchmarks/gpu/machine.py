@@ -1,0 +1,235 @@
+"""Where a benchmark of this folder runs, and how it reads time, memory and kernels there.
+
+``--device cuda``: times, memory and kernels of a GPU. ``--device dry``: the same calls at full size
+on the dry device, which counts instead of timing. ``--device cpu``: times of this machine, for
+rehearsals. `choose_device` comes before torch is imported; everything else imports it when called.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from aligner.architecture import GPTArchitecture
+
+DEVICES = ("cuda", "dry", "cpu")
+PREDICTED = Path(__file__).with_name("dry.jsonl")  # what `--device dry` said at full shape
+
+_QWEN_1_5B = GPTArchitecture(
+    num_layers=28,
+    hidden_size=1536,
+    ffn_hidden_size=8960,
+    num_attention_heads=12,
+    num_query_groups=2,
+    kv_channels=128,
+    vocab_size=151_936,
+    max_position_embeddings=32_768,
+    layernorm_epsilon=1e-6,
+    rotary_base=1_000_000.0,
+    tie_embeddings=True,
+    bias_qkv=True,
+    family="qwen2",
+)
+SHAPES = {
+    "qwen2.5-1.5b": _QWEN_1_5B,
+    "qwen2.5-7b": dataclasses.replace(
+        _QWEN_1_5B,
+        hidden_size=3584,
+        ffn_hidden_size=18_944,
+        num_attention_heads=28,
+        num_query_groups=4,
+        vocab_size=152_064,
+        tie_embeddings=False,
+    ),
+    "tiny": dataclasses.replace(
+        _QWEN_1_5B,
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        kv_channels=16,
+        vocab_size=512,
+        max_position_embeddings=1024,
+    ),
+}
+
+
+def choose_device(arguments: Sequence[str] | None = None) -> None:
+    """Make ready for the command line's ``--device``; call before torch is imported."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device")
+    device = parser.parse_known_args(arguments)[0].device
+    if device == "dry":
+        from aligner.dry.guard import load_guard
+
+        load_guard()
+    elif device == "cpu":
+        os.environ["ALIGNER_FORCE_CPU"] = "1"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="see benchmarks/gpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-1.5b")
+    parser.add_argument("--repeats", type=int, default=5, help="the median of so many")
+    parser.add_argument("--warmup", type=int, default=2, help="runs before them")
+    return parser
+
+
+class Machine:
+    """Reads what functions cost on the chosen device."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device: str = options.device
+        self.repeats, self.warmup = options.repeats, options.warmup
+        self._dry: Any = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Machine"]:
+        """The block in which models are built and measured."""
+        from aligner.distributed import accelerator
+
+        if self.device == "dry":
+            from aligner.dry.device import DryDevice
+
+            with DryDevice(memory_bytes=141 << 30) as self._dry:
+                yield self
+            return
+        if accelerator.has_gpu() != (self.device == "cuda"):
+            sys.exit(
+                f"--device {self.device}, but this process would compute on "
+                f"{accelerator.description()}; choose another of {', '.join(DEVICES)}"
+            )
+        yield self
+
+    def measure(self, function: Callable[[], object]) -> dict[str, Any]:
+        """What one call of ``function`` costs: on the dry device counts, else seconds.
+
+        ``peak_bytes`` are those of tensors, what was alive before included.
+        """
+        if self._dry is not None:
+            function()  # what only the first call allocates, such as moments
+            with self._dry.record() as record:
+                function()
+            return {
+                "peak_bytes": record.peak_bytes,
+                "launches": record.launches,
+                "host_reads": record.host_reads,
+                "flops": {str(k).removeprefix("torch."): n for k, n in record.flops.items()},
+            }
+        import torch
+
+        for _ in range(self.warmup):
+            function()
+        self.wait()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            function()
+            self.wait()
+            seconds.append(time.perf_counter() - start)
+        found: dict[str, Any] = {"seconds": statistics.median(seconds), "fastest_s": min(seconds)}
+        if self.device == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return found
+
+    def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
+        """Kernels of one call: how many ran, how many calls launched them, the longest by name.
+
+        Empty on the CPU.
+        """
+        if self._dry is not None:
+            with self._dry.record() as record:
+                function()
+            return {"kernels": record.launches, "host_reads": record.host_reads}
+        if self.device == "cpu":
+            function()
+            return {}
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            function()
+            self.wait()
+        events = seen.events() or []
+        on_device = [event for event in events if event.device_type == DeviceType.CUDA]
+        calls = [event.name for event in events if event.device_type == DeviceType.CPU]
+        spent: dict[str, float] = {}
+        for event in on_device:
+            spent[event.name] = spent.get(event.name, 0.0) + event.self_device_time_total
+        total = sum(spent.values()) or 1.0
+        longest = sorted(spent.items(), key=lambda item: -item[1])[:most]
+        return {
+            "kernels": len(on_device),
+            "launch_calls": sum("LaunchKernel" in name for name in calls),
+            "graph_launches": sum("GraphLaunch" in name for name in calls),
+            "kernel_seconds": total / 1e6,
+            "longest": {name[:120]: round(time / total, 4) for name, time in longest},
+        }
+
+    def alive_bytes(self) -> int | None:
+        """Bytes of tensors on the device; None on the CPU."""
+        if self._dry is not None:
+            return int(self._dry.memory.alive_bytes)
+        if self.device == "cpu":
+            return None
+        import torch
+
+        return torch.cuda.memory_allocated()
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        from aligner.distributed import accelerator
+
+        accelerator.synchronize()
+
+
+def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[str, Any]:
+    """Print one line of JSON: the command, the machine, what was found, what was predicted."""
+    import torch
+
+    from aligner.distributed import accelerator
+
+    given = {k: v for k, v in vars(options).items() if k not in ("device", "repeats", "warmup")}
+    name = "dry" if options.device == "dry" else accelerator.description()
+    line = {
+        "benchmark": benchmark,
+        **given,
+        **{key: value for key, value in found.items() if key in given},
+        "device": name,
+        "torch": torch.__version__,
+        "megatron_core": importlib.metadata.version("megatron-core"),
+        **{key: value for key, value in found.items() if key not in given},
+    }
+    if options.device == "cuda":
+        line["predicted"] = _prediction(line)
+    print(json.dumps(line), flush=True)
+    return line
+
+
+def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
+    """What the dry device said of the same command; None: nothing."""
+    if not PREDICTED.exists():
+        return None
+    skipped = ("device", "torch", "megatron_core")
+    for text in PREDICTED.read_text().splitlines():
+        said = json.loads(text)
+        same = [key for key, value in said.items() if not isinstance(value, dict | float)]
+        settings = [key for key in same if key not in skipped and not key.endswith("_bytes")]
+        if all(said[key] == line.get(key, said[key]) for key in settings):
+            return {key: value for key, value in said.items() if key not in (*settings, *skipped)}
+    return None

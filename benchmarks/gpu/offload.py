@@ -1,0 +1,91 @@
+"""What leaves the device between phases, and how fast: bytes per second there and back.
+
+    python -m benchmarks.gpu.offload
+
+Adam's moments (``offload_adam_states``), a parked model (weights there and back, gradients freed
+and made zero again), and an exchange with a reference that is held in host memory.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.gpu import machine
+
+if __name__ == "__main__":
+    machine.choose_device()
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.models.gpt import MegatronGPTActorModel
+from aligner.models.role_worker import RoleWorker
+from benchmarks.gpu import roles
+
+_TOKENS = 16  # of the update that makes the moments
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One line."""
+    shape = machine.SHAPES[options.shape]
+    with machine.Machine(options).running() as here:
+        role = roles.build(
+            MegatronGPTActorModel, shape, offload_adam_states=True, micro_batch_size=1
+        )
+        role.keep_reference("swap")
+        role.loss_fn = PPOPolicyLoss(needs_entropy=False)
+        role.prepare_for_training()
+        role.training_update(roles.batch(1, _TOKENS, 1, shape.vocab_size))
+        worker = RoleWorker(role, role.parallel)
+        device = str(next(role.gpt.parameters()).device)
+        weights = sum(p.nbytes for p in role.gpt.parameters())
+        count = roles.parameters_of(role)
+
+        def exchange() -> None:
+            with role.reference.initial_model():
+                pass
+
+        found = {
+            "moments": _there_and_back(
+                here, 8 * count, role.prepare_for_inference, role.prepare_for_training
+            ),
+            "parked": _there_and_back(
+                here,
+                weights,
+                lambda: worker.move_model(role.model, "cpu"),
+                lambda: worker.move_model(role.model, device),
+            ),
+            "reference": {"bytes": weights, **here.measure(exchange)},
+        }
+        return machine.report(options, "offload", parameters=count, **found)
+
+
+def _there_and_back(
+    here: machine.Machine, size: int, leave: Callable[[], object], come: Callable[[], object]
+) -> dict[str, Any]:
+    """Both ways; ``freed_bytes`` is what the device has less of in between."""
+    before = here.alive_bytes()
+    leave()
+    here.wait()
+    after = here.alive_bytes()
+    come()
+    found: dict[str, Any] = {"bytes": size}
+    if before is not None and after is not None:
+        found["freed_bytes"] = before - after
+
+    def both() -> None:
+        leave()
+        come()
+
+    cost = here.measure(both)
+    found["there_and_back"] = cost
+    if "seconds" in cost:
+        found["bytes_per_s"] = 2 * size / cost["seconds"]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Command line."""
+    return measure(machine.parser_of(__doc__).parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main()

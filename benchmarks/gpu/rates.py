@@ -1,0 +1,139 @@
+"""What the card does by itself: products at the model's shapes, copies, launches, allocations.
+
+    python -m benchmarks.gpu.rates
+
+These are the numbers that estimates of time are made from.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu import machine
+
+if __name__ == "__main__":
+    machine.choose_device()
+
+import torch
+
+from aligner.distributed import accelerator
+
+# Dense bfloat16 TFLOP/s and bytes of memory per second of the makers' data sheets, by name.
+CARDS = {
+    "B200": (2250.0, 8.0e12),
+    "H200": (989.0, 4.8e12),
+    "H100": (989.0, 3.35e12),
+    "A100": (312.0, 2.0e12),
+    "L40S": (362.0, 0.86e12),
+}
+_LAUNCHES = 1000
+
+
+def data_sheet() -> tuple[float, float] | None:
+    """TFLOP/s and bytes/s of this card; None: not known."""
+    name = accelerator.description()
+    return next((card for key, card in CARDS.items() if key in name), None)
+
+
+def share_of_peak(flops_per_s: float) -> float | None:
+    """Of the card's dense bfloat16 peak; None: not known."""
+    card = data_sheet()
+    return None if card is None else flops_per_s / (card[0] * 1e12)
+
+
+def products(shape: Any) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of a layer's products and of one tile of the output layer."""
+    width = shape.num_attention_heads * shape.kv_channels
+    both = width + 2 * shape.num_query_groups * shape.kv_channels
+    return {
+        "qkv": (shape.hidden_size, both),
+        "proj": (width, shape.hidden_size),
+        "fc1": (shape.hidden_size, 2 * shape.ffn_hidden_size),
+        "fc2": (shape.ffn_hidden_size, shape.hidden_size),
+        "head": (shape.hidden_size, min(8192, shape.vocab_size)),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One line."""
+    with machine.Machine(options).running() as here:
+        device = accelerator.device()
+        found: dict[str, Any] = {"tflops": {}}
+        kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+            "bfloat16": (torch.bfloat16, {}),
+            "float32": (torch.float32, {}),
+        }
+        if here.device != "cpu":  # bfloat16 in, float32 out
+            kinds["bfloat16 to float32"] = (torch.bfloat16, {"out_dtype": torch.float32})
+        for kind, (dtype, how) in kinds.items():
+            for name, (inputs, outputs) in products(machine.SHAPES[options.shape]).items():
+                left = torch.ones(options.tokens, inputs, dtype=dtype, device=device)
+                right = torch.ones(inputs, outputs, dtype=dtype, device=device)
+
+                def multiply(left: Any = left, right: Any = right, how: Any = how) -> None:
+                    torch.mm(left, right, **how)
+
+                cost = here.measure(multiply)
+                if "seconds" in cost:
+                    flops = 2.0 * options.tokens * inputs * outputs
+                    found["tflops"].setdefault(kind, {})[name] = flops / cost["seconds"] / 1e12
+        if here.device == "dry":
+            return machine.report(options, "rates", **found)
+        found["bytes_per_s"] = _copies(here, options.copied_mb << 20)
+        found.update(_small_costs(here))
+        return machine.report(options, "rates", **found)
+
+
+def _copies(here: machine.Machine, size: int) -> dict[str, float]:
+    """On the device (read and written counted), to it, and from it; the host's memory pinned."""
+    pinned = here.device == "cuda"
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    there, other = (torch.empty(size, dtype=torch.uint8, device=accelerator.device()) for _ in "ab")
+    ways = {"on_device": (other, there), "to_device": (there, host), "to_host": (host, there)}
+    found = {}
+    for name, (target, source) in ways.items():
+
+        def copy(target: Any = target, source: Any = source) -> None:
+            target.copy_(source, non_blocking=True)
+
+        found[name] = (2 if name == "on_device" else 1) * size / here.measure(copy)["seconds"]
+    return found
+
+
+def _small_costs(here: machine.Machine) -> dict[str, float]:
+    """Seconds of one launch, of one wait for a number, of one new allocation from the driver."""
+    one = torch.zeros(1, device=accelerator.device())
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            one.add_(1.0)
+
+    def read() -> None:
+        for _ in range(_LAUNCHES):
+            one.item()
+
+    here.wait()
+    start = time.perf_counter()
+    accelerator.release_memory()
+    block = torch.empty(256 << 20, dtype=torch.uint8, device=one.device)
+    here.wait()
+    fresh = time.perf_counter() - start
+    del block
+    return {
+        "launch_s": here.measure(launch)["seconds"] / _LAUNCHES,
+        "host_read_s": here.measure(read)["seconds"] / _LAUNCHES,
+        "allocation_s": fresh,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Command line."""
+    parser = machine.parser_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=8192, help="rows of the products")
+    parser.add_argument("--copied-mb", type=int, default=1024, help="MiB of each copy")
+    return measure(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main()

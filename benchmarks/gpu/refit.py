@@ -1,0 +1,130 @@
+"""A policy's weights to another process on the same device, as a refit hands them over.
+
+    python -m benchmarks.gpu.refit
+
+Groups of at most ``--buffer-mb`` of whole tensors under Hugging Face's names are offered; the other
+process opens each, copies it into memory of its own and answers. ``level_bytes`` is what the
+device has less of after the refits than after the first. Aim: 1 s for 1.5B on one H200.
+"""
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu import machine
+
+if __name__ == "__main__":
+    machine.choose_device()
+
+from aligner.config import ModelConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import initialize_parallel
+from aligner.models.gpt import MegatronGPTActorModel
+from aligner.models.policy.refit import group_by_bytes
+from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from benchmarks.common import ROOT
+from benchmarks.gpu import roles
+
+RECEIVER = """
+    import pickle, sys
+    from aligner.distributed import accelerator
+    from aligner.distributed.weight_segments import accept
+
+    accelerator.activate()
+    own = {}
+    while (handles := pickle.load(sys.stdin.buffer)) is not None:
+        for name, tensor in accept(handles):
+            if name not in own:
+                own[name] = tensor.clone()
+            else:
+                own[name].copy_(tensor)
+        del tensor
+        accelerator.synchronize()
+        pickle.dump(len(own), sys.stdout.buffer)
+        sys.stdout.flush()
+"""
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One line."""
+    shape = machine.SHAPES[options.shape]
+
+    class RandomPolicyWorker(MegatronPolicyWorker):
+        """Its policy is not read from a file."""
+
+        @staticmethod
+        def load(*_: Any) -> MegatronGPTActorModel:
+            return roles.build(MegatronGPTActorModel, shape, optim=None)
+
+    with machine.Machine(options).running() as here:
+        config = ModelConfig(restore_from_path="random")
+        worker = RandomPolicyWorker(
+            config,
+            byte_level_tokenizer(),
+            parallel=initialize_parallel(config.parallel),
+            init_optimizer=False,
+            init_reference_model=False,
+        )
+        sizes, _ = worker.prepare_weights_for_ipc()
+        groups = group_by_bytes(sizes, options.buffer_mb << 20)
+        size = sum(each for _, each in sizes)
+        facts = {"bytes": size, "groups": len(groups), "tensors": len(sizes)}
+        if here.device == "dry":  # there is no other process to open what it offers
+
+            def gather() -> None:
+                for keys in groups:
+                    held = [tensor.clone() for _, tensor in worker.hf_weights(keys)]
+                    del held
+
+            return machine.report(options, "refit", **facts, gather=here.measure(gather))
+        receiver = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(RECEIVER)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        to_it, from_it = receiver.stdin, receiver.stdout
+        assert to_it is not None
+        assert from_it is not None
+        try:
+
+            def refit() -> None:
+                worker.offload_before_refit()
+                for keys in groups:
+                    pickle.dump(worker.get_weights_ipc_handles(keys), to_it)
+                    to_it.flush()
+                    pickle.load(from_it)
+                worker.offload_after_refit()
+
+            refit()
+            before = accelerator.free_memory_bytes()
+            cost = here.measure(refit)
+            level = before - accelerator.free_memory_bytes()
+            pickle.dump(None, to_it)
+            to_it.flush()
+            receiver.wait(60)
+        finally:
+            receiver.kill()
+            receiver.wait()
+        rate = size / cost["seconds"]
+        return machine.report(
+            options, "refit", **facts, refit=cost, bytes_per_s=rate, level_bytes=level
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Command line."""
+    parser = machine.parser_of(__doc__)
+    parser.add_argument("--buffer-mb", type=int, default=512, help="MiB of a group")
+    return measure(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Roles of a named shape with random weights, and batches for them."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from aligner.architecture import GPTArchitecture
+from aligner.config import LengthParams, OptimConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed import accelerator
+from aligner.models.gpt import MegatronGPTModel
+from aligner.models.gpt.settings import RoleSettings
+
+Role = TypeVar("Role", bound=MegatronGPTModel)
+
+
+def build(cls: type[Role], architecture: GPTArchitecture, **settings: Any) -> Role:
+    """A role on the device, in bfloat16 unless ``settings`` say otherwise; it can train."""
+    given: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
+    role = cls(
+        {"vocab_size": architecture.vocab_size},
+        settings=RoleSettings(**given),
+        architecture=architecture,
+        tokenizer=byte_level_tokenizer(),
+        initialize=False,
+    )
+    with torch.no_grad():
+        for name, parameter in role.gpt.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, architecture.init_std)
+            else:
+                parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    return role
+
+
+def parameters_of(role: MegatronGPTModel) -> int:
+    """Parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in role.gpt.parameters())
+
+
+def batch(rows: int, length: int, prompt: int, vocab: int) -> dict[str, Tensor]:
+    """Full rows of random tokens, whose first ``prompt`` are not learned from; on the device."""
+    generator = torch.Generator().manual_seed(0)
+    inside = (torch.arange(length) >= prompt).expand(rows, length).float()
+    columns = {
+        "input_ids": torch.randint(0, vocab, (rows, length), generator=generator),
+        "input_lengths": torch.full((rows,), length),
+        "token_mask": inside.contiguous(),
+        "sample_mask": torch.ones(rows),
+        "advantages": torch.randn(rows, length, generator=generator),
+        "returns": torch.randn(rows, length, generator=generator),
+        "values": torch.zeros(rows, length),
+        "prev_logprobs": torch.full((rows, length), -12.0),
+        "generation_logprobs": torch.full((rows, length), -12.0),
+    }
+    return {name: accelerator.to_device(column) for name, column in columns.items()}
+
+
+def generation_settings(in_flight: int, new_tokens: int) -> dict[str, Any]:
+    """Settings of an actor that draws exactly ``new_tokens`` for each of ``in_flight`` prompts."""
+    return {
+        "length_params": LengthParams(max_length=new_tokens, min_length=new_tokens),
+        "rollout_micro_batch_size": in_flight,
+        "optim": None,
+    }

@@ -1,0 +1,62 @@
+"""A run state of one role to disk and back: seconds and bytes per second.
+
+    python -m benchmarks.gpu.save --folder /somewhere/with/space
+
+An actor's float32 weights and moments, 12 bytes a parameter, as a run saves them.
+"""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import machine
+
+if __name__ == "__main__":
+    machine.choose_device()
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.models.gpt import MegatronGPTActorModel
+from aligner.models.role_worker import RoleWorker
+from benchmarks.gpu import roles
+
+_TOKENS = 16
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One line."""
+    shape = machine.SHAPES[options.shape]
+    with machine.Machine(options).running() as here:
+        role = roles.build(MegatronGPTActorModel, shape, micro_batch_size=1)
+        role.loss_fn = PPOPolicyLoss(needs_entropy=False)
+        role.prepare_for_training()
+        role.training_update(roles.batch(1, _TOKENS, 1, shape.vocab_size))
+        worker = RoleWorker(role, role.parallel)
+        slices = worker.state_dict()["slices"].values()
+        size = sum(tensor.nbytes for piece in slices for tensor in piece["tensors"].values())
+        if here.device == "dry":  # its tensors have nothing to write
+            return machine.report(options, "save", bytes=size)
+        parent = Path(options.folder) if options.folder else None
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        try:
+            saving = here.measure(lambda: worker.save_state(str(folder / "policy")))
+            loading = here.measure(lambda: worker.load_state(str(folder / "policy")))
+        finally:
+            shutil.rmtree(folder)
+        for part in (saving, loading):
+            part["bytes_per_s"] = size / part["seconds"]
+        return machine.report(options, "save", bytes=size, save=saving, load=loading)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Command line."""
+    parser = machine.parser_of(__doc__)
+    parser.set_defaults(repeats=1, warmup=0)
+    parser.add_argument("--folder", help="where to write; default the system's for temporary files")
+    return measure(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Benchmarks for a GPU, rehearsed: on the CPU at a tiny shape, on the dry device at full shape."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.distributed import accelerator
+from benchmarks.gpu.__main__ import PARTS, command_of
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--warmup", "1"]
+SIZES = {
+    "update": ["--tokens", "64", "--sequence", "32"],
+    "head": ["--tokens", "64"],
+    "generation": ["--in-flight", "2", "3", "--prompt-tokens", "8", "--new-tokens", "8"],
+    "offload": [],
+    "save": [],
+    "refit": [],
+    "rates": ["--tokens", "64", "--copied-mb", "1"],
+}
+
+
+def seconds_in(tree):
+    """Every number that says how long something took."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from seconds_in(value)
+        elif name == "seconds" or name.endswith("_s"):
+            yield name, value
+
+
+@pytest.mark.skipif(accelerator.has_gpu(), reason="this process computes on the GPU")
+@pytest.mark.parametrize("name", SIZES)
+def test_a_benchmark_runs_on_the_cpu(name, capsys):
+    importlib.import_module(f"benchmarks.gpu.{name}").main([*TINY, *SIZES[name]])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["benchmark"] for line in lines] == [name] * (2 if name == "generation" else 1)
+    for line in lines:
+        assert line["shape"] == "tiny"
+        # A step's seconds are a difference, which may come to nothing at this size.
+        times = [value for key, value in seconds_in(line) if key != "step_s"]
+        assert times
+        assert min(times) > 0
+
+
+def test_every_command_is_one_that_can_be_run():
+    class Options:
+        device, shape = "cuda", None
+
+    commands = [text for _, part in PARTS.values() for _, text in part if text != "pytest"]
+    assert {text.split()[0] for text in commands} == set(SIZES)
+    for text in commands:
+        module = importlib.import_module(f"benchmarks.gpu.{text.split()[0]}")
+        arguments = command_of(text, Options)[3:]
+        with pytest.MonkeyPatch.context() as patch:
+            asked = []
+            patch.setattr(module, "measure", asked.append)
+            module.main(arguments)
+        assert asked[0].device == "cuda"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("part", ["cost", "rates", "large"])
+def test_a_part_runs_on_the_dry_device(part, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", part, "--device", "dry", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + (tmp_path / "log.txt").read_text()[-3000:]
