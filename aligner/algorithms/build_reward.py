@@ -194,6 +194,7 @@ def _frozen(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedMode
         **{
             field.name: getattr(policy, field.name)
             for field in dataclasses.fields(TrainedModelConfig)
-            if field.name.endswith("_parallel_size") or field.name in ("sequence_parallel", "fp8")
+            if field.name.endswith("_parallel_size")
+            or field.name in ("sequence_parallel", "fp8", "layer_spec", "fusions")
         },
     )

@@ -14,7 +14,7 @@ from aligner.config.experiment import (
     WandbConfig,
 )
 from aligner.config.generation import GenerationConfig, VllmConfig
-from aligner.config.layout import ParallelConfig, check_layout
+from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig, check_layout
 from aligner.config.load import (
     as_omegaconf,
     load_config,
@@ -103,6 +103,8 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "PairDataConfig",
+    "LayerOptions",
+    "LayerSpec",
     "ParallelConfig",
     "PeftConfig",
     "PolicyPPOConfig",

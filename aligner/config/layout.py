@@ -2,9 +2,20 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from aligner.architecture import GPTArchitecture
 from aligner.errors import LayoutError
+
+LayerSpec = Literal["auto", "local", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What layers are made of; nothing of it is in a checkpoint."""
+
+    spec: LayerSpec = "auto"
+    fusions: bool = True
 
 
 @dataclass(frozen=True)

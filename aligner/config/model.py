@@ -15,7 +15,7 @@ from aligner.config.fields import (
     Positive,
     Range,
 )
-from aligner.config.layout import ParallelConfig
+from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
 from aligner.config.optim import OptimConfig
 from aligner.config.peft import PeftConfig
 
@@ -184,6 +184,12 @@ class TrainedModelConfig:
     dropout: Annotated[float, Range(low=0.0, high=0.9)] | None = 0.0
     # Format of 8-bit matrix products, on GPUs with Transformer Engine; hybrid: e5m2 backward.
     fp8: Literal["e4m3", "hybrid"] | None = None
+    # auto: Transformer Engine's layers on GPUs where it is installed; local: megatron-core's.
+    layer_spec: LayerSpec = "auto"
+    # On GPUs: SwiGLU, rotary embedding, biases and the products of experts in one kernel each.
+    fusions: bool = True
+    overlap_grad_reduce: bool = False  # sum gradients over ranks during the backward pass
+    overlap_param_gather: bool = False  # collect updated weights during the next forward pass
     peft: PeftConfig = field(default_factory=PeftConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -212,6 +218,11 @@ class TrainedModelConfig:
             expert=self.expert_model_parallel_size,
             sequence_parallel=self.sequence_parallel,
         )
+
+    @property
+    def layers(self) -> LayerOptions:
+        """What layers are made of."""
+        return LayerOptions(self.layer_spec, self.fusions)
 
     @property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:

@@ -95,3 +95,8 @@ def check_peft(backend: str, model: "TrainedModelConfig") -> None:
             "products are Transformer Engine's; set model.fp8=null, or "
             "model.peft.peft_scheme=null"
         )
+    if model.layer_spec == "transformer_engine":
+        raise ConfigError(
+            "model.layer_spec=transformer_engine: adapters sit on megatron-core's own linears; set "
+            "model.layer_spec=auto, or model.peft.peft_scheme=null"
+        )

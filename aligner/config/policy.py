@@ -23,6 +23,7 @@ def check_policy_backend(backend: str, model: TrainedModelConfig, section: str =
     ``section``: where the layout stands.
     """
     check_peft(backend, model)
+    _check_overlap(model, section)
     if backend != "dtensor":
         return
     whole: dict[str, tuple[object, str]] = {
@@ -35,6 +36,9 @@ def check_policy_backend(backend: str, model: TrainedModelConfig, section: str =
         "expert_model_parallel_size": (1, "holds every expert on every rank"),
         "sequence_parallel": (False, "splits layers alone"),
         "fp8": (None, "has no 8-bit products"),
+        "layer_spec": ("auto", "has transformers' layers"),
+        "overlap_grad_reduce": (False, "has FSDP2's overlap"),
+        "overlap_param_gather": (False, "has FSDP2's overlap"),
     }
     for key, (supported, instead) in whole.items():
         value = getattr(model, key)
@@ -44,6 +48,20 @@ def check_policy_backend(backend: str, model: TrainedModelConfig, section: str =
                 f"parallelism alone, and {instead}; set {section}.{key}={_yaml(supported)}, or "
                 "policy.backend=megatron, which has it"
             )
+
+
+def _check_overlap(model: TrainedModelConfig, section: str) -> None:
+    key = f"{section}.overlap_param_gather"
+    if model.overlap_param_gather and not model.overlap_grad_reduce:
+        raise ConfigError(
+            f"{key}=true collects weights by the buckets that gradients are summed in; set "
+            f"{section}.overlap_grad_reduce=true too, or {key}=false"
+        )
+    if model.overlap_param_gather and model.peft.lora is not None:
+        raise ConfigError(
+            f"{key}=true, and model.peft.peft_scheme=lora: adapters are too small to be worth it; "
+            f"set {key}=false"
+        )
 
 
 def _yaml(value: object) -> str:

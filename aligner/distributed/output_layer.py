@@ -16,19 +16,32 @@ class OutputLayerBypass(nn.Module):
     ``weight``: what megatron-core asks the last pipeline stage for when embeddings are tied.
     """
 
-    def __init__(self, weight: Tensor | None = None) -> None:
+    def __init__(self, original: nn.Module | None = None) -> None:
         super().__init__()
-        self._weight = (weight,)  # in a tuple: it stays the output layer's own parameter
+        self._original = (original,)  # in a tuple: its weight is no parameter of this module
 
     @property
     def weight(self) -> Tensor | None:
         """Weight of the output layer that this one stands for."""
-        return self._weight[0]
+        return getattr(self._original[0], "weight", None)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
         del args, kwargs
+        if self._original[0] is not None:
+            weight_is_read(self._original[0])
         return hidden, None
+
+
+def weight_is_read(module: nn.Module) -> Tensor:
+    """The module's weight, as when it is called.
+
+    With ``overlap_param_gather`` weights arrive in the background, and a hook before each module's
+    forward pass waits for its own.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+    return module.weight
 
 
 class CapturingOutputLayer(nn.Module):
@@ -55,7 +68,7 @@ def bypassed_output_layer(gpt: "GPTModel") -> Iterator[None]:
     if original is None or isinstance(original, OutputLayerBypass):
         yield
         return
-    gpt._modules["output_layer"] = OutputLayerBypass(original.weight)
+    gpt._modules["output_layer"] = OutputLayerBypass(original)
     try:
         yield
     finally:

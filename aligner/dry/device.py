@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import router
@@ -25,7 +26,7 @@ from aligner.distributed import accelerator
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.operations import Calls, Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
-from aligner.models.gpt import megatron
+from aligner.models.gpt import fusions, megatron
 
 
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
@@ -41,6 +42,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self.memory_bytes = memory_bytes
         self.memory = Memory()
         self._records: list[Record] = []
+        self._inside_kernel = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "DryDevice":
@@ -87,15 +89,38 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operation."""
+        if self._inside_kernel:
+            return
         on_device = [each for each in tensors_in(out) if each.is_cuda]
-        new = [tensor for tensor in on_device if self.memory.saw(tensor)]
+        self._saw_memory(on_device)
+        for record in self._records:
+            if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
+                record.saw(func, args, kwargs, out)
+
+    def _saw_memory(self, tensors: Sequence[Tensor]) -> None:
+        new = [tensor for tensor in tensors if self.memory.saw(tensor)]
         if new and self._records:
             place = running_place()
             for record in self._records:
                 record.saw_memory(self.memory, place)
-        for record in self._records:
-            if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
-                record.saw(func, args, kwargs, out)
+
+    def _one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that `torch.compile` would make one kernel of."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if self._inside_kernel:
+                return function(*args, **kwargs)
+            self._inside_kernel = True
+            try:
+                out = function(*args, **kwargs)
+            finally:
+                self._inside_kernel = False
+            self._saw_memory(tensors_in(out))
+            for record in self._records:
+                record.saw_kernel(tensors_in((args, kwargs)), tensors_in(out))
+            return out
+
+        return kernel
 
     def saw_host_read(self, tensor: Tensor) -> None:
         """Count a wait, where the tensor is on the device."""
@@ -150,6 +175,12 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             yield holder, "gather_object", _answers(None)
             yield holder, "broadcast_object_list", _answers(None)
             yield holder, "_coalescing_manager", _coalescing_manager
+        yield fusions, "missing_for_kernels", _answers(None)
+        for module in (fusions, fused_bias_dropout, fused_bias_swiglu):
+            for name, function in list(vars(module).items()):
+                if hasattr(function, "_torchdynamo_orig_callable"):
+                    whole = function._torchdynamo_orig_callable
+                    yield module, name, self._one_kernel(whole)
         yield megatron, "broadcast_floats", _broadcast_floats
         yield (
             router,

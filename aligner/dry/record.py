@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -63,6 +63,15 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     flops: int
     moved_bytes: int  # operands and results
+
+
+def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    """Rows that are shared out over groups, or columns: each meets one group's matrix."""
+    return 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
+
+
+# What torch's table has no formula for.
+_FORMULAS = {_aten._grouped_mm: _grouped_flops}
 
 
 @dataclass(frozen=True)
@@ -149,12 +158,24 @@ class Record:
         operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
-        formula = flop_registry.get(packet)
-        first = operands[0] if operands else results[0]
+        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-        self.kernels[Kernel(first.dtype, flops, _moved(func, operands, results))] += 1
+        self.saw_kernel(operands, results, flops, _moved(func, operands, results))
         if len({each.device.type for each in (*operands, *results) if each.dim()}) > 1:
             self.copied_bytes += max(map(_bytes, (*operands, *results)))
+
+    def saw_kernel(
+        self,
+        operands: Sequence[Tensor],
+        results: Sequence[Tensor],
+        flops: int = 0,
+        moved_bytes: int | None = None,
+    ) -> None:
+        """Count one kernel, which reads its operands and writes its results once by default."""
+        first = operands[0] if operands else results[0]
+        if moved_bytes is None:
+            moved_bytes = sum(map(_bytes, (*operands, *results)))
+        self.kernels[Kernel(first.dtype, flops, moved_bytes)] += 1
 
     def saw_collective(self, name: str, ranks: Iterable[int], size: int) -> None:
         """Count one collective of ``size`` bytes."""

@@ -4,22 +4,31 @@
 
 A layout is ``tensor,pipeline,expert,recompute``, with sequence parallelism where tensor is more
 than 1; what is left of the world is data parallel. With ``,whole`` after it an update is one
-micro-batch, which the critic values first, as PPO does. Rank 0 writes what it saw to OUTPUT, and
-the roles after training beside it.
+micro-batch, which the critic values first, as PPO does. With ``,overlap`` gradients are summed and
+weights collected in the background, in buckets of few layers. Rank 0 writes what it saw to OUTPUT,
+and the roles after training beside it.
 """
 
+import functools
 import sys
 
 import torch
 
 torch.set_num_threads(1)
 
+from megatron.core.distributed import DistributedDataParallelConfig
+
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
 from aligner.distributed.agreement import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
-from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt import (
+    MegatronGPTActorModel,
+    MegatronGPTCriticModel,
+    load_from_nemo,
+    optimizer,
+)
 from aligner.models.gpt.generation import Generator
 from aligner.models.gpt.settings import RoleSettings
 
@@ -99,7 +108,12 @@ def train(
 
 def train_both(model: str, output: str, layout: str) -> dict[str, dict[str, object]]:
     """Actor and critic in one layout."""
-    sizes, (recompute, *whole) = layout.split(",")[:3], layout.split(",")[3:]
+    sizes, (recompute, *others) = layout.split(",")[:3], layout.split(",")[3:]
+    whole, overlap = "whole" in others, "overlap" in others
+    buckets = functools.partial(
+        DistributedDataParallelConfig, bucket_size=2000 if overlap else None
+    )
+    optimizer.DistributedDataParallelConfig = buckets
     tensor, pipeline, expert = (int(size) for size in sizes)
     settings = RoleSettings(
         parallel=ParallelConfig(
@@ -110,6 +124,8 @@ def train_both(model: str, output: str, layout: str) -> dict[str, dict[str, obje
         micro_batch_size=ROWS if whole else 1,
         global_batch_size=ROWS,
         gradient_clip_val=0.1,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
     )
     roles = {
         "actor": (MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01)),

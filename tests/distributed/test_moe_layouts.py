@@ -26,9 +26,14 @@ ARCHITECTURE = dataclasses.replace(
     family="mixtral",
 )
 ONE = "1,1,1,none"
-# "tensor,pipeline,expert,recompute"; the data-parallel size is what is left of the processes.
+# "tensor,pipeline,expert,recompute", and whether communication is in the background; the
+# data-parallel size is what is left of the processes.
 LAYOUTS = {
-    2: {"data 2, experts 2": "1,1,2,none", "tensor 2, experts 2": "2,1,2,full"},
+    2: {
+        "data 2, experts 2": "1,1,2,none",
+        "data 2, in the background": "1,1,1,none,overlap",
+        "tensor 2, experts 2": "2,1,2,full",
+    },
     4: {
         "tensor 2, data 2, experts 2": "2,1,2,none",
         "pipe 2, data 2, experts 2": "1,2,2,selective",

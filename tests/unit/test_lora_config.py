@@ -33,6 +33,13 @@ def run(peft, critic=None, **model):
         (LORA | {"lora_tuning": {"alpha": 0}}, {}, r"alpha: must be greater than 0"),
         (LORA | {"lora_tuning": {"adapter_dropout": 1.0}}, {}, "between 0 and 0.9"),
         (LORA, {"fp8": "e4m3"}, r"model\.fp8=e4m3: adapters .* set model\.fp8=null"),
+        (LORA, {"layer_spec": "transformer_engine"}, r"model\.layer_spec=transf.* set .*=auto"),
+        (
+            LORA,
+            {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            r"model\.overlap_param_gather=true, and .*=lora: .* set .*=false",
+        ),
+        ({}, {"overlap_param_gather": True}, r"set model\.overlap_grad_reduce=true too"),
         (
             LORA | {"lora_tuning": {"adapter_dropout": 0.1}},
             {"activations_checkpoint_granularity": "full"},

@@ -14,13 +14,13 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, RopeScaling
-from aligner.config import LoraConfig, ParallelConfig
+from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
+from aligner.models.gpt.fusions import Fusions, GPTConfig
 from aligner.models.gpt.layer_spec import (
     block_spec,
     has_transformer_engine,
@@ -55,14 +55,18 @@ def transformer_config(
     parallel: ParallelConfig | None = None,
     recompute: Recompute | None = None,
     lora: LoraConfig | None = None,
+    layers: LayerOptions | None = None,
     initialize: bool = True,
-) -> TransformerConfig:
+) -> GPTConfig:
     """megatron-core's view of the architecture, this layout and this precision."""
-    check_fp8(fp8, dtype)
+    layers = layers or LayerOptions()
+    check_fp8(fp8, dtype, layers.spec)
     parallel = parallel or ParallelConfig()
+    fused = Fusions.of(architecture, layers.fusions)
+    of_transformer_engine = uses_transformer_engine(layers.spec, lora)
     on_cpu = not accelerator.has_gpu()
     is_moe = architecture.num_moe_experts is not None
-    return TransformerConfig(
+    return GPTConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -73,7 +77,10 @@ def transformer_config(
         gated_linear_unit=architecture.gated,
         # Our spec's activation in one piece; Transformer Engine's MLP has no such place.
         use_te_activation_func=architecture.activation == "swiglu"
-        and not uses_transformer_engine(lora),
+        and not fused.swiglu
+        and not of_transformer_engine,
+        bias_activation_fusion=fused.swiglu,
+        rotates_in_one_kernel=fused.rotary,
         normalization="RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
         layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
         layernorm_epsilon=architecture.layernorm_epsilon,
@@ -111,11 +118,10 @@ def transformer_config(
         perform_initialization=initialize,
         # Losses arrive already divided by global counts: gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        gradient_accumulation_fusion=fused.gradient_sum,
+        masked_softmax_fusion=False,  # of a core attention that is not ours
+        bias_dropout_fusion=fused.bias,
+        apply_rope_fusion=False,  # Transformer Engine's: one position for all rows of a batch
         variable_seq_lengths=parallel.pipeline > 1,
         deallocate_pipeline_outputs=True,
         recompute_granularity=recompute,
@@ -124,13 +130,18 @@ def transformer_config(
     )
 
 
-def check_fp8(fp8: FP8 | None, dtype: torch.dtype) -> None:
+def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> None:
     """Refuse 8-bit matrix products where there are none."""
     if fp8 is None:
         return
     if dtype != torch.bfloat16:
         raise ConfigError(
             f"model.fp8={fp8} needs trainer.precision=bf16; set it, or model.fp8=null"
+        )
+    if spec == "local":
+        raise ConfigError(
+            f"model.fp8={fp8} is Transformer Engine's, and model.layer_spec=local; set "
+            "model.layer_spec=auto, or model.fp8=null"
         )
     if not (has_transformer_engine() and accelerator.has_fp8()):
         raise ConfigError(
@@ -148,6 +159,7 @@ def build_gpt(
     parallel: ParallelConfig | None = None,
     recompute: Recompute | None = None,
     lora: LoraConfig | None = None,
+    layers: LayerOptions | None = None,
     initialize: bool = True,
     pre_process: bool = True,
     post_process: bool = True,
@@ -166,11 +178,12 @@ def build_gpt(
         parallel=parallel,
         recompute=recompute,
         lora=lora,
+        layers=layers,
         initialize=initialize,
     )
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config), lora),
+        transformer_layer_spec=block_spec(config, get_num_layers_to_build(config), lora, layers),
         vocab_size=architecture.padded_vocab_size(parallel.tensor),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=pre_process,

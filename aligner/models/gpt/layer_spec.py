@@ -1,9 +1,9 @@
 """Which modules a transformer layer is made of.
 
 With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec with our core
-attention; otherwise our local one: megatron-core's linear layers with a norm that admits sequence
-parallelism and that core attention (megatron-core's own local spec refuses the first and has none
-that is fused).
+attention, unless ``model.layer_spec`` says otherwise; else our local one: megatron-core's linear
+layers with a norm that admits sequence parallelism and that core attention (megatron-core's own
+local spec refuses the first and has none that is fused).
 """
 
 import functools
@@ -25,10 +25,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from aligner.config import LoraConfig
+from aligner.config import LayerOptions, LayerSpec, LoraConfig
 from aligner.distributed import accelerator
+from aligner.errors import ConfigError
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.elementwise import SwiGLU, rms_norm
+from aligner.models.gpt.grouped_experts import GroupedExperts, can_group
 from aligner.models.gpt.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.models.gpt.parallel_linear import ColumnLinear, RowLinear
 from aligner.models.gpt.short_attention import ShortSelfAttention
@@ -75,12 +77,28 @@ def has_transformer_engine() -> bool:
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def uses_transformer_engine(lora: LoraConfig | None = None) -> bool:
+def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = None) -> bool:
     """Whether layers are Transformer Engine's; its linears, fused with norms, have no adapters."""
-    return has_transformer_engine() and lora is None
+    if spec == "transformer_engine" and not has_transformer_engine():
+        raise ConfigError(
+            "model.layer_spec=transformer_engine needs Transformer Engine and a GPU; here is "
+            f"{accelerator.description()}"
+            + ("" if accelerator.has_gpu() else ", no GPU")
+            + ". Install transformer_engine[pytorch], or set model.layer_spec=auto"
+        )
+    return spec != "local" and has_transformer_engine() and lora is None
 
 
-def local_layer_spec(config: TransformerConfig, lora: LoraConfig | None = None) -> ModuleSpec:
+def moe_spec(config: TransformerConfig, linears: MLPSubmodules, grouped: bool) -> ModuleSpec:
+    """Experts of these linears; ``grouped``: by grouped products, where there are any."""
+    kind = GroupedExperts if grouped and can_group(config) else SequentialMLP
+    experts = ModuleSpec(module=kind, submodules=linears)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+
+
+def local_layer_spec(
+    config: TransformerConfig, lora: LoraConfig | None = None, *, fusions: bool = True
+) -> ModuleSpec:
     """One transformer layer of megatron-core linears, `Norm` and `CoreAttention`."""
 
     def linear(name: str, plain: type, adapted: type) -> type | ModuleSpec:
@@ -101,8 +119,7 @@ def local_layer_spec(config: TransformerConfig, lora: LoraConfig | None = None) 
         linear_fc2=row("mlp.linear_fc2"),
     )
     if config.num_moe_experts:
-        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
-        mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts))
+        mlp = moe_spec(config, linears, fusions and lora is None)
     else:
         mlp = ModuleSpec(module=MLP, submodules=linears)
     qk_norm = Norm if config.qk_layernorm else IdentityOp
@@ -130,10 +147,14 @@ def local_layer_spec(config: TransformerConfig, lora: LoraConfig | None = None) 
 
 
 def block_spec(
-    config: TransformerConfig, num_local_layers: int, lora: LoraConfig | None = None
+    config: TransformerConfig,
+    num_local_layers: int,
+    lora: LoraConfig | None = None,
+    layers: LayerOptions | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage and its final norm."""
-    if uses_transformer_engine(lora):
+    layers = layers or LayerOptions()
+    if uses_transformer_engine(layers.spec, lora):
         from megatron.core.extensions.transformer_engine import TENorm
 
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -141,7 +162,9 @@ def block_spec(
         )
         # Generation keeps its cache in our core attention, which is flash attention on a GPU too.
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        if layers.fusions and config.num_moe_experts and can_group(config):
+            linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+            layer.submodules.mlp = moe_spec(config, linears, grouped=True)
         return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=TENorm)
-    return TransformerBlockSubmodules(
-        [local_layer_spec(config, lora)] * num_local_layers, layer_norm=Norm
-    )
+    layer = local_layer_spec(config, lora, fusions=layers.fusions)
+    return TransformerBlockSubmodules([layer] * num_local_layers, layer_norm=Norm)

@@ -151,6 +151,7 @@ class MegatronGPTModel(ModelPT):
             parallel=self.settings.parallel,
             recompute=self.settings.recompute,
             lora=self.settings.lora,
+            layers=self.settings.layers,
             initialize=initialize,
             pre_process=self.parallel.is_first_stage,
             post_process=self.parallel.is_last_stage,
@@ -171,7 +172,12 @@ class MegatronGPTModel(ModelPT):
         """Make gradient buffers and the optimizer; call once, after the weights are loaded."""
         if self.optimizer is not None or self.settings.optim is None:
             return
-        wrapped = wrap_for_training(self.gpt, self.parallel.dp_size)
+        wrapped = wrap_for_training(
+            self.gpt,
+            self.parallel.dp_size,
+            overlap_grad_reduce=self.settings.overlap_grad_reduce,
+            overlap_param_gather=self.settings.overlap_param_gather,
+        )
         self.optimizer = RoleOptimizer(
             wrapped,
             self.settings.optim,
@@ -302,10 +308,17 @@ class MegatronGPTModel(ModelPT):
 
     def finish_training(self) -> None:
         """Training is over for now; the next phase says where things move."""
+        self.collect_weights()
+
+    def collect_weights(self) -> None:
+        """Weights are whole and new on every rank; see `RoleOptimizer.collect_weights`."""
+        if self.optimizer is not None:
+            self.optimizer.collect_weights()
 
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""
         self.kept_pass.drop()
+        self.collect_weights()
         if self.optimizer is not None and self.settings.offload_adam_states:
             self.optimizer.offload()
         self.model.eval()
@@ -318,6 +331,7 @@ class MegatronGPTModel(ModelPT):
 
     def run_state(self) -> dict[str, Any]:
         """This process's share of weights and optimizer, exact; see `role_state`."""
+        self.collect_weights()
         return role_state(
             self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
         )
@@ -409,6 +423,7 @@ class MegatronGPTModel(ModelPT):
 
         Adapters are merged into them.
         """
+        self.collect_weights()
         return gather_weights(
             self.gpt,
             self.architecture,

@@ -20,18 +20,28 @@ from aligner.config import OptimConfig, SchedConfig
 from aligner.distributed import accelerator
 
 
-def wrap_for_training(gpt: GPTModel, data_parallel_size: int) -> DistributedDataParallel:
+def wrap_for_training(
+    gpt: GPTModel,
+    data_parallel_size: int,
+    *,
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
+) -> DistributedDataParallel:
     """megatron-core's data parallelism: one float32 gradient buffer, summed over ranks.
 
     The summed gradient is the gradient of the global loss, because losses are divided by global
-    counts (``calculate_per_token_loss`` in the transformer config).
+    counts (``calculate_per_token_loss`` in the transformer config). With overlap the sums are made
+    in buckets of layers beside the backward pass, and what each rank updated is collected beside
+    the next forward pass; until then, or `RoleOptimizer.collect_weights`, weights are old ones.
     """
+    several = data_parallel_size > 1
     wrapped = DistributedDataParallel(
         gpt.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=data_parallel_size > 1,
+            overlap_grad_reduce=several and overlap_grad_reduce,
+            overlap_param_gather=several and overlap_param_gather,
+            use_distributed_optimizer=several,
         ),
         gpt,
     )
@@ -135,6 +145,7 @@ class RoleOptimizer:
         self.total_steps = total_steps
         self.steps = 0
         self._offloaded = False
+        self._collected = True  # weights are here, of which other ranks updated a share
         with accelerator.cuda_literals():
             self.inner = get_megatron_optimizer(
                 OptimizerConfig(
@@ -190,8 +201,19 @@ class RoleOptimizer:
                         part.get_parameters(), self.gradient_clip_val, norm
                     )
             self.inner.step_with_ready_grads()
+        self._collected = False
         self.steps += 1
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
+
+    def collect_weights(self) -> None:
+        """Put what other ranks updated in place, where the next forward pass would have.
+
+        Collective over the data-parallel ranks. What reads weights outside a forward pass of their
+        modules comes after it.
+        """
+        if self.model.ddp_config.overlap_param_gather and not self._collected:
+            self.model.start_param_sync(force_sync=True)
+            self._collected = True
 
     def offload(self) -> None:
         """Move the Adam moments to host memory (nothing moves where they are there already)."""

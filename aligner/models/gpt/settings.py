@@ -10,6 +10,7 @@ import torch
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.config import (
     CriticConfig,
+    LayerOptions,
     LengthParams,
     LoraConfig,
     OptimConfig,
@@ -33,6 +34,9 @@ class RoleSettings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: Precision = "32"
     fp8: Literal["e4m3", "hybrid"] | None = None
+    layers: LayerOptions = field(default_factory=LayerOptions)
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     recompute: Literal["full", "selective"] | None = None
     dropout: float | None = None  # while training; None: the architecture's own
     micro_batch_size: int = 8
@@ -141,6 +145,9 @@ def _settings(
         parallel=model.parallel,
         precision=run.precision,
         fp8=model.fp8,
+        layers=model.layers,
+        overlap_grad_reduce=model.overlap_grad_reduce,
+        overlap_param_gather=model.overlap_param_gather,
         recompute=model.activations_checkpoint_granularity,
         dropout=model.dropout,
         micro_batch_size=trained.micro_batch_size,

@@ -1,0 +1,116 @@
+"""What `test_dry_build.py` reads: `python build_worker.py RESULTS`, one JSON object."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from dry_worker import ROWS, TOKENIZER, batch, facts  # first: it loads the guard
+
+# isort: split
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers as megatron_layers
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import LayerOptions, OptimConfig
+from aligner.distributed.parallel import initialize_parallel
+from aligner.dry.device import DryDevice
+from aligner.errors import ConfigError
+from aligner.models.gpt import MegatronGPTActorModel
+from aligner.models.gpt.build import build_gpt, transformer_config
+from aligner.models.gpt.grouped_experts import GroupedExperts
+from aligner.models.gpt.settings import RoleSettings
+
+BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)
+EXPERTS = dataclasses.replace(
+    TINY_ARCHITECTURE, num_moe_experts=32, moe_ffn_hidden_size=64, family="mixtral"
+)
+
+
+def actor(architecture, fusions):
+    """Launches of an update and of scoring, and bytes at the update's peak."""
+    settings = RoleSettings(
+        precision="bf16",
+        layers=LayerOptions(fusions=fusions),
+        optim=OptimConfig(lr=1e-5),
+        micro_batch_size=ROWS,
+        global_batch_size=ROWS,
+    )
+    with DryDevice() as device:
+        role = MegatronGPTActorModel(
+            {"vocab_size": architecture.vocab_size},
+            settings=settings,
+            architecture=architecture,
+            tokenizer=TOKENIZER,
+            initialize=False,
+        )
+        data = batch()
+        role.loss_fn = PPOPolicyLoss()
+        role.prepare_for_training()
+        role.training_update(data)
+        with device.record() as update:
+            role.training_update(data)
+        role.prepare_for_inference()
+        with device.record() as scoring:
+            role.get_logprobs(data)
+    return {"update": facts(update), "scoring": facts(scoring)}
+
+
+def experts():
+    """A layer's experts on given rows, forward and backward, by the class that the spec takes."""
+    found = {}
+    with DryDevice() as device:
+        initialize_parallel(RoleSettings().parallel, seed=1)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        for fusions in (False, True):
+            gpt = build_gpt(
+                EXPERTS,
+                dtype=torch.bfloat16,
+                layers=LayerOptions(fusions=fusions),
+                initialize=False,
+            )
+            layer = gpt.decoder.layers[0].mlp.experts
+            assert type(layer) is (GroupedExperts if fusions else SequentialMLP)
+            rows = torch.zeros(320, EXPERTS.hidden_size, dtype=torch.bfloat16, device="cuda")
+            counts = torch.tensor([0, 20] * 16)
+            with device.record() as record:
+                out, _ = layer(rows.requires_grad_(), counts, torch.ones(320, device="cuda"))
+                out.sum().backward()
+            assert all(each.grad is not None for each in layer.parameters())
+            found[str(fusions)] = facts(record)
+    assert groups is not None
+    return found
+
+
+def refusal():
+    with DryDevice():
+        try:
+            transformer_config(TINY_ARCHITECTURE, layers=LayerOptions(spec="transformer_engine"))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def gradient_sums():
+    """Whether gradients are summed by the products, without and with Apex's extension."""
+    found = []
+    with DryDevice():
+        for there in (False, True):
+            megatron_layers._grad_accum_fusion_available = there
+            found.append(transformer_config(TINY_ARCHITECTURE).gradient_accumulation_fusion)
+        megatron_layers._grad_accum_fusion_available = False
+    return found
+
+
+if __name__ == "__main__":
+    results = {
+        **{f"plain, {on}": actor(TINY_ARCHITECTURE, on) for on in (False, True)},
+        **{f"biased, {on}": actor(BIASED, on) for on in (False, True)},
+        "experts": experts(),
+        "refusal": refusal(),
+        "gradient_sums": gradient_sums(),
+    }
+    Path(sys.argv[1]).write_text(json.dumps(results))
