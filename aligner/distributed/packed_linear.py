@@ -76,6 +76,8 @@ class Product:
         """``residual + x @ weight^T`` [n, out] in one pass over the result."""
         if self._in_cache:
             return torch.addmm(_whole(residual), _whole(x), self.ready)[: x.shape[0]]
+        if self.weight.is_cuda:
+            return torch.addmm(residual, x, self.weight.t())
         if not self.packed:
             return residual + F.linear(x, self.ready)
         if x.shape[0] == 1:

@@ -215,9 +215,9 @@ def _attend(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
     if attn_mask is not None:
-        attn_mask = torch.zeros(
-            *query.shape[:-1], key.shape[-2], dtype=query.dtype, device=query.device
-        )
+        if attn_mask.dtype == torch.bool:  # becomes a bias
+            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
     )[0]

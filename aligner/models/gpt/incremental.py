@@ -1,8 +1,10 @@
 """A megatron-core GPTModel, one token at a time: prefill and decode on a key-value cache.
 
-The model's own modules do the work. Inside `IncrementalModel.session` they run without gradients,
-in evaluation mode, with a cache in their attention, their weights packed for few-row products, and
-without sequence parallelism (a pass of one token cannot be cut).
+The model's own weights do the work, by the short cut of `incremental_layers` where it knows all
+layers, else by the model's own modules. Inside `IncrementalModel.session` they run without
+gradients, in evaluation mode, with a cache in their attention, their weights packed for few-row
+products, without sequence parallelism (a pass of one token cannot be cut) and without 8-bit
+products (Transformer Engine takes only multiples of 8 rows, and as many as are in flight come).
 
 A pipeline stage runs its own layers on what the stage before it sends. Context-parallel ranks hold
 the same weights; sequences are not split, so each of them computes the whole.
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from aligner.architecture import GPTArchitecture
 from aligner.distributed.packed_linear import Product, packed_linears
 from aligner.distributed.vocab_shard import VocabShard
+from aligner.distributed.wide_product import has_wide_products, wide_mm
 from aligner.errors import LayoutError
 from aligner.models.gpt.attention import CoreAttention
 from aligner.models.gpt.generation_stages import GenerationStages
@@ -30,8 +33,12 @@ from aligner.models.gpt.incremental_layers import (
     Rotation,
     fast_norm,
     incremental_layers,
+    is_transformer_engine,
 )
 from aligner.models.gpt.kv_cache import KVCache, aligned
+
+_CUT_BY_ROWS = ("sequence_parallel", "reduce_scatter_embeddings")
+_EIGHT_BIT = {"fp8": None, "moe_router_padding_for_quantization": False}
 
 
 class IncrementalModel:
@@ -57,6 +64,10 @@ class IncrementalModel:
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
         self.stages = GenerationStages(gpt.pg_collection.pp, parameter.device)
+        self._embedded: VocabShard | None = None  # the first stage's
+        if self.stages.is_first:
+            table = gpt.embedding.word_embeddings.weight
+            self._embedded = VocabShard.of(table, architecture.vocab_size, tp_group)
         self._shard: VocabShard | None = None  # the last stage's
         if self.stages.is_last:
             self._shard = VocabShard.of(output_weight(gpt), architecture.vocab_size, tp_group)
@@ -95,10 +106,10 @@ class IncrementalModel:
         self._gpt.eval()
         try:
             with (
-                _without_sequence_parallelism(self._gpt),
+                _settings_of_decoding(self._gpt),
                 packed_linears(self._gpt) as products,
                 self._attached_cache(),
-                torch.inference_mode(),
+                without_gradients(self._gpt),
             ):
                 if self._shard is not None:
                     self._project = Product(output_weight(self._gpt)[: self._shard.columns or 1])
@@ -152,11 +163,14 @@ class IncrementalModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [n, V] of final hidden states [n, H]; padding columns cut off.
 
-        For the last pipeline stage.
+        Of bfloat16 states float32 on a GPU, bfloat16 on a CPU. For the last pipeline stage.
         """
         assert self._project is not None
         assert self._shard is not None
-        local = self._project(hidden, None)
+        if has_wide_products(hidden, self._project.weight):
+            local = wide_mm(hidden, self._project.weight.t())
+        else:
+            local = self._project(hidden, None)
         if self._shard.group is None:
             return local
         width = output_weight(self._gpt).shape[0]
@@ -201,11 +215,16 @@ class IncrementalModel:
         return self.stages.receive(length, rows, config.hidden_size, dtype=config.params_dtype)
 
     def _enter_rows(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """int64 [n] to what this stage's first layer reads, [n, H]; the vocabulary is whole."""
-        if not self.stages.is_first:
+        """int64 [n] to what this stage's first layer reads, [n, H]."""
+        if self._embedded is None:
             return self._enter(tokens[:, None], positions[:, None])[0]
         embedding = self._gpt.embedding
-        hidden = F.embedding(tokens, embedding.word_embeddings.weight)
+        table = embedding.word_embeddings.weight
+        if self._embedded.group is None:
+            hidden = F.embedding(tokens, table)
+        else:
+            local, owned = self._embedded.localize(tokens)
+            hidden = self._embedded.sum(F.embedding(local, table) * owned[:, None])
         if embedding.add_position_embedding:
             hidden += embedding.position_embeddings(positions)
         return hidden
@@ -229,20 +248,34 @@ def _check_attention(attention: Sequence[nn.Module]) -> None:
         )
 
 
+def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """`torch.inference_mode`, or `torch.no_grad` for modules of Transformer Engine.
+
+    Those keep tensors between passes and are not known to take them up in training again where
+    they were made in inference mode.
+    """
+    if any(is_transformer_engine(module) for module in model.modules()):
+        return torch.no_grad()
+    return torch.inference_mode()
+
+
 @contextlib.contextmanager
-def _without_sequence_parallelism(model: nn.Module) -> Iterator[None]:
-    owners: list[Any] = list(model.modules())
-    owners += {id(c): c for m in owners if (c := getattr(m, "config", None)) is not None}.values()
+def _settings_of_decoding(model: nn.Module) -> Iterator[None]:
+    """Switch off what passes of few rows cannot have, in the modules and their configs."""
+    modules: list[Any] = list(model.modules())
+    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}.values()
+    off: list[tuple[Any, str, bool | None]]
+    off = [(owner, name, False) for owner in (*modules, *configs) for name in _CUT_BY_ROWS]
+    off += [(config, name, value) for config in configs for name, value in _EIGHT_BIT.items()]
     switched = [
-        (owner, name)
-        for owner in owners
-        for name in ("sequence_parallel", "reduce_scatter_embeddings")
-        if getattr(owner, name, False) is True
+        (owner, name, value, before)
+        for owner, name, value in off
+        if (before := getattr(owner, name, value)) not in (False, None)
     ]
     try:
-        for owner, name in switched:
-            setattr(owner, name, False)
+        for owner, name, value, _ in switched:
+            setattr(owner, name, value)
         yield
     finally:
-        for owner, name in switched:
-            setattr(owner, name, True)
+        for owner, name, _, before in switched:
+            setattr(owner, name, before)

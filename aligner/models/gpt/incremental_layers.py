@@ -4,8 +4,9 @@ At 16 rows a layer's arithmetic takes about as long as the several dozen small o
 Python around it in megatron-core's modules. `IncrementalLayer` computes the same function from the
 same modules' parameters in a third of the operations: rotary angles once per pass instead of once
 per layer and tensor, queries and keys rotated together, residuals added inside the products. It
-works on rows, one token each, so prompts of different lengths need no padding. What it does not
-know (experts, Transformer Engine, tensor parallelism) stays with the modules themselves.
+works on rows, one token each, so prompts of different lengths need no padding. Weights are those of
+our local layers or of Transformer Engine's, whole or this tensor-parallel rank's; what the short
+cut does not know (experts, residuals in float32) stays with the modules themselves.
 
 Shape legend: ``n`` rows, ``H`` hidden, ``G`` key-value heads, ``R`` query heads per key-value head,
 ``D`` head width, ``D_rot`` its rotated part. ``heads`` are [n, G, R + 2, D]: a key-value head's
@@ -17,9 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -77,20 +78,29 @@ class Rotation(NamedTuple):
 class IncrementalLayer:
     """One transformer layer on rows [n, H]."""
 
-    def __init__(self, layer: TransformerLayer, products: Mapping[nn.Module, Product]) -> None:
-        """Take over the layer's parameters; ``products`` are its packed linears."""
+    def __init__(
+        self,
+        layer: TransformerLayer,
+        products: Mapping[nn.Module, Product],
+        tp_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Take over the layer's parameters.
+
+        ``products`` are its packed linears; ``tp_group`` shares out its heads and its inner width.
+        """
         attention, mlp = layer.self_attention, layer.mlp
         self._number: int = attention.core_attention.layer_number
         self._groups: int = attention.num_query_groups_per_partition
         self._head_dim: int = attention.hidden_size_per_attention_head
-        self._input_norm = fast_norm(layer.input_layernorm)
-        self._mlp_norm = fast_norm(layer.pre_mlp_layernorm)
+        self._tp_group = tp_group
+        self._input_norm = _norm_before(attention.linear_qkv, layer.input_layernorm)
+        self._mlp_norm = _norm_before(mlp.linear_fc1, layer.pre_mlp_layernorm)
         self._query_norm = _optional(attention.q_layernorm)
         self._key_norm = _optional(attention.k_layernorm)
-        self._qkv, self._qkv_bias = products[attention.linear_qkv], attention.linear_qkv.bias
-        self._proj, self._proj_bias = products[attention.linear_proj], attention.linear_proj.bias
-        self._fc1, self._fc1_bias = products[mlp.linear_fc1], mlp.linear_fc1.bias
-        self._fc2, self._fc2_bias = products[mlp.linear_fc2], mlp.linear_fc2.bias
+        self._qkv, self._qkv_bias = _parameters(attention.linear_qkv, products)
+        self._proj, self._proj_bias = _parameters(attention.linear_proj, products)
+        self._fc1, self._fc1_bias = _parameters(mlp.linear_fc1, products)
+        self._fc2, self._fc2_bias = _parameters(mlp.linear_fc2, products)
         self._activation: Callable[[Tensor], Tensor] = mlp.config.activation_func
         self._gated: bool = mlp.config.gated_linear_unit
         self._swiglu: GatedProduct | None = None
@@ -117,12 +127,20 @@ class IncrementalLayer:
         attended = cache.attend_rows(self._number, heads)
         if kept is not None:
             attended, hidden = attended[kept], hidden[kept]
-        hidden = self._proj.added_to(hidden, attended)
-        if self._proj_bias is not None:
-            hidden += self._proj_bias
-        hidden = self._fc2.added_to(hidden, self._inner(self._mlp_norm(hidden)))
-        if self._fc2_bias is not None:
-            hidden += self._fc2_bias
+        hidden = self._added(hidden, self._proj, attended, self._proj_bias)
+        inner = self._inner(self._mlp_norm(hidden))
+        return self._added(hidden, self._fc2, inner, self._fc2_bias)
+
+    def _added(self, hidden: Tensor, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``hidden + x @ weight^T + bias``, the product summed over tensor-parallel ranks."""
+        if self._tp_group is None:
+            hidden = product.added_to(hidden, x)
+        else:
+            part = product(x)
+            dist.all_reduce(part, group=self._tp_group)
+            hidden = part.add_(hidden)
+        if bias is not None:
+            hidden += bias
         return hidden
 
     def _inner(self, normal: Tensor) -> Tensor:
@@ -145,26 +163,69 @@ def incremental_layers(
         return None
     if gpt.config.rotary_interleaved or gpt.config.attention_output_gate:
         return None
-    if not all(_is_known(layer) for layer in layers):
+    if not all(_is_known(layer, products) for layer in layers):
         return None
-    return [IncrementalLayer(layer, products) for layer in layers]
+    group = gpt.pg_collection.tp
+    tp_group = group if dist.get_world_size(group) > 1 else None
+    return [IncrementalLayer(layer, products, tp_group) for layer in layers]
 
 
-def _is_known(layer: nn.Module) -> bool:
-    """Whether the layer is dense, of our local spec, and whole on this process."""
+def is_transformer_engine(module: nn.Module) -> bool:
+    """Whether the module is one of Transformer Engine's, or derived from one."""
+    return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
+
+
+def _is_known(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
+    """Whether the layer is dense, of our local spec or Transformer Engine's."""
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
     if type(mlp) is not MLP or type(attention.core_attention) is not CoreAttention:
         return False
-    columns = (attention.linear_qkv, mlp.linear_fc1)
-    rows = (attention.linear_proj, mlp.linear_fc2)
-    return (
-        all(type(norm) is Norm for norm in (layer.input_layernorm, layer.pre_mlp_layernorm))
-        and all(isinstance(linear, ColumnParallelLinear) for linear in columns)
-        and all(isinstance(linear, RowParallelLinear) for linear in rows)
-        and layer.config.tensor_model_parallel_size == 1
+    entries = (
+        (attention.linear_qkv, layer.input_layernorm),
+        (mlp.linear_fc1, layer.pre_mlp_layernorm),
     )
+    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    return all(_has_norm(*entry) for entry in entries) and all(
+        linear in products or _is_plain(linear) for linear in linears
+    )
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether it is Transformer Engine's with a weight that is not kept in 8 bits."""
+    weight = getattr(linear, "weight", None)
+    return is_transformer_engine(linear) and type(weight) in (nn.Parameter, Tensor)
+
+
+def _has_norm(linear: nn.Module, norm: nn.Module) -> bool:
+    """Whether the norm before ``linear`` is known: ours, or one inside Transformer Engine's."""
+    return type(norm) is Norm or (isinstance(norm, IdentityOp) and _norm_inside(linear))
+
+
+def _norm_inside(linear: nn.Module) -> bool:
+    return is_transformer_engine(linear) and hasattr(linear, "layer_norm_weight")
+
+
+def _norm_before(linear: nn.Module, norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    if not _norm_inside(linear):
+        return fast_norm(norm)
+    weight, bias = linear.layer_norm_weight.detach(), linear.layer_norm_bias
+    if linear.zero_centered_gamma:
+        weight = weight + 1
+    options = {"normalized_shape": weight.shape, "weight": weight, "eps": linear.eps}
+    if linear.normalization == "RMSNorm":
+        return functools.partial(F.rms_norm, **options)
+    return functools.partial(F.layer_norm, bias=bias.detach(), **options)
+
+
+def _parameters(
+    linear: nn.Module, products: Mapping[nn.Module, Product]
+) -> tuple[Product, Tensor | None]:
+    """Weight and bias; Transformer Engine's has an empty tensor for no bias."""
+    product = products[linear] if linear in products else Product(linear.weight)
+    bias = linear.bias
+    return product, None if bias is None or bias.numel() == 0 else bias.detach()
 
 
 def _optional(norm: nn.Module | None) -> Callable[[Tensor], Tensor] | None:

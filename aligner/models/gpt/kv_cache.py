@@ -120,6 +120,8 @@ class KVCache:
         # FBGEMM's sum of weighted rows, which torch calls for an embedding bag.
         fbgemm = device.type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
         self._mixes_rows = fbgemm and dtype == torch.float32 and 2 * rows <= _MOST_INT32
+        # Scores that a product writes in bfloat16 are rounded; inside this kernel they are not.
+        self._fused = device.type != "cpu" and dtype == torch.bfloat16
         self._pass: _Prefill | _Decode | None = None
 
     def begin_prefill(self, lengths: Tensor, slots: Tensor, sources: Tensor) -> None:
@@ -217,6 +219,15 @@ class KVCache:
         # [n * G, R, D] against views [n * G, span, D]: nothing is repeated for grouped queries.
         by_slot = store.view(2, -1, self._capacity, width)[:, : rows * groups, : plan.span]
         keys, values = by_slot.unbind()
+        if self._fused:  # a key-value head's queries stand where a sequence's positions would
+            attended = F.scaled_dot_product_attention(
+                by_group[:, None, :-2],
+                keys[:, None],
+                values[:, None],
+                attn_mask=plan.bias[:, None],
+                scale=self._scale,
+            )
+            return attended.reshape(rows, -1)
         scores = torch.baddbmm(plan.bias, by_group[:, :-2], keys.transpose(1, 2), alpha=self._scale)
         shares = scores.softmax(dim=-1)
         if plan.values is None:
