@@ -1,21 +1,16 @@
-"""What `test_dry_build.py` reads: `python build_worker.py RESULTS`, one JSON object."""
+"""Cases of `test_dry_build.py`, for the process behind the fixture `dry`."""
 
 import dataclasses
-import json
-import sys
-from pathlib import Path
 
-from dry_worker import ROWS, TOKENIZER, batch, facts  # first: it loads the guard
-
-# isort: split
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
+from dry_roles import facts
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions, OptimConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
@@ -24,13 +19,27 @@ from aligner.models.gpt.build import build_gpt, transformer_config
 from aligner.models.gpt.grouped_experts import GroupedExperts
 from aligner.models.gpt.settings import RoleSettings
 
+ROWS, LENGTH = 8, 48
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)
 EXPERTS = dataclasses.replace(
     TINY_ARCHITECTURE, num_moe_experts=32, moe_ffn_hidden_size=64, family="mixtral"
 )
 
 
-def actor(architecture, fusions):
+def batch():
+    """Rows of one length, on the device."""
+    floats = ("advantages", "prev_logprobs", "generation_logprobs")
+    columns = {
+        "input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
+        "input_lengths": torch.full((ROWS,), LENGTH),
+        "token_mask": torch.ones(ROWS, LENGTH),
+        "sample_mask": torch.ones(ROWS),
+        **{name: torch.zeros(ROWS, LENGTH) for name in floats},
+    }
+    return {name: column.to("cuda") for name, column in columns.items()}
+
+
+def actor(biased, fusions):
     """Launches of an update and of scoring, and bytes at the update's peak."""
     settings = RoleSettings(
         precision="bf16",
@@ -39,12 +48,13 @@ def actor(architecture, fusions):
         micro_batch_size=ROWS,
         global_batch_size=ROWS,
     )
+    architecture = BIASED if biased else TINY_ARCHITECTURE
     with DryDevice() as device:
         role = MegatronGPTActorModel(
             {"vocab_size": architecture.vocab_size},
             settings=settings,
             architecture=architecture,
-            tokenizer=TOKENIZER,
+            tokenizer=byte_level_tokenizer(),
             initialize=False,
         )
         data = batch()
@@ -64,7 +74,6 @@ def experts():
     found = {}
     with DryDevice() as device:
         initialize_parallel(RoleSettings().parallel, seed=1)
-        groups = ProcessGroupCollection.use_mpu_process_groups()
         for fusions in (False, True):
             gpt = build_gpt(
                 EXPERTS,
@@ -81,7 +90,6 @@ def experts():
                 out.sum().backward()
             assert all(each.grad is not None for each in layer.parameters())
             found[str(fusions)] = facts(record)
-    assert groups is not None
     return found
 
 
@@ -103,14 +111,3 @@ def gradient_sums():
             found.append(transformer_config(TINY_ARCHITECTURE).gradient_accumulation_fusion)
         megatron_layers._grad_accum_fusion_available = False
     return found
-
-
-if __name__ == "__main__":
-    results = {
-        **{f"plain, {on}": actor(TINY_ARCHITECTURE, on) for on in (False, True)},
-        **{f"biased, {on}": actor(BIASED, on) for on in (False, True)},
-        "experts": experts(),
-        "refusal": refusal(),
-        "gradient_sums": gradient_sums(),
-    }
-    Path(sys.argv[1]).write_text(json.dumps(results))
