@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from aligner.distributed.host_memory import keep_freed_memory
 
+# Environment variable, 1 where other processes compute on this process's device, in turns.
+SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"
 _IPC_DEVICE = 6  # place of the device's number among the arguments that rebuild a CUDA tensor
 
 
@@ -46,6 +48,11 @@ def backend() -> str:
     return "nccl" if has_gpu() else "gloo"
 
 
+def nccl_version() -> tuple[int, ...] | None:
+    """Version of the NCCL that torch brings; None on CPU, where nothing uses it."""
+    return torch.cuda.nccl.version()[:3] if has_gpu() else None
+
+
 def activate() -> None:
     """Make `device` the current one of this process."""
     if has_gpu():
@@ -62,6 +69,15 @@ def release_memory() -> None:
     """Return cached device memory to the driver."""
     if has_gpu():
         torch.cuda.empty_cache()
+
+
+def release_shared_memory() -> None:
+    """`release_memory` where other processes take turns on the device (`SHARED_DEVICE`).
+
+    One process alone uses its cached blocks again, which is quicker than to ask for them anew.
+    """
+    if os.environ.get(SHARED_DEVICE) == "1":
+        release_memory()
 
 
 def free_memory_bytes() -> int:

@@ -21,6 +21,7 @@ import psutil
 
 import aligner
 from aligner.config.layout import ParallelConfig
+from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.ray_calls import MultiWorkerFuture, WorkerHandle, wait_for
@@ -33,8 +34,13 @@ if TYPE_CHECKING:
     from aligner.distributed.virtual_cluster import Bundle, RayVirtualCluster
 
 _CLEANUP_S = 10.0  # for a worker's cleanup method, and for its process to be gone
-# What of the driver's environment its workers see on other nodes too.
-_FORWARDED = ("ALIGNER_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_")
+# What of the driver's environment its workers see on other nodes too, by how names begin.
+_FORWARDED = (
+    *("ALIGNER_", "CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
+    *("PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_"),
+)
+# Which GPUs a worker sees is Ray's to say; where they stand differs from node to node.
+_NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 
 class RayWorkerBuilder:
@@ -327,13 +333,18 @@ class RayWorkerGroup:
                 # A worker on a GPU sees its own alone.
                 "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node.index(rank)),
                 "LOCAL_WORLD_SIZE": str(len(node)),
+                accelerator.SHARED_DEVICE: "1" if self.cluster.shares_bundles else "0",
             }
             start = actor.start.remote(builder.worker_class, arguments, place, world)
             self._starting.append((start, seat))
 
 
 def _forwarded() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+    }
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:

@@ -203,6 +203,11 @@ class RayVirtualCluster:
         return list(dict.fromkeys(bundle.group for bundle in self.bundles))
 
     @property
+    def shares_bundles(self) -> bool:
+        """Whether workers of several groups may compute on one bundle, and on its GPU."""
+        return self._max_groups > 1
+
+    @property
     def worker_resources(self) -> dict[str, float]:
         """What an actor takes of its bundle."""
         share = {

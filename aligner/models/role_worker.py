@@ -169,8 +169,9 @@ class RoleWorker(Generic[Served]):
         self.model.prepare_for_training()
 
     def finish_training(self) -> None:
-        """Leave training."""
+        """Leave training; activations' memory goes to the processes that share the device."""
         self.model.finish_training()
+        accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
         """Evaluation mode; optimizer state leaves the device where configured."""

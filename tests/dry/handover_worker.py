@@ -5,6 +5,7 @@ library's own code on fake GPU tensors.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -17,9 +18,11 @@ import torch
 
 from aligner.config import LengthParams, SamplingParams, VllmConfig
 from aligner.distributed import accelerator
+from aligner.distributed.refit_ends import RefitEnd
 from aligner.dry.device import DryDevice
 from aligner.models.generation import vllm_worker
 from aligner.models.policy.workers.refit_worker import RefitWorker
+from aligner.models.role_worker import RoleWorker
 
 HERE = "GPU here"
 
@@ -53,6 +56,13 @@ class Engine:
         self.log.append("finish")
 
 
+class Trained:
+    """A role that has nothing to do when training ends, as the real ones."""
+
+    def finish_training(self):
+        pass
+
+
 def exports(device):
     """Bytes that a policy worker holds for others, by who is going to open them."""
     policy, found = Weights(), {}
@@ -79,12 +89,24 @@ def order():
         max_batch_size=1,
         max_sequence_length=8,
         settings=VllmConfig(),
+        weights_from=[RefitEnd.here("policy rank 0")],
     )
     policy = Weights()
     engine.begin_refit()
     engine.load_weights_from_ipc(policy.get_weights_ipc_handles(["a"], [HERE]))
     engine.finish_refit()
     return list(Engine.log)
+
+
+def after_training():
+    """What a worker gives back when it leaves training, alone on its device and not."""
+    worker, found = RoleWorker(Trained(), None), {}
+    for shared in ("0", "1"):
+        Engine.log.clear()
+        with mock.patch.dict(os.environ, {accelerator.SHARED_DEVICE: shared}):
+            worker.finish_training()
+        found[shared] = list(Engine.log)
+    return found
 
 
 def main():
@@ -94,6 +116,7 @@ def main():
         mock.patch.multiple(
             accelerator,
             sharing_key=lambda: HERE,
+            nccl_version=lambda: (2, 29, 3),
             export_tensor=lambda tensor: tensor,
             import_tensor=lambda tensor: tensor,
         ),
@@ -104,7 +127,7 @@ def main():
         ),
         mock.patch.object(vllm_worker, "VllmEngine", Engine),
     ):
-        found = {"exports": exports(device), "order": order()}
+        found = {"exports": exports(device), "order": order(), "after_training": after_training()}
     Path(sys.argv[1]).write_text(json.dumps(found))
 
 

@@ -1,7 +1,8 @@
 """Weights on their way to engines on GPUs, on the dry device.
 
 1. A worker holds and exports weights only where an engine opens them: the rest is never freed.
-2. The host waits for the device before an engine reads weights and after it has copied them.
+2. A worker that shares its device gives activations' memory back when training ends.
+3. The host waits for the device before an engine reads weights and after it has copied them.
 """
 
 import json
@@ -51,3 +52,7 @@ def test_every_step_of_a_refit_waits_for_the_device(seen):
         if step != "synchronize":
             assert steps[number - 1] == steps[number + 1] == "synchronize", steps
     assert [step for step in steps if step != "synchronize"] == ["begin", "load", "finish"]
+
+
+def test_memory_goes_back_after_training_where_the_device_is_shared(seen):
+    assert seen["after_training"] == {"0": [], "1": ["release"]}

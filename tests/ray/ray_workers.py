@@ -29,6 +29,7 @@ class Teller:
 
     def place(self):
         names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ANOTHER_PYTHON")
+        names += ("ALIGNER_SHARED_DEVICE", "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES")
         return {name: os.environ.get(name) for name in names} | {"folder": os.getcwd()}
 
     def echo(self, data=None, plus=0):

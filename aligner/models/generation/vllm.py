@@ -35,6 +35,9 @@ class VllmGeneration(BackgroundGeneration):
 
         Raises:
             CheckpointError: no Hugging Face family can express ``architecture``.
+
+        What an engine raises when it starts, such as a torch that cannot take over the policy's
+        weights (`aligner.distributed.refit_ends`), is raised by the first call.
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer
@@ -55,6 +58,7 @@ class VllmGeneration(BackgroundGeneration):
             max_batch_size=rollout.rollout_micro_batch_size,
             max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
             settings=self._settings,
+            weights_from=policy.refit_ends(),
         )
         self._stale = True
         self._seeds = CallSeeds(config.seed)

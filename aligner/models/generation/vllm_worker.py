@@ -7,6 +7,7 @@ Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` 
 `receive_weights`, at most ``timeout_s``.
 """
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
 from aligner.data.tokenizer import tokenizer_from_files
 from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.refit_ends import RefitEnd, check_ends
 from aligner.distributed.weight_broadcast import WeightBroadcast
 from aligner.distributed.weight_segments import accept
 from aligner.errors import WorkerError
@@ -43,8 +45,17 @@ class VllmWorker:
         max_batch_size: int,
         max_sequence_length: int,
         settings: VllmConfig,
+        weights_from: Sequence[RefitEnd],
     ) -> None:
-        """See `VllmEngine`; the tokenizer is built from its files, and only for stop strings."""
+        """See `VllmEngine`; the tokenizer is built from its files, and only for stop strings.
+
+        ``weights_from``: the policy's workers, by rank.
+
+        Raises:
+            ConfigError: weights cannot be handed over from there to here; see `check_ends`.
+        """
+        end = RefitEnd.here(f"engine {os.environ.get('RANK', '0')}")
+        check_ends(weights_from, end, separate=settings.refit == "separate")
         self._pad_id = pad_id
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._abandoned = threading.Event()

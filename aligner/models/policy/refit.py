@@ -14,6 +14,7 @@ budget. Names and shapes are those of a Hugging Face state dict.
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from aligner.distributed.refit_ends import RefitEnd
 from aligner.distributed.worker_groups import WorkerFuture, WorkerGroup
 from aligner.models.sharded import run_on_all
 
@@ -22,6 +23,10 @@ class RefitSource:
     """A policy's part of a refit; its workers are `RefitWorker`."""
 
     worker_group: WorkerGroup
+
+    def refit_ends(self) -> list[RefitEnd]:
+        """Where the workers are and what they send with, by rank."""
+        return run_on_all(self.worker_group, "refit_end")
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Shape and dtype of every weight, by its Hugging Face name, in depth order."""

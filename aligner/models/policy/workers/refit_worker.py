@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
+from aligner.distributed.refit_ends import RefitEnd
 from aligner.distributed.weight_broadcast import WeightBroadcast, open_rendezvous, own_address
 from aligner.distributed.weight_segments import Offer, aligned_bytes
 from aligner.errors import WorkerError
@@ -37,6 +38,10 @@ class RefitWorker(ABC):
     @abstractmethod
     def hf_weights(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under these names, on every worker; none is kept when the next is made."""
+
+    def refit_end(self) -> RefitEnd:
+        """Where this worker is and what it sends with."""
+        return RefitEnd.here(f"policy rank {self.parallel.rank}")
 
     def prepare_refit_info(self) -> RefitInfo:
         """Shape and dtype of every weight; shapes do not change, so they are looked up once."""
