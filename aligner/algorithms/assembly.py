@@ -197,6 +197,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
             run.intervals.save_interval,
             None if limit is None else limit - (time.monotonic() - attempt.started),
             run.intervals.max_skipped_steps,
+            exp.async_save,
         ),
         store=store,
         metrics=MetricsWriter(folder, rank=this_rank(), loggers=loggers),

@@ -17,7 +17,12 @@ from aligner.algorithms.assembly import (
 )
 from aligner.algorithms.engine import Engine
 from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.startup import dropout_in_words, role_memory, training_activations
+from aligner.algorithms.startup import (
+    dropout_in_words,
+    role_memory,
+    saving,
+    training_activations,
+)
 from aligner.algorithms.supervised import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
@@ -167,6 +172,13 @@ def run_lesson(
         role = lesson.start(attempt, steps)
         attempt.closing.callback(role.shutdown)
         task = lesson.task if lesson.ask_first is None else lesson.ask_first(attempt, role)
+        memory = [
+            role_memory(config, inputs.architecture, _data_size(config, attempt), "model"),
+            *(
+                role_memory(config, frozen, 1, name, trainable=False)
+                for name, frozen in lesson.frozen.items()
+            ),
+        ]
         assembled = Assembled(
             SupervisedTrainer(role, task, sampler, limit_val_examples=limit_val_examples),
             loop,
@@ -188,17 +200,12 @@ def run_lesson(
                     config.model.micro_batch_size // lesson.task.rows_per_example,
                     _data_size(config, attempt),
                 ),
-                roles=[
-                    role_memory(config, inputs.architecture, _data_size(config, attempt), "model"),
-                    *(
-                        role_memory(config, frozen, 1, name, trainable=False)
-                        for name, frozen in lesson.frozen.items()
-                    ),
-                ],
+                roles=memory,
                 working_bytes={
                     "activations": training_activations(config, inputs.architecture, lesson.longest)
                 },
                 free_bytes=accelerator.free_memory_bytes(),
+                run_states=saving(config, memory, attempt.clusters.policy.world_size()),
                 packages=find_packages(),
                 dropout=dropout_in_words(config.model, inputs.architecture),
                 restored=restored,

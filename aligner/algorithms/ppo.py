@@ -31,6 +31,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import RewardInterface
+from aligner.models.role_front import RoleFront
 from aligner.models.sharded import columns_of
 from aligner.models.value.lm_value import Value
 from aligner.observe.timers import PhaseTimers
@@ -281,23 +282,22 @@ class PPOTrainer:
             "kl_controller": self.kl_controller.state_dict(),
         }
 
-    def save_roles(self, folder: Path) -> None:
-        """Have the workers write their shares of weights and optimizer states below ``folder``."""
-        self.policy.save_state(folder / "policy")
-        if self.value is not None:
-            self.value.save_state(folder / "value")
+    @property
+    def roles(self) -> Mapping[str, RoleFront]:
+        """What a run state holds the weights and optimizer states of, by its folder there."""
+        critic = {} if self.value is None else {"value": self.value}
+        return {"policy": self.policy, **critic}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Inverse of the two above."""
+        """Inverse of `state_dict`, and the roles from their folders."""
         self.consumed_samples = state["consumed_samples"]
         self.policy_updates = state["policy_updates"]
         self.critic_updates = state["critic_updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.rollouts.load_state_dict(state["rollouts"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.policy.load_state(folder / "policy")
-        if self.value is not None:
-            self.value.load_state(folder / "value")
+        for name, role in self.roles.items():
+            role.load_state(folder / name)
         self.generation.weights_changed()
 
 

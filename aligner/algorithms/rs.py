@@ -24,6 +24,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import RewardInterface
+from aligner.models.role_front import RoleFront
 from aligner.models.sharded import columns_of
 from aligner.observe.timers import PhaseTimers
 
@@ -106,17 +107,19 @@ class RSTrainer:
             "sampler": self.sampler.state_dict(),
         }
 
-    def save_roles(self, folder: Path) -> None:
-        """Have the workers write their shares of weights and optimizer states below ``folder``."""
-        self.policy.save_state(folder / "policy")
+    @property
+    def roles(self) -> Mapping[str, RoleFront]:
+        """What a run state holds the weights and optimizer states of, by its folder there."""
+        return {"policy": self.policy}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Inverse of the two above."""
+        """Inverse of `state_dict`, and the roles from their folders."""
         self.consumed_samples = state["consumed_samples"]
         self.updates = state["updates"]
         self.sampler.load_state_dict(state["sampler"])
         self.rollouts.load_state_dict(state["rollouts"])
-        self.policy.load_state(folder / "policy")
+        for name, role in self.roles.items():
+            role.load_state(folder / name)
         self.generation.weights_changed()
 
 

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from aligner.algorithms.stopping import stop_signal
+from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.rng import capture_rng, restore_rng
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.run_state import RunStateStore, SavedRole
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
@@ -64,12 +65,13 @@ class Learner(Protocol):
         """Counters and positions, the same on every rank."""
         ...
 
-    def save_roles(self, folder: Path) -> None:
-        """Have the workers of every role write their shares below ``folder``."""
+    @property
+    def roles(self) -> Mapping[str, SavedRole]:
+        """Whose workers write their shares of a run state, each role to the folder of its name."""
         ...
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Inverse of the two above, on any layout."""
+        """Continue from a `state_dict` and from the folders of the roles in ``folder``."""
         ...
 
 
@@ -82,6 +84,7 @@ class Schedule:
     save_interval: int
     max_seconds: float | None = None
     max_skipped_steps: int = 5  # in a row without an update; then the run ends with an error
+    async_save: bool = False  # write run states while the next steps are made
 
     def validates(self, step: int) -> bool:
         """Whether ``step`` is followed by a validation."""
@@ -137,8 +140,19 @@ class RunLoop:
         """Run on from step ``done`` (None: a new run, which begins with a validation).
 
         True when the run came to its end (its last step, or ``max_time``), False when a signal
-        stopped it before.
+        stopped it before. Either way its last run state is complete, and after an error too, if
+        every worker could write its share.
         """
+        try:
+            return self._run(done)
+        except Exception:
+            self.store.settle()
+            raise
+        except BaseException:  # a second Ctrl-C
+            stop_all_tasks()
+            raise
+
+    def _run(self, done: int | None) -> bool:
         total = self.schedule.total_steps
         with (
             stop_signal(is_rank_zero()) as stopped,
@@ -164,12 +178,18 @@ class RunLoop:
                 written = self._record(step, outcome, timers, progress)
                 made = step - (done or 0) if is_last else None
                 self._check_learning(step, outcome.idle_roles, made)
-                if is_last or self.schedule.saves(step) or interrupted or out_of_time:
-                    self._save(step, written)
+                is_end = is_last or interrupted or out_of_time
+                if is_end or self.schedule.saves(step):
+                    with timers("save"):
+                        self._save(step, written, self.schedule.async_save and not is_end)
+                elif self.store.is_saving:
+                    with timers("save"):
+                        self.store.check()
                 if (interrupted or out_of_time) and not is_last:
                     reason = stopped.name or "a signal" if interrupted else "trainer.max_time"
                     self._say_stopped(step, reason)
                     return not interrupted
+            self.store.finish()
         return True
 
     def restore(self) -> Restoration | None:
@@ -260,7 +280,7 @@ class RunLoop:
             )
         self._say(told, "bold red")
 
-    def _save(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.save(
             step,
             {
@@ -271,9 +291,10 @@ class RunLoop:
                 "rng": capture_rng(accelerator.rng_state),
             },
             metric=metrics.get(self.monitor),
-            write=self.learner.save_roles,
+            roles=self.learner.roles,
+            in_background=in_background,
+            on_saved=self._on_saved,
         )
-        on_rank_zero(self._on_saved)
 
     def _out_of_time(self) -> bool:
         limit = self.schedule.max_seconds

@@ -10,6 +10,7 @@ from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed import accelerator
+from aligner.distributed.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages
@@ -19,6 +20,7 @@ from aligner.observe.startup import (
     StartupFacts,
     TrainedRole,
     batch_arithmetic,
+    saving_sentence,
 )
 
 
@@ -136,10 +138,21 @@ def startup_facts(
         roles=roles,
         working_bytes=_working_memory(config, architecture, prompts),
         free_bytes=accelerator.free_memory_bytes(),
+        run_states=saving(config, roles, processes),
         packages=find_packages(),
         dropout=dropout_in_words(config.model, architecture),
         restored=restored,
         notes=notes,
+    )
+
+
+def saving(config: BaseRunConfig, roles: Sequence[RoleMemory], processes: int) -> str:
+    """How run states are written; ``processes``: workers of the policy."""
+    return saving_sentence(
+        roles,
+        in_background=config.exp_manager.async_save,
+        processes_here=max(1, processes // config.trainer.num_nodes),
+        free_bytes=available_bytes(),
     )
 
 

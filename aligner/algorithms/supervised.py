@@ -131,16 +131,18 @@ class SupervisedTrainer:
             "sampler": self.sampler.state_dict(),
         }
 
-    def save_roles(self, folder: Path) -> None:
-        """Have the workers write their shares of weights and optimizer states below ``folder``."""
-        self.role.save_state(folder / "role")
+    @property
+    def roles(self) -> Mapping[str, RoleFront]:
+        """What a run state holds the weights and optimizer states of, by its folder there."""
+        return {"role": self.role}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Inverse of the two above."""
+        """Inverse of `state_dict`, and the roles from their folders."""
         self.consumed_samples = state["consumed_samples"]
         self.updates = state["updates"]
         self.sampler.load_state_dict(state["sampler"])
-        self.role.load_state(folder / "role")
+        for name, role in self.roles.items():
+            role.load_state(folder / name)
 
 
 def _filled_up(batch: BatchedDataDict, multiple: int) -> BatchedDataDict:

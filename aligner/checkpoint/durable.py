@@ -7,13 +7,16 @@ import itertools
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from aligner.checkpoint.background import AbandonedError
 from aligner.errors import StorageError
 
+_BLOCK = 1 << 24  # bytes that are written, and summed up while they are in the cache
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -62,10 +65,12 @@ class _File:
     """An unbuffered file that completes short writes and remembers why a write failed.
 
     Serialisers written in C++ report a failed write without its reason. ``checksum`` is the CRC-32
-    of all bytes where they were written one after the other, else None.
+    of all bytes where they were written one after the other, else None. Once ``stop`` is set,
+    writing raises `AbandonedError`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stop: threading.Event | None = None) -> None:
+        self._path, self._stop = path, stop
         self._raw = io.FileIO(path, "wb")
         self.error: OSError | None = None
         self.checksum: int | None = 0
@@ -73,15 +78,24 @@ class _File:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        try:
-            while done < len(view):  # Linux writes at most 2 GiB at once
-                done += self._raw.write(view[done:]) or 0
-        except OSError as error:
-            self.error = error
-            raise
-        if self.checksum is not None:
-            self.checksum = zlib.crc32(view, self.checksum)
+        while done < len(view):
+            self._check_stop()
+            block = view[done : done + _BLOCK]
+            written = 0
+            try:
+                while written < len(block):
+                    written += self._raw.write(block[written:]) or 0
+            except OSError as error:
+                self.error = error
+                raise
+            if self.checksum is not None:
+                self.checksum = zlib.crc32(block, self.checksum)
+            done += len(block)
         return done
+
+    def _check_stop(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise AbandonedError(f"{self._path} was not written to its end")
 
     def flush(self) -> None:
         """Nothing is buffered."""
@@ -101,14 +115,17 @@ class _File:
 
 
 @contextlib.contextmanager
-def durable_file(path: Path, needed: int | None = None) -> Iterator[Any]:
+def durable_file(
+    path: Path, needed: int | None = None, stop: threading.Event | None = None
+) -> Iterator[Any]:
     """Open ``path`` for writing; on leaving, its bytes are on the disk. ``StorageError`` if not.
 
-    ``needed``: the size it will have, for the message.
+    ``needed``: the size it will have, for the message. ``stop``: once it is set, writing raises
+    `AbandonedError`.
     """
     file: _File | None = None
     try:
-        file = _File(path)
+        file = _File(path, stop)
         yield file
         file.sync()
     except Exception as error:

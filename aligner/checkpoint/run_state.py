@@ -12,6 +12,13 @@ A state is written into ``.tmp-step_000012``, every file and directory is flushe
 only then it gets its name. A process that dies at any moment leaves the earlier states as they
 were; `RunStateStore.latest` removes what it left behind. A state whose files are not what was
 written is not used. Nothing is read from a file name but the step, and nothing is unpickled.
+
+Beside training a state is written by threads::
+
+    in the step    every rank: wait for the state before, agree on the directory, copy
+    beside it      every worker: its share, flushed, then its mark
+                   rank 0: its entries; once all marks are there, manifest and name
+    every step     all ranks: agree on whether anything has failed, and raise that
 """
 
 import contextlib
@@ -24,8 +31,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
+from threading import Event
+from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
+from aligner.checkpoint.background import BackgroundTask
 from aligner.checkpoint.checksums import CHECKSUMS, damage, file_checksum, read_checksums
 from aligner.checkpoint.durable import (
     require_free_space,
@@ -45,10 +56,12 @@ from aligner.checkpoint.state_files import (
 from aligner.checkpoint.state_tree import (
     estimate_bytes,
     is_json,
+    map_tensors,
     normalise,
     read_tree,
     write_tree,
 )
+from aligner.checkpoint.worker_state import seal
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -61,6 +74,7 @@ logger = logging.getLogger(__name__)
 
 _ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("state", "manifest")
+_OTHERS_S = 30.0  # after an error, for shares of other processes that may not come any more
 
 # All-gathers one small object over the ranks: `exchange(mine)[r]` is what rank r gave.
 Exchange = Callable[[Any], list[Any]]
@@ -71,6 +85,33 @@ class LoadedState(SavedState):
     """A state in memory. Tensors are on the CPU, backed by the file and copied when changed."""
 
     state: Mapping[str, Any]  # every entry given to ``save`` under its name
+
+
+class SavedRole(Protocol):
+    """Workers that write the shares of a role; `RoleFront` is one."""
+
+    @property
+    def num_shares(self) -> int:
+        """How many."""
+        ...
+
+    def begin_saving(self, folder: Path, in_background: bool) -> None:
+        """Have each write its share as it is now, or take a copy and write that."""
+        ...
+
+    def check_saving(self, wait: bool) -> None:
+        """Raise what writing has failed with; ``wait``: until it is over."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A state that is being written beside training."""
+
+    path: Path  # of its directory until it gets its name
+    needed: int  # bytes, of this rank
+    roles: Mapping[str, SavedRole]
+    task: BackgroundTask | None  # rank 0's, which ends with the state's name
 
 
 class RunStateStore:
@@ -86,8 +127,8 @@ class RunStateStore:
             on from the one before.
         rank, exchange: who writes what; the defaults are one process.
 
-    `save`, `writing` and `latest` are collective: every rank calls them, and an error on one rank
-    is raised on all.
+    `save`, `check`, `finish`, `load` and `latest` are collective: every rank calls them, and an
+    error on one rank is raised on all.
     """
 
     def __init__(
@@ -111,6 +152,7 @@ class RunStateStore:
         self.save_top_k, self.monitor, self.mode = save_top_k, monitor, mode
         self.save_last_k = save_last_k
         self.rank, self._exchange = rank, exchange
+        self._pending: _Pending | None = None
 
     # Writing
 
@@ -120,40 +162,38 @@ class RunStateStore:
         state: Mapping[str, Any],
         metric: float | None = None,
         *,
+        roles: Mapping[str, SavedRole] | None = None,
         write: Callable[[Path], None] = lambda folder: None,
+        in_background: bool = False,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> Path:
         """Write the state of ``step`` and return its directory.
 
+        The state before it is waited for. With ``in_background`` this returns once everything that
+        may change is copied, and the directory comes to be later: `check` and `finish` tell.
+
         ``state``: named trees (`state_tree`) that are the same on every rank; rank 0 writes them.
+        ``roles``: by the name of their folders, the workers of which write the rest.
         ``write``: called on every rank with the directory, to write whatever else belongs to the
         state into folders of it. ``metric``: value of ``monitor`` at this step, None where it was
-        not measured.
-        """
-        with self._together():
-            entries = self._entries(state) if self.rank == 0 else {}
-            needed = sum(estimate_bytes(tree) for tree in entries.values())
-        with self.writing(step, metric, needed_bytes=needed) as folder:
-            write(folder)
-            if self.rank == 0:
-                plain = {name: tree for name, tree in entries.items() if is_json(tree)}
-                write_json(folder / "state.json", plain)
-                for name in entries.keys() - plain.keys():
-                    write_tree(folder / f"{name}.pt", entries[name])
-        return self.path(step)
-
-    @contextlib.contextmanager
-    def writing(
-        self, step: int, metric: float | None = None, *, needed_bytes: int = 0
-    ) -> Iterator[Path]:
-        """An empty directory for every rank to write files of its own choice into.
-
-        When the block ends without an error on all ranks, the directory becomes the state of
-        ``step``; otherwise it is removed. ``needed_bytes``: what this rank is going to write.
+        not measured. ``on_saved``: called on rank 0 when the state is complete.
         """
         if metric is not None and self.monitor is None:
             raise ConfigError(f"metric {metric} was given to a store without a monitor")
+        self.finish()
+        roles = roles or {}
+        with self._together():
+            entries = self._entries(state, in_background) if self.rank == 0 else {}
+        needed = sum(estimate_bytes(tree) for tree in entries.values())
         temporary = self.root / f".tmp-{self.path(step).name}"
-        needed = sum(self._exchange(needed_bytes))
+
+        def commit(stop: Event | None = None) -> None:
+            self._write_entries(temporary, entries, stop)
+            for name, role in roles.items():
+                seal(temporary / name, role.num_shares, stop)
+            self._commit(temporary, step, metric)
+            on_saved()
+
         try:
             with self._together(), _as_storage_error(temporary, needed):
                 if self.rank == 0:
@@ -162,27 +202,96 @@ class RunStateStore:
                     require_free_space(self.root, needed)
                     temporary.mkdir()
             with self._together(), _as_storage_error(temporary, needed):
-                yield temporary
-            with self._together(), _as_storage_error(temporary, needed):
-                if self.rank == 0:
-                    self._commit(temporary, step, metric)
+                write(temporary)
+                for name, role in roles.items():
+                    role.begin_saving(temporary / name, in_background)
+            if in_background:
+                task = BackgroundTask(commit, "run state") if self.rank == 0 else None
+                self._pending = _Pending(temporary, needed, roles, task)
+            else:
+                with self._together(), _as_storage_error(temporary, needed):
+                    if self.rank == 0:
+                        commit()
         except Exception:
-            if self.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+            self._give_up(_Pending(temporary, needed, roles, None))
             raise
+        return self.path(step)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a state is being written beside training, as far as all ranks know."""
+        return self._pending is not None
+
+    def check(self, wait: bool = False) -> None:
+        """Raise what writing beside training has failed with, and remove what there is of it.
+
+        ``wait``: until the state is complete.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        task, is_over = pending.task, True
+        try:
+            with self._together(), _as_storage_error(pending.path, pending.needed):
+                for role in pending.roles.values():
+                    role.check_saving(wait)
+            with self._together(), _as_storage_error(pending.path, pending.needed):
+                if task is not None:
+                    is_over = task.wait() if wait else task.done
+                    if task.error is not None:
+                        raise task.error
+        except Exception:
+            self._give_up(pending)
+            raise
+        if all(self._exchange(is_over)):
+            self._pending = None
+
+    def finish(self) -> None:
+        """Wait until the last state is complete; raises as `check` does."""
+        self.check(wait=True)
+
+    def settle(self) -> None:
+        """After an error on this rank alone: have the last state written, if all others do so."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        for role in pending.roles.values():
+            with contextlib.suppress(Exception):
+                role.check_saving(wait=True)
+        if pending.task is not None and not pending.task.wait(_OTHERS_S):
+            pending.task.stop()
+
+    def _give_up(self, pending: _Pending) -> None:
+        """Remove a state that cannot become complete, once no rank writes it any more."""
+        self._pending = None
+        if pending.task is not None:
+            pending.task.stop()
+        for role in pending.roles.values():
+            with contextlib.suppress(Exception):
+                role.check_saving(wait=True)
+        self._exchange(None)
+        if self.rank == 0:
+            shutil.rmtree(pending.path, ignore_errors=True)
 
     def path(self, step: int) -> Path:
         """Where the state of ``step`` is or would be."""
         return self.root / f"step_{step:06d}"
 
-    def _entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _entries(self, state: Mapping[str, Any], is_to_change: bool) -> dict[str, Any]:
         for name in state:
             if not _ENTRY_NAME.fullmatch(name) or name in _RESERVED:
                 raise CheckpointError(
                     f"{name!r} cannot name an entry of a run state; use lower-case letters, digits "
                     f"and underscores, and none of {', '.join(_RESERVED)}"
                 )
-        return {name: normalise(tree, name) for name, tree in state.items()}
+        trees = {name: normalise(tree, name) for name, tree in state.items()}
+        return map_tensors(trees, Tensor.clone) if is_to_change else trees
+
+    def _write_entries(self, folder: Path, entries: Mapping[str, Any], stop: Event | None) -> None:
+        plain = {name: tree for name, tree in entries.items() if is_json(tree)}
+        write_json(folder / "state.json", plain)
+        for name in entries.keys() - plain.keys():
+            write_tree(folder / f"{name}.pt", entries[name], stop)
 
     def _commit(self, temporary: Path, step: int, metric: float | None) -> None:
         files = {

@@ -4,7 +4,9 @@ A tree is a mapping, list or tuple of trees, a tensor, or a plain value (``None`
 float, str, bytes, ``torch.dtype``). Such a tree can be read back without executing a pickle.
 """
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from aligner.checkpoint.background import CopyMemory, aligned
 from aligner.checkpoint.durable import durable_file
+from aligner.distributed import accelerator
 from aligner.errors import CheckpointError, DamagedStateError
 
 _TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)
@@ -99,6 +103,58 @@ def normalise(tree: Any, where: str = "state") -> Any:
     that is a part of a larger storage nobody else here needs is copied out.
     """
     tree = map_tensors(tree, lambda tensor: tensor, where)
+    is_whole = _covering(tree)
+    return map_tensors(tree, lambda tensor: tensor if is_whole(tensor) else tensor.clone(), where)
+
+
+def copied(tree: Any, memory: CopyMemory) -> Any:
+    """A copy of a tree in host memory: what `normalise` makes of it, and nothing changes any more.
+
+    ``memory`` has been cleared for `bytes_to_copy`; what it held before is gone.
+    """
+    is_whole = _covering(tree)
+    copies: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if not is_whole(tensor):
+            target = memory.take(tensor.numel() * tensor.element_size())
+            return target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in copies:
+            target = memory.take(storage.nbytes())
+            copies[storage._cdata] = target.copy_(storage_bytes(storage), non_blocking=True)
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            copies[storage._cdata].untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+
+    result = map_tensors(tree, copy)
+    accelerator.synchronize()
+    return result
+
+
+def bytes_to_copy(tree: Any) -> int:
+    """Host memory that `copied` puts a tree into."""
+    is_whole = _covering(tree)
+    whole = {}
+    parts = 0
+    for tensor in tensors_of(tree):
+        if is_whole(tensor):
+            whole[_storage_id(tensor)] = aligned(tensor.untyped_storage().nbytes())
+        else:
+            parts += aligned(tensor.numel() * tensor.element_size())
+    return sum(whole.values()) + parts
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as uint8 ``[bytes]``."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _covering(tree: Any) -> Callable[[Tensor], bool]:
+    """Whether a tensor's storage is covered by the tensors of the tree, so that all is needed."""
     needed: dict[int, dict[tuple[int, int], int]] = {}
     for tensor in tensors_of(tree):
         spans = needed.setdefault(_storage_id(tensor), {})
@@ -106,11 +162,10 @@ def normalise(tree: Any, where: str = "state") -> Any:
         spans[tensor.data_ptr(), span] = span
     used = {storage: sum(spans.values()) for storage, spans in needed.items()}
 
-    def copied_out(tensor: Tensor) -> Tensor:
-        whole = tensor.untyped_storage().nbytes()
-        return tensor if used[_storage_id(tensor)] >= whole else tensor.clone()
+    def is_whole(tensor: Tensor) -> bool:
+        return used[_storage_id(tensor)] >= tensor.untyped_storage().nbytes()
 
-    return map_tensors(tree, copied_out, where)
+    return is_whole
 
 
 def _storage_id(tensor: Tensor) -> int:
@@ -123,18 +178,44 @@ def estimate_bytes(tree: Any) -> int:
     return sum(storages.values()) + _TENSOR_OVERHEAD * len(storages) + _FILE_OVERHEAD
 
 
-def write_tree(path: Path, tree: Any) -> int:
-    """Write a normalised tree durably, straight from the tensors' memory; its file's CRC-32."""
-    # The archive's own checksums cost as much time as the disk, and reading would not look at them.
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        with durable_file(path, estimate_bytes(tree)) as file:
-            torch.save(tree, file)
-        assert file.checksum is not None, "torch.save writes from the beginning to the end"
-        return file.checksum
-    finally:
-        torch.serialization.set_crc32_options(checksums)
+def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> int:
+    """Write a normalised tree durably, straight from the tensors' memory; its file's CRC-32.
+
+    ``stop``: once it is set, `AbandonedError` is raised in the middle.
+    """
+    with _no_archive_checksums(), durable_file(path, estimate_bytes(tree), stop) as file:
+        torch.save(tree, file)
+    assert file.checksum is not None, "torch.save writes from the beginning to the end"
+    return file.checksum
+
+
+class _NoArchiveChecksums:
+    """The archive's own checksums cost as much time as the disk, and nobody would look at them.
+
+    torch has this option once for all threads: the first that comes sets it, the last that goes
+    sets it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._before = threading.Lock(), 0, True
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.serialization.get_crc32_options()
+                torch.serialization.set_crc32_options(False)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    torch.serialization.set_crc32_options(self._before)
+
+
+_no_archive_checksums = _NoArchiveChecksums()
 
 
 def read_tree(path: Path) -> Any:

@@ -1,23 +1,54 @@
 """What the workers of one role put into a run state: a folder of the role, one file per worker.
 
 Every worker writes and reads its own file, so that nothing of the size of a model passes through
-the process that runs the loop. Reading is memory-mapped: a worker touches of the others' files what
-it needs for its own share. Checksums of all files stand beside them; before any is used, the
-workers check them, each its share, and agree on the outcome.
+the process that runs the loop::
+
+    rank_00000.pt    a worker's share
+    rank_00000.done  its size and checksum, written once the share is on the disk
+    checksums.json   of all shares, once every worker is done; the ``.done`` files are then gone
+
+A worker writes in the step, or in a thread of its own from a copy that it takes in the step. Only
+files tell that a share is written: no collective is needed, and none is made beside training.
+
+Reading is memory-mapped: a worker touches of the others' files what it needs for its own share.
+Before any is used, the workers check them, each its share, and agree on the outcome.
 """
 
+import json
+import logging
+import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
 from aligner.checkpoint.checksums import damage, read_checksums, write_checksums
-from aligner.checkpoint.durable import require_free_space
+from aligner.checkpoint.durable import (
+    atomic_file,
+    readable_bytes,
+    require_free_space,
+)
 from aligner.checkpoint.rng import capture_rng, restore_rng
-from aligner.checkpoint.state_tree import estimate_bytes, normalise, read_tree, write_tree
+from aligner.checkpoint.state_tree import (
+    bytes_to_copy,
+    copied,
+    estimate_bytes,
+    map_tensors,
+    normalise,
+    read_tree,
+    write_tree,
+)
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import gather_objects
+from aligner.distributed.host_memory import available_bytes
 from aligner.distributed.parallel import ParallelState
-from aligner.errors import CheckpointError, DamagedStateError
+from aligner.errors import CheckpointError, DamagedStateError, StorageError
+
+_LOOK_S = 0.02  # between two looks for another worker's mark
+_log = logging.getLogger(__name__)
 
 
 class StatefulWorker(Protocol):
@@ -34,42 +65,143 @@ class StatefulWorker(Protocol):
         ...
 
 
+class ShareWriter:
+    """Writes one worker's shares, one after the other, in the step or beside it.
+
+    Args:
+        worker: whose; nothing here waits for the others.
+    """
+
+    def __init__(self, worker: StatefulWorker) -> None:
+        self._worker = worker
+        self._memory = CopyMemory()
+        self._task: BackgroundTask | None = None
+        self._has_warned = False
+
+    def begin(self, folder: str, in_background: bool) -> None:
+        """Write the share as it is now to ``folder``, which all workers have.
+
+        In the background that takes a copy of it; where the host has no memory for one, and
+        without ``in_background``, the share is on the disk when this returns. Raises what the share
+        before it failed with.
+        """
+        if (failure := self.failure(wait=True)) is not None:
+            raise StorageError(failure)
+        target, rank = Path(folder), self._worker.parallel.rank
+        tree = map_tensors(_share_of(self._worker), lambda tensor: tensor, "worker")
+        target.mkdir(exist_ok=True)
+        is_copied = in_background and self._has_memory(tree)
+        tree = copied(tree, self._memory) if is_copied else normalise(tree, "worker")
+        require_free_space(target, estimate_bytes(tree))
+        write = partial(_write_share, target, rank, tree)
+        if is_copied:
+            self._task = BackgroundTask(write, f"run state of rank {rank}")
+        else:
+            write()
+
+    def failure(self, wait: bool) -> str | None:
+        """What writing the last share failed with, in words; None: nothing, up to now.
+
+        ``wait``: until it is written.
+        """
+        task = self._task
+        if task is None:
+            return None
+        if wait:
+            task.wait()
+        if not task.done:
+            return None
+        self._task = None
+        error = task.error
+        if error is None or isinstance(error, StorageError):
+            return None if error is None else str(error)
+        return f"{type(error).__name__}: {error}"
+
+    def _has_memory(self, tree: Any) -> bool:
+        """Room for a copy; said once where there is none."""
+        needed = bytes_to_copy(tree)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self._worker.parallel.world_size))
+        free = available_bytes() // max(1, here)
+        if needed <= free + self._memory.size:
+            self._memory.clear(needed)
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "a copy of the run state takes %s of host memory for this process and %s are "
+                "free: it is written in place, and training waits for the disk",
+                *map(readable_bytes, (needed, free)),
+            )
+        return False
+
+
+def _share_of(worker: StatefulWorker) -> dict[str, Any]:
+    parallel = worker.parallel
+    return {
+        "state": worker.state_dict(),
+        "world_size": parallel.world_size,
+        "layout": parallel.layout_in_words,
+        "rng": capture_rng(accelerator.rng_state),
+    }
+
+
+def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | None = None) -> None:
+    """A worker's file and, once it is on the disk, its mark."""
+    share = target / _name(rank)
+    checksum = write_tree(share, tree, stop)
+    mark = json.dumps({"checksum": checksum, "size": share.stat().st_size}).encode()
+    with atomic_file(target / _mark(rank), len(mark)) as file:
+        file.write(mark)
+
+
+def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> None:
+    """Wait until all workers have written their shares; put the checksums of all in one file.
+
+    Raises:
+        AbandonedError: ``stop`` was set before.
+        DamagedStateError: a share does not have the size that its worker wrote.
+    """
+    checksums = {}
+    for rank in range(num_shares):
+        mark, share = _wait_for_mark(folder / _mark(rank), stop), folder / _name(rank)
+        if share.stat().st_size != mark["size"]:
+            raise DamagedStateError(
+                f"{share} has {share.stat().st_size} bytes, and {mark['size']} were written; is "
+                "this directory the same on all machines?"
+            )
+        checksums[share.name] = mark["checksum"]
+    write_checksums(folder, checksums)
+    for rank in range(num_shares):
+        (folder / _mark(rank)).unlink()
+
+
+def _wait_for_mark(path: Path, stop: threading.Event | None) -> dict[str, int]:
+    while True:
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            if stop is None:
+                time.sleep(_LOOK_S)
+            elif stop.wait(_LOOK_S):
+                raise AbandonedError(f"{path} was not written") from None
+
+
 def save_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Write this worker's share and its random states to ``folder``, which all workers share.
 
     Collective over the role's workers. An error is raised where it happened; the others return, so
     whoever called them all must not take the folder for complete.
     """
-    checksum, failure = None, None
+    failure: Exception | None = None
     try:
-        checksum = _write_share(worker, Path(folder))
+        ShareWriter(worker).begin(folder, in_background=False)
     except Exception as error:
         failure = error
-    checksums = gather_objects(checksum)
+    have_failed = gather_objects(failure is not None)
     if failure is not None:
         raise failure
-    if worker.parallel.rank == 0 and None not in checksums:
-        write_checksums(
-            Path(folder),
-            {_name(rank): each for rank, each in enumerate(checksums) if each is not None},
-        )
-
-
-def _write_share(worker: StatefulWorker, target: Path) -> int:
-    """This worker's file; its checksum."""
-    target.mkdir(exist_ok=True)
-    parallel = worker.parallel
-    tree = normalise(
-        {
-            "state": worker.state_dict(),
-            "world_size": parallel.world_size,
-            "layout": parallel.layout_in_words,
-            "rng": capture_rng(accelerator.rng_state),
-        },
-        "worker",
-    )
-    require_free_space(target, estimate_bytes(tree))
-    return write_tree(target / _name(parallel.rank), tree)
+    if worker.parallel.rank == 0 and not any(have_failed):
+        seal(Path(folder), worker.parallel.world_size)
 
 
 def load_worker_state(worker: StatefulWorker, folder: str) -> None:
@@ -117,3 +249,7 @@ def read_worker_states(folder: Path) -> list[Mapping[str, Any]]:
 
 def _name(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
+
+
+def _mark(rank: int) -> str:
+    return f"rank_{rank:05d}.done"

@@ -28,6 +28,9 @@ class ExpManagerConfig:
     # What may be another than the saved run's when it is continued; else another is refused.
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
     save_last_k: Count = 2  # newest run states kept: if the last is damaged, the one before is used
+    # Write run states while the next steps are made, from a copy in host memory; where there is no
+    # memory for one, and with false, a step with a save waits for the disk.
+    async_save: bool = True
     save_top_k: Natural = 1  # best run states kept besides the newest
     # Metric that says which is best; null: val_rollouts/accuracy, or where a reward model or a
     # server scores and no verifier looks on, val_rollouts/rewards.

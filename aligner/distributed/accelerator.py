@@ -13,12 +13,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from aligner.distributed.host_memory import keep_freed_memory
+from aligner.distributed.host_memory import available_bytes, keep_freed_memory, private_memory
 
 # Environment variable, 1 where other processes compute on this process's device, in turns.
 SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"
@@ -84,7 +83,7 @@ def free_memory_bytes() -> int:
     """Device memory that can still be allocated; on CPU the machine's available memory."""
     if has_gpu():
         return torch.cuda.mem_get_info()[0]
-    return psutil.virtual_memory().available
+    return available_bytes()
 
 
 def description() -> str:
@@ -110,6 +109,18 @@ def to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def copy_memory(size: int) -> memoryview:
+    """``size`` bytes of host memory for copies of device memory; locked beside a GPU.
+
+    Where the system refuses to lock them, copies are slower and right.
+    """
+    memory = private_memory(size)
+    if has_gpu():
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        torch.cuda.cudart().cudaHostRegister(address, size, 0)
+    return memory
 
 
 def to_device(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Let the C library keep the host memory it has been given.
+"""Host memory: how much is left, how to take much of it, and how the C library keeps it.
 
 glibc maps every large allocation afresh and returns it when it is freed, so a tensor of some MB
 costs a page fault for each of its pages, every time one is made.
@@ -7,7 +7,14 @@ costs a page fault for each of its pages, every time one is made.
 import contextlib
 import ctypes
 import functools
+import mmap
 import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 # <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -26,3 +33,40 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
         return all(mallopt(name, value) for name, value in settings.items())
     return False
+
+
+def private_memory(size: int) -> memoryview:
+    """``size`` bytes of zeros from the system itself, in large pages where it has them.
+
+    They go back to it when the last view of them is gone.
+    """
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
+def available_bytes() -> int:
+    """Host memory that this process can still take: of the machine, and of its control group."""
+    return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What the control groups (version 2) above this process still allow, a container's included.
+
+    Pages of files that can be dropped do not count as taken.
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next(line[3:] for line in lines if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    folder = _CGROUPS / own.lstrip("/")
+    for group in (folder, *folder.parents):
+        if group == _CGROUPS.parent:
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limit = int((group / "memory.max").read_text())  # "max": there is none
+            taken = int((group / "memory.current").read_text())
+            statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+            yield limit - taken + int(statistics["inactive_file"])

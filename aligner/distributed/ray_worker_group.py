@@ -118,7 +118,7 @@ class RayWorkerGroup:
         self.cluster, self.name_prefix = cluster, name_prefix
         self.sharding_annotations = sharding_annotations
         self._timeout_s = cluster.timeout_s
-        self._is_whole = True
+        self.is_whole = True
         self._actors: list[Any] = []
         self._seats: list[Seat] = []
         self._starting: list[Any] = []
@@ -127,7 +127,7 @@ class RayWorkerGroup:
             self._start_processes(used, {**_forwarded(), **(env_vars or {})}, python_executable)
             self._start_workers(used, worker_builder, parallel or worker_builder.layout, seed)
         except BaseException:
-            self._is_whole = False
+            self.is_whole = False
             self.shutdown()
             raise
 
@@ -225,7 +225,7 @@ class RayWorkerGroup:
             self._actors, self._seats, self._starting = [], [], []
             return True
         went_well = True
-        if cleanup_method is not None and self._is_whole and not self._starting and self._actors:
+        if cleanup_method is not None and self.is_whole and not self._starting and self._actors:
             future = self.run_all_workers_single_data(cleanup_method)
             future.timeout_s = _CLEANUP_S
             try:
@@ -245,7 +245,7 @@ class RayWorkerGroup:
         try:
             yield
         except AlignerError:
-            self._is_whole = False
+            self.is_whole = False
             raise
 
     def _put(self, value: Any) -> Any:

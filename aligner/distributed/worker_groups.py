@@ -51,6 +51,7 @@ class WorkerGroup(Protocol):
     """What a front may ask of its workers."""
 
     sharding_annotations: NamedSharding
+    is_whole: bool  # no call has failed: no worker waits for another that does not come
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
         """Call a method with the same arguments on every worker."""
@@ -150,6 +151,8 @@ def _from_rank(rank: int, value: Any) -> Any:
 
 class LocalWorkerGroup:
     """This process is one worker; its peers are the processes started beside it."""
+
+    is_whole = True  # a call here is made in this process, which is not waiting
 
     def __init__(self, worker: Any, parallel: ParallelState) -> None:
         self.worker = worker

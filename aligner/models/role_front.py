@@ -19,7 +19,7 @@ from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.counter_hash import counter_hash
 from aligner.distributed.worker_groups import WorkerGroup
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, StorageError
 from aligner.models.sharded import (
     check_columns,
     check_whole_groups,
@@ -119,6 +119,35 @@ class RoleFront:
     def save_state(self, folder: Path) -> None:
         """Have every worker write its share of weights, optimizer and schedule to ``folder``."""
         run_on_all(self.worker_group, "save_state", folder=str(folder.absolute()))
+
+    @property
+    def num_shares(self) -> int:
+        """Workers, each of which writes a share of a run state."""
+        return self.sharding_annotations.size
+
+    def begin_saving(self, folder: Path, in_background: bool) -> None:
+        """Have every worker write its share as it is now; see `ShareWriter`.
+
+        In the background only copies are taken until this returns. Whoever calls it seals the
+        folder (`worker_state.seal`).
+        """
+        run_on_all(
+            self.worker_group,
+            "begin_saving",
+            folder=str(folder.absolute()),
+            in_background=in_background,
+        )
+
+    def check_saving(self, wait: bool) -> None:
+        """Raise what writing in the background has failed with; ``wait``: until it is over.
+
+        Nothing is asked of workers that may wait for one another since a call failed.
+        """
+        if not self.worker_group.is_whole:
+            return
+        for failure in run_on_all(self.worker_group, "saving_failure", wait=wait):
+            if failure is not None:
+                raise StorageError(failure)
 
     def load_state(self, folder: Path) -> None:
         """Inverse of `save_state`, whatever layout wrote it."""

@@ -23,7 +23,7 @@ from aligner.checkpoint.role_files import (
     save_optimizer_state,
     save_tokenizer,
 )
-from aligner.checkpoint.worker_state import load_worker_state, save_worker_state
+from aligner.checkpoint.worker_state import ShareWriter, load_worker_state, save_worker_state
 from aligner.config import ParallelConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
@@ -97,6 +97,7 @@ class RoleWorker(Generic[Served]):
         self.model = model
         self.parallel = parallel
         self._residences: dict[nn.Module, Residence] = {}
+        self._share_writer = ShareWriter(self)
 
     def __repr__(self) -> str:
         place = self.parallel
@@ -194,6 +195,14 @@ class RoleWorker(Generic[Served]):
     def save_state(self, folder: str) -> None:
         """Write this process's share of the run state to ``folder``."""
         save_worker_state(self, folder)
+
+    def begin_saving(self, folder: str, in_background: bool) -> None:
+        """Write this process's share as it is now; see `ShareWriter.begin`."""
+        self._share_writer.begin(folder, in_background)
+
+    def saving_failure(self, wait: bool) -> str | None:
+        """What that failed with; see `ShareWriter.failure`."""
+        return self._share_writer.failure(wait)
 
     def load_state(self, folder: str) -> None:
         """Inverse of `save_state`, whatever layout wrote it."""

@@ -46,6 +46,11 @@ class RoleMemory:
         return -(-self.learning_parameters // self.optimizer_shards) * self.optimizer_bytes
 
     @property
+    def run_state(self) -> int:
+        """Bytes of this process's share of a run state: float32 weights, and Adam's moments."""
+        return -(-self.learning_parameters // self.optimizer_shards) * 12
+
+    @property
     def total(self) -> int:
         """Bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer

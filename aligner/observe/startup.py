@@ -62,6 +62,7 @@ class StartupFacts:
     roles: Sequence[RoleMemory]
     working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
     free_bytes: int  # memory per process that is still free
+    run_states: str  # how they are written, a sentence
     packages: Sequence[PackageStatus]
     dropout: str = ""  # of the models that are trained, in words
     restored: Restored | None = None
@@ -90,6 +91,25 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
         total += f"; {_count(plan.train_prompts, 'training prompt')} make an epoch of "
         total += f"{_count(epoch, 'step')}{left}"
     return [*sentences, total + "."]
+
+
+def saving_sentence(
+    roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
+) -> str:
+    """How run states are written, and what a copy of one takes.
+
+    ``processes_here``: of the run on this machine; ``free_bytes``: of its memory.
+    """
+    if not in_background:
+        return "Run states are written in place (exp_manager.async_save=false)."
+    size = sum(role.run_state for role in roles)
+    taken = f"a copy takes {readable_bytes(size)} of host memory"
+    if processes_here > 1:
+        taken += f" on each of {processes_here} processes"
+    taken += f", {readable_bytes(free_bytes)} are free"
+    if size * processes_here > free_bytes:
+        return f"Run states are written in place, and steps with a save wait for the disk: {taken}."
+    return f"Run states are written while training goes on: {taken}."
 
 
 def _training_sentence(plan: BatchPlan, role: TrainedRole) -> str:
@@ -142,6 +162,7 @@ def startup_report(facts: StartupFacts) -> Group:
         Text("\nModels, per process", "bold"),
         _role_table(facts.roles),
         _indented(_memory_line(facts)),
+        _indented(Text(facts.run_states)),
         Text("\nOptional packages", "bold"),
         *(_indented(_package_line(status, facts.has_gpu)) for status in facts.packages),
         Text(),

@@ -9,6 +9,7 @@ another; what each hand-over ends with is saved for the test to look at.
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule
 from aligner.checkpoint.nemo import save_nemo
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.checkpoint.worker_state import StatefulWorker, load_worker_state, save_worker_state
+from aligner.checkpoint.worker_state import ShareWriter, StatefulWorker, load_worker_state
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.agreement import gather_objects
@@ -130,12 +131,29 @@ def worker_of(role: MegatronGPTModel) -> StatefulWorker:
     )
 
 
-def save(folder: Path, role: MegatronGPTModel) -> None:
-    store(folder, role).save(
-        role.optimizer.steps,
-        {},
-        write=lambda path: save_worker_state(worker_of(role), str(path / "role")),
-    )
+class Saved:
+    """A role as the run loop saves it."""
+
+    def __init__(self, role: MegatronGPTModel) -> None:
+        self.num_shares = role.parallel.world_size
+        self._writer = ShareWriter(worker_of(role))
+
+    def begin_saving(self, folder: Path, in_background: bool) -> None:
+        self._writer.begin(str(folder), in_background)
+
+    def check_saving(self, wait: bool) -> None:
+        if (failure := self._writer.failure(wait)) is not None:
+            raise StorageError(failure)
+
+
+def save(folder: Path, role: MegatronGPTModel, meanwhile: Callable[[], None] | None = None) -> None:
+    """Save a state; what happens ``meanwhile`` is not in it."""
+    states = store(folder, role)
+    saved = {"role": Saved(role)}
+    states.save(role.optimizer.steps, {}, roles=saved, in_background=meanwhile is not None)
+    if meanwhile is not None:
+        meanwhile()
+        states.finish()
 
 
 def restore(folder: Path, role: MegatronGPTModel) -> None:
@@ -164,8 +182,7 @@ def continues_to_the_bit(models: Path, folder: Path, case: str, parallel: Parall
     save(folder / "untrained", role)
     train(role, 2)
     trained = tensors(role)
-    save(folder, role)
-    train(role, 1)
+    save(folder, role, meanwhile=lambda: train(role, 1))
 
     again = build(models, case, parallel)
     restore(folder, again)

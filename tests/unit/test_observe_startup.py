@@ -13,6 +13,7 @@ from aligner.observe.startup import (
     TrainedRole,
     batch_arithmetic,
     memory_estimate,
+    saving_sentence,
     startup_report,
 )
 
@@ -46,6 +47,7 @@ def some_facts(**changes) -> StartupFacts:
         ],
         "working_bytes": {"KV cache": 1_000_000},
         "free_bytes": 2**30,
+        "run_states": "Run states are written.",
         "packages": [],
     }
     return StartupFacts(**{**fields, **changes})
@@ -144,3 +146,22 @@ def test_the_real_list_is_looked_up_without_importing():
     assert set(statuses) >= {"apex", "transformer_engine", "flash_attn", "vllm", "wandb"}
     assert statuses["tensorboard"].found
     assert not {"vllm", "wandb", "apex"} & (set(sys.modules) - before)
+
+
+def test_how_run_states_are_written():
+    policy = RoleMemory("policy", 1_000_000, True, optimizer_shards=2)
+    adapted = RoleMemory("critic", 1_000_000, True, adapter_parameters=1_000)
+    roles = [policy, adapted, RoleMemory("reference", 1_000_000, False)]
+    size = 12 * 500_000 + 12 * 1_000
+
+    def said(**changes) -> str:
+        given = {"in_background": True, "processes_here": 2, "free_bytes": 2 * size}
+        return saving_sentence(roles, **{**given, **changes})
+
+    copy = "a copy takes 5.73 MiB of host memory on each of 2 processes"
+    assert said() == f"Run states are written while training goes on: {copy}, 11.47 MiB are free."
+    assert said(free_bytes=2 * size - 1).startswith("Run states are written in place, and steps")
+    assert copy in said(free_bytes=0)
+    assert "on each" not in said(processes_here=1)
+    assert "async_save=false" in said(in_background=False)
+    assert said() in text_of(some_facts(run_states=said()))

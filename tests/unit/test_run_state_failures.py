@@ -154,10 +154,13 @@ def test_each_rank_writes_its_share_and_rank_0_the_rest(tmp_path):
 def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_path):
     def work(rank: int, exchange) -> None:
         store = RunStateStore(tmp_path, rank=rank, exchange=exchange)
-        with store.writing(1) as folder:
+
+        def write(folder) -> None:
             (folder / f"{rank}").write_text("x")
             if rank == 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
+
+        store.save(1, {}, write=write)
 
     errors = run_ranks(2, work)
     assert all(isinstance(error, StorageError) for error in errors)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aligner.checkpoint.state_tree import storage_bytes
 from aligner.distributed import accelerator
 
 
@@ -34,7 +35,7 @@ class Residence:
         leaving: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         for tensors, keep in ((weights if params else [], True), (buffers if grads else [], False)):
             for storage in _storages(tensors):
-                content = _bytes_of(storage)
+                content = storage_bytes(storage)
                 copy = accelerator.to_host(content)
                 if copy is not content and content.numel():
                     leaving.append((storage, content.numel(), copy if keep else None))
@@ -48,7 +49,7 @@ class Residence:
         """Bring everything back; gradients are zero."""
         for storage, size, copy in self._parked:
             storage.resize_(size)
-            content = _bytes_of(storage)
+            content = storage_bytes(storage)
             if copy is None:
                 content.zero_()
             else:
@@ -66,8 +67,3 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The storages behind tensors, each once."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return list(found.values())
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage as uint8 ``[bytes]``."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,108 @@
+"""Work beside training: threads that write, and the host memory that they write from.
+
+No thread here takes part in a collective: those are ordered by the threads that train.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from aligner.distributed import accelerator
+from aligner.errors import AlignerError
+
+_ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache
+_LEAVING_S = 2.0  # for a thread that is told to stop in the middle of a file
+
+
+class AbandonedError(AlignerError):
+    """Work that was told to stop before it was done."""
+
+
+class BackgroundTask:
+    """One call in a thread of its own; an interpreter that ends waits for it.
+
+    Args:
+        work: given an event that is set when it is to stop before it is done; then it raises
+            `AbandonedError`.
+        name: of the thread.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], None], name: str) -> None:
+        self._work, self._stop = work, threading.Event()
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name)
+        _tasks.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work(self._stop)
+        except Exception as error:
+            self.error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has returned or raised."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the call, ``seconds`` at the longest; whether it is over."""
+        self._thread.join(seconds)
+        return self.done
+
+    def stop(self, seconds: float | None = None) -> bool:
+        """Have it end before it is done, and wait for that."""
+        self._stop.set()
+        return self.wait(seconds)
+
+
+_tasks: "weakref.WeakSet[BackgroundTask]" = weakref.WeakSet()
+
+
+def stop_all_tasks() -> None:
+    """Have every task of this process end at once: the process is told to."""
+    running = [task for task in _tasks if not task.done]
+    for task in running:
+        task._stop.set()
+    for task in running:
+        task.wait(_LEAVING_S)
+
+
+class CopyMemory:
+    """Host memory that copies of tensors are put into, one set of copies at a time.
+
+    It is taken once, as large as is asked for, and kept; beside a GPU its pages are locked, so that
+    copies come at the full rate of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
+        self._used = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes taken."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def clear(self, needed: int) -> None:
+        """Make room for ``needed`` bytes in all; what was there is given up."""
+        self._used = 0
+        if needed > self.size:
+            self._memory = None  # two at a time may be too much
+            self._memory = accelerator.copy_memory(needed)
+
+    def take(self, count: int) -> Tensor:
+        """uint8 ``[count]``, a storage of its own."""
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        assert self._memory is not None
+        start, self._used = self._used, self._used + aligned(count)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
+
+
+def aligned(count: int) -> int:
+    """Bytes that `CopyMemory.take` uses up for ``count``."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
