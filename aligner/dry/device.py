@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import router
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -57,6 +57,10 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             stack.callback(_destroy_groups)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             operations = stack.enter_context(Operations(self))
+            # Fake tensors have a `tolist` of their own, which reads element by element.
+            stack.enter_context(
+                mock.patch.object(FakeTensor, "tolist", lambda own: operations.read_all(own))
+            )
             stack.enter_context(Calls(operations))
             self._stack = stack.pop_all()
         return self
@@ -262,7 +266,7 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
     """Metrics of the last pipeline stage, which other stages are told."""
-    return dict(values or {"loss": 1.0})
+    return dict(values or {"loss": 1.0, "valid_tokens": 1.0})
 
 
 def _evenly(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,8 +186,6 @@ class Calls(TorchFunctionMode):
                 )
             with _disable_current_modes():
                 return value.numpy()
-        if func is Tensor.tolist and isinstance(args[0], FakeTensor):
-            return self.operations.read_all(args[0])
         if func is F.scaled_dot_product_attention and args[0].is_cuda:
             return _attend(*args, **kwargs)
         if func is Tensor.record_stream:

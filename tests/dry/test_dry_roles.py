@@ -46,7 +46,7 @@ CASES = {
     "critic, EP, TP": {"role": "critic", "world": 4, "tp": 2, "ep": 2},
 }
 # Times that the host reads a value of the device, in an update of two micro-batches of padded rows.
-UPDATE_READS = {"actor": 16, "critic": 5, "reward": 8}
+UPDATE_READS = {"actor": 8, "critic": 3, "reward": 3}
 SCORING_READS = 3
 ROWS = 8
 BF16_STATIC = 2 + 4 + 4 + 8  # weight, its float32 copy, its gradient, two moments; bytes

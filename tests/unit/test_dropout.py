@@ -141,12 +141,17 @@ def test_adapters_drop_out_of_themselves(old_nemo):
 
 
 def test_the_twin_drops_as_it_is_told(old_nemo):
-    def attention(dropout):
+    def attention(dropout, **changes):
         with open_model(old_nemo) as source:
-            settings = RoleSettings(dropout=dropout)
+            settings = RoleSettings(dropout=dropout, **changes)
             role = DTensorActorModel(source, settings, initialize_parallel(), source.tokenizer)
         return role.model.layers[0].self_attn.attention_dropout
 
     assert (attention(None), attention(0.0)) == (0.1, 0.0)
     with pytest.raises(ConfigError, match=r"model\.dropout=0\.2: .*no dropout of hidden states"):
         attention(0.2)
+    with pytest.raises(
+        ConfigError, match=r"model\.dropout=null, 0\.1 in the checkpoint: .*set it to"
+    ):
+        attention(None, optim=OptimConfig(lr=1e-3))
+    assert attention(0.0, optim=OptimConfig(lr=1e-3)) == 0.0

@@ -21,7 +21,6 @@ from aligner.config import check_layout
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
-from aligner.distributed.collectives import combine_metrics, reduce_metrics
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.dtensor_build import build_sharded
@@ -34,7 +33,10 @@ from aligner.models.gpt.dtensor_state import load_shard_state, shard_state
 from aligner.models.gpt.pipeline import Microbatch, MicroBatches
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.updates import (
+    BatchResult,
     count_denominators,
+    reduce_result,
+    result_of,
     role_microbatches,
     trainable,
     update,
@@ -93,7 +95,8 @@ class DTensorModel(LightningModule):
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
         """This process's share, filled where ``weights`` (Hugging Face's names) are given."""
-        check_dropout(self.settings.dropout, self.architecture)
+        trained = self.settings.optim is not None
+        check_dropout(self.settings.dropout, self.architecture, trained=trained)
         return build_sharded(
             self.architecture.with_dropout(self.settings.dropout),
             weights,
@@ -149,10 +152,17 @@ class DTensorModel(LightningModule):
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of one global batch; see `MegatronGPTModel.get_loss_and_metrics`."""
+        metrics = self.run_batch(batch, forward_only, mbs).metrics
+        return metrics["loss"], metrics
+
+    def run_batch(
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+    ) -> BatchResult:
+        """The passes of `get_loss_and_metrics`."""
         loss_fn = self.loss_fn
         if loss_fn is None:
             raise ConfigError("loss_fn is None; set model.loss_fn before training")
-        denominators = count_denominators(batch, self.parallel.dp_group)
+        denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
         def head_of(microbatch: Microbatch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
             def head(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,8 +178,7 @@ class DTensorModel(LightningModule):
                 if not forward_only:
                     loss.backward()
                 parts.append({**metrics, "loss": loss.detach()})
-        reduced = reduce_metrics(combine_metrics(parts), self.parallel.dp_group)
-        return reduced["loss"], reduced
+        return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 
     def training_update(
         self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None

@@ -33,12 +33,17 @@ def check_backend(family: str, architecture: GPTArchitecture, parallel: Parallel
         )
 
 
-def check_dropout(dropout: float | None, architecture: GPTArchitecture) -> None:
-    """Refuse ``model.dropout`` where transformers' layers would leave half of it out."""
+def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, trained: bool) -> None:
+    """Refuse ``model.dropout`` where transformers' layers would leave half of it out.
+
+    ``trained``: whether the role learns; the checkpoint's own dropout (None) matters only then.
+    """
+    hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
-    if dropout and family in LLAMA_LIKE:
+    if hidden and family in LLAMA_LIKE and (trained or dropout is not None):
+        told = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
-            f"model.dropout={dropout:g}: policy.backend=dtensor has no dropout of hidden states "
+            f"model.dropout={told}: policy.backend=dtensor has no dropout of hidden states "
             f"for {family} models; set it to 0, or use policy.backend=megatron"
         )
 

@@ -29,7 +29,7 @@ from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
-from aligner.distributed.collectives import broadcast_floats, combine_metrics, reduce_metrics
+from aligner.distributed.collectives import broadcast_floats
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import CheckpointError, ConfigError
 from aligner.models.gpt.build import build_gpt
@@ -50,7 +50,10 @@ from aligner.models.gpt.pipeline import (
 from aligner.models.gpt.role_state import load_role_state, role_state
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.updates import (
+    BatchResult,
     count_denominators,
+    reduce_result,
+    result_of,
     role_microbatches,
     trainable,
     update,
@@ -267,23 +270,32 @@ class MegatronGPTModel(ModelPT):
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
+        Unless ``forward_only``, gradients are added to the gradient buffers.
+        """
+        metrics = self.run_batch(batch, forward_only, mbs).metrics
+        return metrics["loss"], metrics
+
+    def run_batch(
+        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+    ) -> BatchResult:
+        """The passes of `get_loss_and_metrics`.
+
         Denominators are counted over all data-parallel ranks before the first micro-batch, so
-        neither the loss nor its gradient depends on micro-batch size or layout. Unless
-        ``forward_only``, gradients are added to the gradient buffers.
+        neither the loss nor its gradient depends on micro-batch size or layout.
         """
         loss_fn = self.loss_fn
         if loss_fn is None:
             raise ConfigError("loss_fn is None; set model.loss_fn before training")
         if self.adapters is not None and self.optimizer is not None:
             self.adapters.begin_update(self.optimizer.steps)
-        step = self.loss_step(loss_fn, count_denominators(batch, self.parallel.dp_group))
+        denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
+        step = self.loss_step(loss_fn, denominators)
         microbatches = self._split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
             results = train_microbatches(self.model, self.kept_pass.take(microbatches), step)
-        metrics = self._reduce(results)
-        return metrics["loss"], metrics
+        return self._reduce(results, own_tokens)
 
     def training_update(
         self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
@@ -291,12 +303,12 @@ class MegatronGPTModel(ModelPT):
         """One optimizer step on one global batch; see `aligner.models.gpt.updates.update`."""
         return update(self, self.optimizer, batch, number, mbs)
 
-    def _reduce(self, results: list[dict[str, Tensor]]) -> dict[str, float]:
+    def _reduce(self, results: list[dict[str, Tensor]], own_tokens: Tensor) -> BatchResult:
         reduced = None
         if self.parallel.is_last_stage:
-            reduced = reduce_metrics(combine_metrics(results), self.parallel.dp_group)
+            reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
-        return broadcast_floats(reduced, last, self.parallel.pp_group)
+        return result_of(broadcast_floats(reduced, last, self.parallel.pp_group))
 
     # Phases -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.models.gpt.actor import MegatronGPTActorModel
 from aligner.models.gpt.pipeline import MicroBatches
+from aligner.models.gpt.updates import BatchResult
 
 
 class MegatronGPTRSModel(MegatronGPTActorModel):
@@ -17,16 +18,16 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
     config_types = (RSModelConfig, ModelConfig, TrainedModelConfig)
     loss_fn = NegativeLogLikelihoodLoss()
 
-    def get_loss_and_metrics(
+    def run_batch(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
-    ) -> tuple[float, dict[str, float]]:
-        """See `MegatronGPTModel.get_loss_and_metrics`.
+    ) -> BatchResult:
+        """See `MegatronGPTModel.run_batch`.
 
         ``batch`` has the columns of `aligner.types`, or is what `infer` returns.
         """
         if "response_tokens" in batch:
             batch = training_columns(batch)
-        return super().get_loss_and_metrics(batch, forward_only, mbs)
+        return super().run_batch(batch, forward_only, mbs)
 
 
 def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """One optimizer step of a role, whatever the role is built of."""
 
 import math
-from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.config import OptimConfig
 from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.collectives import combine_metrics, reduce_metrics
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError, NonFiniteError
 from aligner.models.gpt.optimizer import StepOutcome
@@ -20,6 +21,7 @@ from aligner.observe.nonfinite import current_step, write_nonfinite
 from aligner.types import Denominators
 
 Optimizer = TypeVar("Optimizer")
+_VALID_TOKENS = "valid_tokens"
 
 
 class StepOptimizer(Protocol):
@@ -42,6 +44,17 @@ class StepOptimizer(Protocol):
         ...
 
 
+class BatchResult(NamedTuple):
+    """What the passes over one global batch said; the same on every rank.
+
+    ``metrics``: reduced over all ranks, ``loss`` among them. ``valid_tokens``: how many tokens of
+    the global batch count, which may be none.
+    """
+
+    metrics: dict[str, float]
+    valid_tokens: float
+
+
 class TrainedRole(Protocol):
     """What is trained."""
 
@@ -50,10 +63,10 @@ class TrainedRole(Protocol):
     tokenizer: Tokenizer | None
     parallel: ParallelState
 
-    def get_loss_and_metrics(
+    def run_batch(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
-    ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of a global batch; adds to the gradients unless ``forward_only``."""
+    ) -> BatchResult:
+        """Passes over a global batch; they add to the gradients unless ``forward_only``."""
         ...
 
 
@@ -82,9 +95,9 @@ def update(
     """
     optimizer = trainable(optimizer)
     optimizer.zero_grad()
-    loss, metrics = role.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
     # The passes are made on an empty batch, too: ranks meet in them, and a kept one must end.
-    empty = not _anything_counts(batch, role.parallel.dp_group)
+    metrics, valid_tokens = role.run_batch(batch, forward_only=False, mbs=mbs)
+    loss, empty = metrics["loss"], not valid_tokens
     outcome = StepOutcome(grad_norm=0.0, lr=optimizer.lr, skipped=False)
     if not empty:
         outcome = optimizer.step(loss_is_finite=math.isfinite(loss))
@@ -99,13 +112,6 @@ def update(
     }
 
 
-def _anything_counts(batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup) -> bool:
-    """Whether any token of the global batch counts; the same on every rank."""
-    found = (batch["token_mask"].bool() & batch["sample_mask"].bool()[:, None]).any().float()
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=dp_group)
-    return bool(found)
-
-
 def trainable(optimizer: Optimizer | None) -> Optimizer:
     """The optimizer; `ConfigError` where there is none."""
     if optimizer is None:
@@ -115,13 +121,35 @@ def trainable(optimizer: Optimizer | None) -> Optimizer:
     return optimizer
 
 
-def count_denominators(batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup) -> Denominators:
-    """Valid tokens and sequences of a global batch, of which ``batch`` is this rank's share."""
+def count_denominators(
+    batch: Mapping[str, Tensor], dp_group: dist.ProcessGroup
+) -> tuple[Denominators, Tensor]:
+    """Valid tokens and sequences of a global batch, of which ``batch`` is this rank's share.
+
+    Also this rank's own valid tokens, a float64 scalar, for `reduce_result`.
+    """
     mask = batch["token_mask"].double() * batch["sample_mask"].double()[:, None]
-    counts = torch.stack([mask.sum(), batch["sample_mask"].double().sum()])
+    own_tokens = mask.sum()
+    counts = torch.stack([own_tokens, batch["sample_mask"].double().sum()])
     dist.all_reduce(counts, group=dp_group)
     tokens, seqs = counts.clamp(min=1.0).float()
-    return Denominators(valid_tokens=tokens, valid_seqs=seqs)
+    return Denominators(valid_tokens=tokens, valid_seqs=seqs), own_tokens
+
+
+def reduce_result(
+    parts: Iterable[Mapping[str, Tensor]], own_tokens: Tensor, dp_group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Metrics of the micro-batches over all ranks, the count of valid tokens (`result_of`) in them.
+
+    The count crosses to the host with the metrics: a read of its own would wait for the device.
+    """
+    return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
+
+
+def result_of(reduced: Mapping[str, float]) -> BatchResult:
+    """What `reduce_result` made, told apart."""
+    metrics = dict(reduced)
+    return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
 
 
 def role_microbatches(
