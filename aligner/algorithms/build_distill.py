@@ -9,6 +9,7 @@ from aligner.algorithms.build_supervised import Lesson, load_examples, run_lesso
 from aligner.algorithms.distillation import Teaching
 from aligner.algorithms.losses.distillation import DistillationLoss
 from aligner.algorithms.rollout import prompts_batch
+from aligner.algorithms.startup import check_room
 from aligner.algorithms.supervised import Task
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.archive import named_by
@@ -42,7 +43,11 @@ def train_distill(config: DistillRunConfig) -> None:
             sets.append(load_taught(config, config.data.validation, tokenizer))
         longest = max(each.max_length for each in sets)
         if loop.on_policy:
-            longest += config.model.distill.length_params.max_length
+            response = config.model.distill.length_params.max_length
+            key = "model.distill.length_params.max_length"
+            for each in (student, teacher):
+                check_room(each, longest, key, response, limit_key="data.max_length")
+            longest += response
         check_longest_example(config, longest)
         task = distill_task(config, sets, tokenizer.pad_id, None)
 
@@ -83,7 +88,12 @@ def load_taught(
         max_prompt_length=data.max_length,
     )
     return PromptDataset.load(
-        source.source, tokenizer, prompt_format, arguments=source.arguments, limit=source.limit
+        source.source,
+        tokenizer,
+        prompt_format,
+        arguments=source.arguments,
+        limit=source.limit,
+        limit_key="max_length",
     )
 
 

@@ -54,14 +54,22 @@ def check_validation_lengths(
             check_room(architecture, prompts.max_length, "validation.max_length", response)
 
 
-def check_room(architecture: GPTArchitecture, longest_prompt: int, key: str, response: int) -> None:
-    """Refuse prompts that leave no room for ``response`` new tokens, which ``key`` asks for."""
+def check_room(
+    architecture: GPTArchitecture,
+    longest_prompt: int,
+    key: str,
+    response: int,
+    limit_key: str = "data.max_prompt_length",
+) -> None:
+    """Refuse prompts that leave no room for ``response`` new tokens, which ``key`` asks for.
+
+    ``limit_key``: the key that limits prompts.
+    """
     positions = architecture.max_position_embeddings
     if longest_prompt + response <= positions:
         return
     remedy = (
-        f"set data.max_prompt_length={positions - response} to drop longer prompts, or lower "
-        "max_length"
+        f"set {limit_key}={positions - response} to drop longer prompts, or lower max_length"
         if positions > response
         else f"lower max_length below {positions}"
     )

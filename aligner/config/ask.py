@@ -108,6 +108,7 @@ def check_ask(config: AskConfig) -> None:
             f"sampling.min_length={sampling.min_length} is more than "
             f"sampling.max_length={sampling.max_length}; lower the one or raise the other"
         )
+    _check_unread(config)
     if isinstance(config, GenerateConfig):
         _check_generate(config)
     elif config.data.prompts is None and not config.data.sets:
@@ -115,6 +116,20 @@ def check_ask(config: AskConfig) -> None:
             "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file or a "
             "generator function (package.module:function)"
         )
+
+
+def _check_unread(config: AskConfig) -> None:
+    """Refuse settings of training runs, which nothing here reads."""
+    for key, given, default in (
+        ("trainer.max_time", config.trainer.max_time, None),
+        ("generation.async_rollouts", config.generation.async_rollouts, False),
+        ("generation.in_flight", config.generation.in_flight, "finish"),
+    ):
+        if given != default:
+            told, kept = (json.dumps(one).strip('"') for one in (given, default))
+            raise ConfigError(
+                f"{key}={told} is of training runs, and nothing is trained here; set it to {kept}"
+            )
 
 
 def _check_generate(config: GenerateConfig) -> None:

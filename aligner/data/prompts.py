@@ -57,6 +57,7 @@ class PromptDataset(Dataset[Prompt]):
         *,
         arguments: Mapping[str, Any] | None = None,
         limit: int | None = None,
+        limit_key: str = "max_prompt_length",
     ) -> "PromptDataset":
         """Read, check and tokenize.
 
@@ -66,6 +67,7 @@ class PromptDataset(Dataset[Prompt]):
             prompt_format: how a row becomes a prompt.
             arguments: keyword arguments of a generator function.
             limit: read at most this many rows (an endless generator needs it).
+            limit_key: the setting that ``prompt_format.max_prompt_length`` comes from.
 
         Raises:
             DataError: no rows, a missing column, a bad row (with file, line and the columns
@@ -78,7 +80,7 @@ class PromptDataset(Dataset[Prompt]):
             lambda row, index: make_prompt(row, index, tokenizer, prompt_format),
             longest=prompt_format.max_prompt_length,
             what="prompts",
-            key="max_prompt_length",
+            key=limit_key,
             arguments=arguments,
             limit=limit,
         )

@@ -368,3 +368,21 @@ def test_the_commands_of_the_page(tmp_path, models, prompts):
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
     two = run("generate", *model, "--prompts", "p.txt", "trainer.devices=2")
     assert two == run("generate", *model, "--prompts", "p.txt")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "kept"),
+    [
+        ("trainer", "max_time", "00:00:01:00", "null"),
+        ("generation", "async_rollouts", True, "false"),
+        ("generation", "in_flight", "abandon", "finish"),
+    ],
+)
+def test_settings_of_training_runs_are_refused(section, key, value, kept):
+    values = {"model": {"restore_from_path": "m.nemo"}, "prompt": ["a"], section: {key: value}}
+    told = str(value).lower()
+    with pytest.raises(ConfigError, match=rf"^{section}.{key}={told} is of .*; set it to {kept}$"):
+        parse_config(values, GenerateConfig)
+    del values["prompt"]
+    with pytest.raises(ConfigError, match=rf"^{section}.{key}={told} "):
+        parse_config({**values, "reward": {"function": "m:f"}}, EvaluateConfig)

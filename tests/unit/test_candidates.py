@@ -13,7 +13,7 @@ from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import DistillRunConfig, TeacherConfig, parse_config
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizer import differing_token, tokenizer_from_files
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, DataError
 from aligner.models.gpt import candidates
 from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
 from aligner.models.gpt.token_layout import LayoutRules, build_layout
@@ -165,3 +165,24 @@ def test_what_makes_no_sense_is_refused(changes, message):
     configuration()
     with pytest.raises(ConfigError, match=message):
         configuration(**changes)
+
+
+def test_prompts_too_long_for_the_student_are_limited_by_data_max_length(tiny_nemo, tmp_path):
+    from aligner.algorithms.build_distill import train_distill
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "0123456789"}\n')
+    run = {
+        "model": {"restore_from_path": str(tiny_nemo)},
+        "teacher": {"restore_from_path": str(tiny_nemo)},
+        "data": {"train": {"source": str(tmp_path / "prompts.jsonl")}, "max_length": 5},
+        "trainer": {"distill": {"on_policy": True}},
+        "exp_manager": {"explicit_log_dir": str(tmp_path / "run")},
+    }
+    with pytest.raises(DataError, match=r"longer than max_length=5 .*: raise max_length$"):
+        train_distill(parse_config(run, DistillRunConfig))
+    run["data"].pop("max_length")
+    run["model"]["distill"] = {"length_params": {"max_length": 250}}
+    with pytest.raises(
+        ConfigError, match=r"longest prompt has 1\d tokens .* set data.max_length=6 "
+    ):
+        train_distill(parse_config(run, DistillRunConfig))
