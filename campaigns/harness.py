@@ -181,7 +181,7 @@ class Run:
         try:
             os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.environ.update({_MARK: self._mark, "COLUMNS": "300"})
+            os.environ.update({_MARK: self._mark, "COLUMNS": "300", "PYTHONPATH": str(ROOT)})
             os.chdir(ROOT)
             with open(self.log, "ab") as log, open(os.devnull) as nothing:
                 os.dup2(nothing.fileno(), 0)
@@ -206,10 +206,10 @@ class Run:
             self._status = os.waitstatus_to_exitcode(status)
         return True
 
-    def kill(self) -> None:
-        """SIGKILL to the whole group."""
+    def send(self, number: signal.Signals, whole_group: bool = True) -> None:
+        """A signal to the whole group, or to its first process; nothing where it has ended."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            (os.killpg if whole_group else os.kill)(self.pid, number)
 
     def finish(self, timeout_s: float) -> Outcome:
         """Wait; after ``timeout_s`` it is killed. What outlived it is named and then killed too."""
@@ -218,7 +218,7 @@ class Run:
         while not self.poll():
             if time.monotonic() > deadline:
                 timed_out = True
-                self.kill()
+                self.send(signal.SIGKILL)
             time.sleep(0.01)
         grace = time.monotonic() + 5
         while (left := self.left()) and time.monotonic() < grace:

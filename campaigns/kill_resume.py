@@ -1,15 +1,21 @@
-"""Runs that are killed as a group at any moment and continued, against one that was left alone.
+"""Runs that are ended at any moment and continued, against one that was left alone.
+
+SIGKILL goes to the whole group; SIGTERM to the group, or to the first process alone, and the run
+must then save and end by itself.
 
 The moments are spread evenly over the time of a run, not only over its saves; where the steps are
 short (everything that scores with a function) a slow reward makes them last.
 """
 
+import signal
 import time
 from dataclasses import dataclass
 
+from aligner.checkpoint.tiny import write_tiny_nemo
 from campaigns.harness import TINY, Campaign, Run, learned
 
 _KILLS = 3
+_TEACHER = "{campaign}/teacher.nemo"
 
 
 @dataclass(frozen=True)
@@ -33,22 +39,39 @@ _ADAPTIVE = (
     *("trainer.ppo.initial_policy_kl_penalty=0.05", "model.ppo.ppo_epochs=2"),
     *("model.optim.sched.name=linear", "trainer.ppo.critic_warmup_steps=2"),
 )
+_PAIR = (
+    *("trainer.devices=2", "model.micro_batch_size=8", "critic.micro_batch_size=8"),
+    *("model.ppo.rollout_micro_batch_size=16",),
+)
 _CASES = (
     _Case("ppo", "ppo", "ppo", "ppo", 6, _SLOW),
     _Case("ppo_adaptive", "ppo", "ppo", "ppo", 6, (*_SLOW, *_ADAPTIVE)),
     _Case("ppo_lora", "ppo", "ppo", "ppo", 6, (*_SLOW, *_LORA)),
+    _Case("ppo_two_ranks", "ppo", "ppo", "ppo", 6, (*_SLOW, *_PAIR)),
+    _Case("rloo", "reinforce", "rloo", "ppo", 6, (*_SLOW, *_GROUPS)),
     _Case("grpo", "reinforce", "grpo", "ppo", 6, (*_SLOW, *_GROUPS)),
     _Case("rs", "rs", "rs", "rs", 6, _SLOW),
     _Case("sft", "sft", "sft", "sft", 60),
     _Case("sft_lora", "sft", "sft", "sft", 50, _LORA),
     _Case("reward", "reward", "reward", "reward_model", 50),
     _Case("dpo", "dpo", "dpo", "dpo", 25),
+    _Case("dpo_lora", "dpo", "dpo", "dpo", 25, _LORA),
     _Case("kto", "dpo", "kto", "dpo", 25),
+    _Case(
+        "distill", "distill", "distill", "distill", 25, (f"teacher.restore_from_path={_TEACHER}",)
+    ),
+)
+# Name, signal, whether the whole group gets it.
+_WAYS = (
+    ("KILL", signal.SIGKILL, True),
+    ("TERM", signal.SIGTERM, True),
+    ("TERM to one", signal.SIGTERM, False),
 )
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each case once alone, once with kills."""
+    """Each case once alone, once with interruptions."""
+    write_tiny_nemo(campaign.folder / "teacher.nemo", seed=1, hidden_size=128, scale=0.06)
     for case in campaign.while_time(_CASES):
         script = f"train_gpt_{case.script}"
         alone, cut = campaign.fresh(f"{case.name}_alone"), campaign.fresh(f"{case.name}_cut")
@@ -61,7 +84,8 @@ def run_campaign(campaign: Campaign) -> None:
                 *(f"trainer.{case.section}.max_steps={case.steps}",),
                 *(f"trainer.{case.section}.save_interval={max(2, case.steps // 12)}",),
                 *(f"trainer.{case.section}.val_check_interval={max(3, case.steps // 3)}",),
-                *("data.validation.arguments.size=16", *case.settings),
+                "data.validation.arguments.size=16",
+                *(one.format(campaign=campaign.folder) for one in case.settings),
             ]
 
         whole = Run(script, arguments(alone), log=campaign.folder / f"{case.name}.log").finish(240)
@@ -74,18 +98,20 @@ def run_campaign(campaign: Campaign) -> None:
             end = time.monotonic() + campaign.rng.uniform(0.3, whole.seconds * 0.8)
             while not life.poll() and time.monotonic() < end:
                 time.sleep(0.005)
-            life.kill()
-            outcome = life.finish(30)
+            how, number, whole_group = campaign.rng.choice(_WAYS)
+            life.send(number, whole_group)
+            outcome = life.finish(60)
             metrics = cut / "metrics.jsonl"
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            moments.append(f"{outcome.seconds:.1f} s, line {lines}")
-            if outcome.left:
-                campaign.tell(f"{case.name} killed", False, f"{len(outcome.left)} processes left")
+            moments.append(f"{how} {outcome.seconds:.1f} s, line {lines}")
+            if outcome.left or outcome.timed_out or outcome.verdict == "TRACEBACK":
+                note = f"{outcome.verdict}, {len(outcome.left)} processes left; {outcome.last}"
+                campaign.tell(f"{case.name} {how}", False, note)
         last = Run(script, arguments(cut), log=campaign.folder / f"{case.name}_last.log")
         outcome = last.finish(240)
         if outcome.status:
-            campaign.tell(case.name, False, f"killed at {moments}; then {outcome.last}")
+            campaign.tell(case.name, False, f"ended at {moments}; then {outcome.last}")
             continue
         same = [x == y for x, y in zip(learned(alone), learned(cut), strict=True)]
-        note = f"killed at {moments} of {whole.seconds:.1f} s; metrics, samples, weights {same}"
+        note = f"ended at {moments} of {whole.seconds:.1f} s; metrics, samples, weights {same}"
         campaign.tell(case.name, all(same), note)
