@@ -14,6 +14,7 @@ from typing import Protocol
 from rich.console import Console
 
 from aligner.config import BaseRunConfig, ParallelConfig
+from aligner.distributed import accelerator
 from aligner.distributed.launch import start_processes
 from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import describe_layout, initialize_parallel
@@ -64,6 +65,8 @@ class Engine(Protocol):
 
 def open_engine(config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> Engine:
     """The configured engine; it ends when ``closing`` closes."""
+    if config.trainer.deterministic:
+        accelerator.make_deterministic()
     if config.cluster.engine == "ray":
         return RayEngine(config, log_dir, closing)
     return LocalEngine(config, closing)

@@ -91,6 +91,20 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
     return f"{dropout} (in the checkpoint: {own}; model.dropout=null brings it back)"
 
 
+def repetition_in_words(config: SamplingRunConfig) -> str:
+    """What a GPU run that is repeated or resumed may differ in; nothing to say on a CPU."""
+    if not accelerator.has_gpu():
+        return ""
+    drawn = " vLLM's samples may differ." if config.generation.backend == "vllm" else ""
+    if accelerator.is_deterministic():
+        return f"trainer.deterministic: the same run twice is the same to the bit.{drawn}"
+    return (
+        "A resumed run goes on from the exact state, but sums are made in varying order (flash "
+        "attention's gradient, gathered rows, NCCL): numbers differ in their last bits, and "
+        f"samples in time. trainer.deterministic=true has them repeat.{drawn}"
+    )
+
+
 def startup_facts(
     config: SamplingRunConfig,
     architecture: GPTArchitecture,
@@ -149,6 +163,7 @@ def startup_facts(
         run_states=saving(config, roles, processes),
         packages=find_packages(),
         dropout=dropout_in_words(config.model, architecture),
+        repetition=repetition_in_words(config),
         restored=restored,
         notes=notes,
     )

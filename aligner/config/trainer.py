@@ -134,6 +134,9 @@ class ProcessConfig:
     num_nodes: Count = 1
     devices: Count = 1  # processes per node
     precision: Precision = "32"  # of weights in the forward pass; heads stay float32
+    # On GPUs take operations whose sums are always made in one order: slower, and the same run
+    # twice is the same to the bit, resumed or not. On CPU it is in any case.
+    deterministic: bool = False
     max_time: str | None = None  # DD:HH:MM:SS; then the run saves and ends cleanly
 
     @property

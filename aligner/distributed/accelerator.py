@@ -10,7 +10,7 @@ its GPT path makes unconditionally are answered by the CPU (`prepare_megatron`),
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from aligner.distributed.host_memory import available_bytes, keep_freed_memory, private_memory
 
+_DETERMINISTIC = "ALIGNER_DETERMINISTIC"  # of the environment
 # Environment variable, 1 where other processes compute on this process's device, in turns.
 SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"
 _IPC_DEVICE = 6  # place of the device's number among the arguments that rebuild a CUDA tensor
@@ -53,9 +54,17 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def activate() -> None:
-    """Make `device` the current one of this process."""
-    if has_gpu():
-        torch.cuda.set_device(device())
+    """Make `device` the current one of this process, and its operations repeatable if asked."""
+    if not has_gpu():
+        return
+    torch.cuda.set_device(device())
+    if os.environ.get(_DETERMINISTIC) == "1":
+        # What cuBLAS, NCCL and Transformer Engine read when they start.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
 
 
 def synchronize() -> None:
@@ -93,15 +102,53 @@ def description() -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-def rng_state() -> Tensor | None:
+def generator_state() -> Tensor | None:
     """State of the device's random generator; None on CPU, where torch's own is the only one."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
-def set_rng_state(state: Tensor | None) -> None:
-    """Inverse of `rng_state`."""
+def set_generator_state(state: Tensor | None) -> None:
+    """Inverse of `generator_state`."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
+
+
+def rng_state() -> dict[str, Any]:
+    """`generator_state` under ``generator``; states that megatron-core keeps under ``tracker``.
+
+    From the latter it draws the dropout of what tensor-parallel ranks have different parts of.
+    """
+    return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
+
+
+def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
+    """Inverse of `rng_state`; states of earlier versions are a `generator_state` alone."""
+    if not isinstance(state, Mapping):
+        set_generator_state(state)
+        return
+    set_generator_state(state["generator"])
+    tracker = _rng_tracker()
+    saved = {name: each.clone() for name, each in state["tracker"].items()}
+    tracker.set_states({**tracker.get_states(), **saved})
+
+
+def _rng_tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
+
+
+def make_deterministic() -> None:
+    """Ask for operations whose results repeat, of this process and those that it starts.
+
+    Heard by `activate`, before anything is computed.
+    """
+    os.environ[_DETERMINISTIC] = "1"
+
+
+def is_deterministic() -> bool:
+    """Whether operations were chosen that repeat; on CPU all do."""
+    return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -260,10 +307,10 @@ def _prepare_dispatcher() -> None:
 @contextlib.contextmanager
 def deterministic_seed(seed: int) -> Iterator[None]:
     """Run a block under its own seed and leave the process's random state as it was."""
-    cpu_state, device_state = torch.get_rng_state(), rng_state()
+    cpu_state, device_state = torch.get_rng_state(), generator_state()
     torch.manual_seed(seed)
     try:
         yield
     finally:
         torch.set_rng_state(cpu_state)
-        set_rng_state(device_state)
+        set_generator_state(device_state)

@@ -65,6 +65,7 @@ class StartupFacts:
     run_states: str  # how they are written, a sentence
     packages: Sequence[PackageStatus]
     dropout: str = ""  # of the models that are trained, in words
+    repetition: str = ""  # what may differ when the run is repeated, in words
     restored: Restored | None = None
     notes: Sequence[str] = field(default_factory=tuple)  # e.g. prompts that were dropped
 
@@ -155,7 +156,7 @@ def startup_report(facts: StartupFacts) -> Group:
     return Group(
         Text(f"{facts.algorithm} on {_processes(facts)}: {facts.device}", "bold"),
         Text(f"model from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
-        *([Text(facts.dropout)] if facts.dropout else []),
+        *(Text(line) for line in (facts.dropout, facts.repetition) if line),
         *(Text(note, "yellow") for note in facts.notes),
         Text("\nBatches", "bold"),
         *(_indented(Text(sentence)) for sentence in facts.batches),

@@ -1,6 +1,7 @@
 """Cases of `test_dry_build.py`, for the process behind the fixture `dry`."""
 
 import dataclasses
+import os
 
 import torch
 from dry_roles import facts
@@ -11,6 +12,7 @@ from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions, OptimConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
@@ -110,4 +112,24 @@ def gradient_sums():
             megatron_layers._grad_accum_fusion_available = there
             found.append(transformer_config(TINY_ARCHITECTURE).gradient_accumulation_fusion)
         megatron_layers._grad_accum_fusion_available = False
+    return found
+
+
+def determinism():
+    """What is chosen on a GPU without and with ``trainer.deterministic``."""
+    found = []
+    for asked in (False, True):
+        with DryDevice():
+            if asked:
+                accelerator.make_deterministic()
+            initialize_parallel(RoleSettings().parallel, seed=1)
+            config = transformer_config(TINY_ARCHITECTURE)
+            found.append(
+                [
+                    torch.are_deterministic_algorithms_enabled(),
+                    config.deterministic_mode,
+                    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+                    os.environ.get("NCCL_ALGO"),
+                ]
+            )
     return found

@@ -41,3 +41,9 @@ def test_layers_that_are_not_there_are_refused(dry):
 
 def test_gradients_are_summed_by_products_where_the_kernel_is_installed(dry):
     assert dry("dry_build:gradient_sums") == [False, True]
+
+
+def test_operations_repeat_where_it_is_asked(dry):
+    without, asked = dry("dry_build:determinism")
+    assert without[:2] == [False, False]
+    assert asked == [True, True, ":4096:8", "Ring"]

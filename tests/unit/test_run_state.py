@@ -8,11 +8,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from aligner.checkpoint.checksums import checksum_text, file_checksum
 from aligner.checkpoint.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.checkpoint.state_tree import estimate_bytes, normalise, write_tree
+from aligner.distributed import accelerator
+from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -252,3 +255,31 @@ def test_a_state_loads_into_adam_and_continues_bit_equal(tmp_path):
     train(*second, 3)
     assert torch.equal(straight[0].weight, second[0].weight)
     assert torch.equal(store.load(path).state["model"]["weight"], first[0].weight)
+
+
+def drawn_apart() -> list:
+    """What tensor-parallel ranks draw for parts that differ: megatron-core's own stream."""
+    with get_cuda_rng_tracker().fork():
+        return torch.rand(3).tolist()
+
+
+def test_what_megatron_draws_apart_comes_back(tmp_path):
+    initialize_parallel()
+    drawn_apart()
+    store = RunStateStore(tmp_path)
+    path = store.save(1, {"rng": capture_rng(accelerator.rng_state)})
+    expected = drawn_apart()
+    assert drawn_apart() != expected
+    restore_rng(store.load(path).state["rng"], accelerator.set_rng_state)
+    assert drawn_apart() == expected
+
+
+@pytest.mark.parametrize("device", [None, torch.zeros(16, dtype=torch.uint8)])
+def test_states_without_a_tracker_load(device):
+    initialize_parallel()
+    state = capture_rng(lambda: device)
+    expected = torch.rand(2).tolist()
+    apart = drawn_apart()
+    restore_rng(state, accelerator.set_rng_state)
+    assert torch.rand(2).tolist() == expected
+    assert drawn_apart() != apart  # the stream went on

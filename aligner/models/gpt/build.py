@@ -118,6 +118,7 @@ def transformer_config(
         perform_initialization=initialize,
         # Losses arrive already divided by global counts: gradients are summed, never averaged.
         calculate_per_token_loss=True,
+        deterministic_mode=accelerator.has_gpu() and accelerator.is_deterministic(),
         gradient_accumulation_fusion=fused.gradient_sum,
         masked_softmax_fusion=False,  # of a core attention that is not ours
         bias_dropout_fusion=fused.bias,

@@ -11,6 +11,9 @@ Moments have their parameter's shape, so the rules that split and join weights h
 (`aligner.checkpoint.canonical`). Weights in bfloat16 are the rounded float32 weights, which is how
 the optimizer makes them.
 
+The state is exact. Whether what follows repeats to the bit is the device's matter: on a CPU it
+does; on a GPU gradients are added in varying order unless ``trainer.deterministic`` is set.
+
 What is frozen beside adapters is no part of it: the model's file has it.
 """
 
