@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import accelerate
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
@@ -24,9 +26,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from aligner.distributed import accelerator
 from aligner.dry.known import KnownValues, tensors_in
-from aligner.dry.operations import Calls, Operations
+from aligner.dry.operations import Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
 from aligner.models.gpt import fusions, megatron
+
+_aten = torch.ops.aten
 
 
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
@@ -43,6 +47,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self.memory = Memory()
         self._records: list[Record] = []
         self._inside_kernel = False
+        self._operations = Operations(self)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "DryDevice":
@@ -56,12 +61,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             )
             stack.callback(_destroy_groups)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            operations = stack.enter_context(Operations(self))
-            # Fake tensors have a `tolist` of their own, which reads element by element.
-            stack.enter_context(
-                mock.patch.object(FakeTensor, "tolist", lambda own: operations.read_all(own))
-            )
-            stack.enter_context(Calls(operations))
+            stack.enter_context(self._operations)
             self._stack = stack.pop_all()
         return self
 
@@ -128,17 +128,18 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     def saw_host_read(self, tensor: Tensor) -> None:
         """Count a wait, where the tensor is on the device."""
-        if tensor.is_cuda:
+        if tensor.is_cuda and self._records:
+            place = running_place()
             for record in self._records:
-                record.host_reads += 1
+                record.host_waits[place] += 1
 
-    def saw_collective(self, func: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
+    def saw_collective(self, packet: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
         """Count a collective, by its larger operand."""
         sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
         self.memory.wrote(tensors_in(operands[0]))
         for record in self._records:
-            record.saw_collective(func.overloadpacket.__name__, ranks, size)
+            record.saw_collective(packet.__name__, ranks, size)
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Everything that asks a driver, a process or a kernel that is not there."""
@@ -171,7 +172,10 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             yield cuda.nvtx, name, _answers(None)
         yield megatron_random, "_set_cuda_rng_state", _answers(None)
         yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
+        yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)
+        yield from _host_calls(self._operations)
         yield nn.Module, "_apply", _apply
+        yield accelerate, "init_empty_weights", _without_memory
         yield torch.UntypedStorage, "resize_", _resize(self.memory)
         for holder in (dist, dist.distributed_c10d):
             yield holder, "new_group", _new_group(dist.new_group)
@@ -193,6 +197,59 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         )
         yield P2PCommunicator, "_communicate", _communicate(P2PCommunicator._communicate)
         yield P2PCommunicator, "_communicate_shapes", _communicate_shapes
+
+
+def _host_calls(operations: Operations) -> Iterator[tuple[Any, str, Any]]:
+    """Methods of tensors that read values without an operation that could be seen."""
+    getitem = Tensor.__getitem__
+
+    def item(self: Tensor, index: Any) -> Any:
+        return getitem(self, operations.read(index) if _is_number(index) else index)
+
+    yield Tensor, "__getitem__", item
+    yield FakeTensor, "numpy", lambda own: operations.array(own)
+    # Fake tensors have a `tolist` of their own, which reads element by element.
+    yield FakeTensor, "tolist", lambda own: operations.read_all(own)
+    yield Tensor, "record_stream", _answers(None)  # memory is freed in the host's order
+
+
+def _is_number(index: Any) -> bool:
+    """Whether an index is a tensor that the host reads to know what it selects."""
+    return isinstance(index, FakeTensor) and index.dim() == 0 and index.dtype is not torch.bool
+
+
+def _attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda query, *args, **kwargs: (_attend if query.is_cuda else real)(
+        query, *args, **kwargs
+    )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
+    groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # becomes a bias
+            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 class _Stream:
@@ -235,6 +292,23 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
     return self
+
+
+@contextlib.contextmanager
+def _without_memory(include_buffers: bool = False) -> Iterator[None]:
+    """`accelerate.init_empty_weights`, whose way to make parameters fake ones do not have."""
+    assert not include_buffers
+    real = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        real(self, name, parameter)
+        if parameter is not None:
+            with _disable_current_modes():
+                data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                self._parameters[name] = nn.Parameter(data, parameter.requires_grad)
+
+    with mock.patch.object(nn.Module, "register_parameter", register):
+        yield
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""What happens to operations on the dry device: below autograd, and the few calls above it."""
+"""What happens to operations on the dry device: known values are followed, the rest is counted."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aligner.dry.known import KnownValues, tensors_in
@@ -19,6 +20,14 @@ _aten = torch.ops.aten
 # What every process is taken to have the same values of, where one has known ones.
 _REDUCED = {torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d.send}
 _GATHERED = {torch.ops.c10d._allgather_base_}
+# Those that make their results, by those that count as much.
+_FUNCTIONAL = {
+    torch.ops._c10d_functional.all_reduce: torch.ops.c10d.allreduce_,
+    torch.ops._c10d_functional.all_gather_into_tensor: torch.ops.c10d._allgather_base_,
+    torch.ops._c10d_functional.reduce_scatter_tensor: torch.ops.c10d._reduce_scatter_base_,
+    torch.ops._c10d_functional.all_to_all_single: torch.ops.c10d.alltoall_base_,
+    torch.ops._c10d_functional.broadcast: torch.ops.c10d.broadcast_,
+}
 _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.bool: False}
 
 
@@ -33,7 +42,7 @@ class Observer(Protocol):
         """The host waits for a value of ``tensor``, which may be its own."""
         ...
 
-    def saw_collective(self, func: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
+    def saw_collective(self, packet: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
         """A collective that began."""
         ...
 
@@ -50,8 +59,12 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it asks for operations on what it is made of
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
+        if func.overloadpacket in _FUNCTIONAL:
+            return self._communicate_functionally(func, args, kwargs)
         if func.namespace == "aten" and torch.is_inference_mode_enabled():
             # Operations that are made of others come here whole.
             with self:
@@ -59,7 +72,7 @@ class Operations(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         if func is _aten._local_scalar_dense.default:
-            return self._read(args[0])
+            return self.read(args[0])
         if func is _aten.equal.default:
             return self._equal(*args)
         if func is _aten.nonzero.default:
@@ -79,7 +92,8 @@ class Operations(TorchDispatchMode):
 
     # What the host reads ----------------------------------------------------------------------
 
-    def _read(self, tensor: Tensor) -> Any:
+    def read(self, tensor: Tensor) -> Any:
+        """`Tensor.item`."""
         self.observer.saw_host_read(tensor)
         value = self.known.of(tensor)
         if value is None:
@@ -95,6 +109,17 @@ class Operations(TorchDispatchMode):
             if value is None:
                 value = torch.full(tensor.shape, _UNKNOWN.get(tensor.dtype, 1))
             return value.tolist()
+
+    def array(self, tensor: Tensor) -> Any:
+        """`Tensor.numpy`, of a tensor on the host."""
+        value = self.known.of(tensor)
+        if value is None:
+            raise DryDeviceError(
+                f"numpy() of a {list(tensor.shape)} {tensor.dtype} tensor, whose values the dry "
+                "device does not compute"
+            )
+        with _disable_current_modes():
+            return value.numpy()
 
     def _equal(self, left: Tensor, right: Tensor) -> bool:
         self.observer.saw_host_read(left)
@@ -114,7 +139,9 @@ class Operations(TorchDispatchMode):
             )
         with _disable_current_modes():
             found = value.nonzero()
-        tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
+        # PyTorch's meshes leave the fake mode for a while.
+        with mask.fake_mode if isinstance(mask, FakeTensor) else contextlib.nullcontext():
+            tensor = torch.empty(found.shape, dtype=found.dtype, device=mask.device)
         self.known.set(tensor, found)
         self.observer.saw(func, (mask,), {}, tensor)
         return tensor
@@ -149,7 +176,7 @@ class Operations(TorchDispatchMode):
         """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
-        self.observer.saw_collective(func, args, dist.get_process_group_ranks(group))
+        self.observer.saw_collective(func.overloadpacket, args, dist.get_process_group_ranks(group))
         if func.overloadpacket in _GATHERED:
             self._gather(args[0], args[1], group.size())
         elif group.size() > 1 and func.overloadpacket not in _REDUCED:
@@ -158,64 +185,19 @@ class Operations(TorchDispatchMode):
         work = FakeWork().boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
+    def _communicate_functionally(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """As `_communicate`, of a collective that makes its result, as DTensor's do."""
+        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        group = _resolve_process_group({**named, **kwargs}["group_name"])
+        out = func(*args, **kwargs)
+        self.observer.saw(_aten.empty.memory_format, (), {}, out)
+        counted, ranks = _FUNCTIONAL[func.overloadpacket], dist.get_process_group_ranks(group)
+        self.observer.saw_collective(counted, (out, args[0]), ranks)
+        return out
+
     def _gather(self, whole: Tensor, share: Tensor, ranks: int) -> None:
         value = self.known.of(share)
         self.known.forget(whole)
         if value is not None:
             with _disable_current_modes():
                 self.known.set(whole, torch.cat([value] * ranks).view(whole.shape))
-
-
-class Calls(TorchFunctionMode):
-    """Calls above autograd that fake tensors do not have, or answer otherwise than a GPU does."""
-
-    def __init__(self, operations: Operations) -> None:
-        super().__init__()
-        self.operations = operations
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
-            value = self.operations.known.of(args[0])
-            if value is None:
-                raise DryDeviceError(
-                    f"numpy() of a {list(args[0].shape)} {args[0].dtype} tensor, whose values "
-                    "the dry device does not compute"
-                )
-            with _disable_current_modes():
-                return value.numpy()
-        if func is F.scaled_dot_product_attention and args[0].is_cuda:
-            return _attend(*args, **kwargs)
-        if func is Tensor.record_stream:
-            return None  # memory is freed by the host's order
-        return func(*args, **kwargs)
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
-    groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
-        return _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # becomes a bias
-            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
-    )[0]

@@ -115,12 +115,18 @@ class Record:
     """
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
-    host_reads: int = 0  # values of the device that the host waited for
+    # Times that the host waited for the device, by the function of the library or of megatron-core.
+    host_waits: Counter[str] = field(default_factory=Counter)
     copied_bytes: int = 0  # between host and device
     collectives: dict[Collective, tuple[int, int]] = field(default_factory=dict)
     # Most bytes alive at once on the device, those from before included, by the function of the
     # library or of megatron-core that allocated last; "" is the beginning.
     peaks: dict[str, Snapshot] = field(default_factory=dict)
+
+    @property
+    def host_reads(self) -> int:
+        """Times that the host waited for the device, mostly for a value of it."""
+        return self.host_waits.total()
 
     @property
     def launches(self) -> int:

@@ -28,12 +28,15 @@ from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
 )
+from aligner.models.gpt.dtensor_actor import DTensorActorModel
+from aligner.models.gpt.dtensor_critic import DTensorCriticModel
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.shared_reward import SharedBodyRewardModel
 from aligner.models.role_worker import micro_batches_of, tensors_on_device
@@ -162,13 +165,19 @@ def build(case):
     """The role a case asks for; a shared reward's is the critic that lends its body."""
     settings, architecture = settings_of(case), architecture_of(case)
     cls, _ = ROLES[case["role"]]
-    role = cls(
-        {"vocab_size": architecture.vocab_size},
-        settings=settings,
-        architecture=architecture,
-        tokenizer=TOKENIZER,
-        initialize=False,
-    )
+    if case.get("backend") == "dtensor":
+        parallel = initialize_parallel(settings.parallel)
+        valued = case["role"] in VALUED
+        cls = DTensorCriticModel if valued else DTensorActorModel
+        role = cls(source(architecture, head=valued), settings, parallel, TOKENIZER)
+    else:
+        role = cls(
+            {"vocab_size": architecture.vocab_size},
+            settings=settings,
+            architecture=architecture,
+            tokenizer=TOKENIZER,
+            initialize=False,
+        )
     if case["role"] == "reference":
         role.keep_reference(case.get("reference", "keep"))
     return role
@@ -190,6 +199,8 @@ def score(role, case, batch, passes):
 
 def rollout(role, batch):
     """A few tokens after each prompt."""
+    if isinstance(role, DTensorActorModel):
+        role.prepare_for_generation()
     prompts = batch["input_ids"][:, :PROMPT].contiguous()
     lengths = torch.full((prompts.shape[0],), PROMPT).to("cuda")
     numbers = torch.arange(prompts.shape[0]).to("cuda")
@@ -203,7 +214,7 @@ def phases(**case):
         role = build(case)
         place = role.parallel
         batch, passes = share_of_batch(case, place.dp_rank, place.dp_size)
-        found["parameters"] = sum(each.numel() for each in role.gpt.parameters())
+        found["parameters"] = role.num_parameters()
         before = device.memory.alive_bytes
         if case["role"] == "shared reward":
             lent = SharedBodyRewardModel.in_critic(
@@ -235,7 +246,7 @@ def phases(**case):
             with device.record() as drawing:
                 rollout(role, batch)
             found["rollout"] = facts(drawing)
-        role.finish_inference()
+        getattr(role, "finish_generation", role.finish_inference)()
         if "update" in found:
             with device.record() as back:
                 role.prepare_for_training()
@@ -249,6 +260,7 @@ def facts(record):
     return {
         "launches": record.launches,
         "host_reads": record.host_reads,
+        "host_waits": dict(record.host_waits),
         "flops": {str(dtype).removeprefix("torch."): n for dtype, n in record.flops.items()},
         "peak_bytes": record.peak_bytes,
         "peak_at": record.peak_at,

@@ -44,6 +44,30 @@ CASES = {
     "actor, experts": {"role": "actor", "experts": True, "precision": "bf16"},
     "actor, EP": {"role": "actor", "world": 2, "ep": 2, "precision": "bf16"},
     "critic, EP, TP": {"role": "critic", "world": 4, "tp": 2, "ep": 2},
+    "dtensor actor": {"role": "actor", "backend": "dtensor"},
+    "dtensor actor, TP, DP, packed, recompute": {
+        "role": "actor",
+        "backend": "dtensor",
+        "world": 4,
+        "tp": 2,
+        "batching": "packed",
+        "precision": "bf16",
+        "recompute": "full",
+    },
+    "dtensor reference, swapped, dynamic, offload": {
+        "role": "reference",
+        "backend": "dtensor",
+        "reference": "swap",
+        "batching": "dynamic",
+        "offload": True,
+        "recompute": "selective",
+    },
+    "dtensor critic, DP": {
+        "role": "critic",
+        "backend": "dtensor",
+        "world": 2,
+        "precision": "bf16",
+    },
 }
 # Times that the host reads a value of the device, in an update of two micro-batches of padded rows.
 UPDATE_READS = {"actor": 8, "critic": 3, "reward": 3}
@@ -72,7 +96,7 @@ BUDGETED = [
     for name, case in CASES.items()
     if case["role"] in UPDATE_READS
     and case.get("batching", "padded") == "padded"
-    and not {"experts", "ep"} & set(case)  # each expert layer tells the host its counts
+    and not {"backend", "experts", "ep"} & set(case)  # each expert layer tells the host its counts
 ]
 
 
@@ -137,6 +161,17 @@ def test_gradients_cross_the_wire_once(seen):
     assert size == pytest.approx(gradients, rel=0.02)
     _, weights = collectives["allgather_into_tensor_coalesced_/8"]
     assert weights == pytest.approx(2 * found["parameters"], rel=0.02)  # bf16, but for the head
+
+
+def test_shards_cross_the_wire_once_in_each_direction(seen):
+    """FSDP2 gathers bfloat16 weights for each pass, and scatters float32 gradients."""
+    found = seen("dtensor critic, DP")
+    collectives, parameters = found["update"]["collectives"], found["parameters"]
+    passes = 2 * 2  # of each micro-batch, forward and backward
+    _, gathered = collectives["_allgather_base_/2"]
+    assert gathered == pytest.approx(passes * 2 * parameters, rel=0.02)
+    _, scattered = collectives["_reduce_scatter_base_/2"]
+    assert scattered == pytest.approx(2 * 4 * parameters, rel=0.02)
 
 
 def test_bfloat16_passes_multiply_bfloat16(seen):

@@ -113,7 +113,8 @@ class ShardOptimizer:
         total = accelerator.to_device(total)
         for group in (self._parallel.dp_group, self._parallel.tp_group):
             dist.all_reduce(total, group=group)
-        return math.sqrt(total.item()) if total.item() >= 0 else math.nan
+        square = total.item()
+        return math.sqrt(square) if square >= 0 else math.nan
 
     def offload(self) -> None:
         """Move the Adam moments to host memory (nothing moves where they are there already)."""
