@@ -27,7 +27,7 @@ from aligner.checkpoint.adapters import (
 )
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.run_state import RunStateStore
-from aligner.config import BaseRunConfig, LoopConfig, TrainedModelConfig
+from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
@@ -156,6 +156,7 @@ def run_facts(config: BaseRunConfig, loop: LoopConfig) -> RunFacts:
         non_finite=loop.non_finite,
         non_finite_dir=log_dir(config),
         seed=config.seed,
+        cuda_graphs=not isinstance(config, SamplingRunConfig) or config.generation.cuda_graphs,
     )
 
 

@@ -36,6 +36,8 @@ class GenerationConfig:
     """How responses are drawn."""
 
     backend: Literal["megatron", "vllm"] = "megatron"  # megatron: the training weights themselves
+    # megatron, on GPUs: one launch a token of all sequences, where a process holds a dense model.
+    cuda_graphs: bool = True
     # While a step trains, draw the next step's rollout, with the weights from before the update.
     async_rollouts: bool = False
     # What becomes of such a rollout where a validation needs the new weights or the run state is

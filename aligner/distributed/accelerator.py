@@ -175,6 +175,44 @@ def to_device(tensor: Tensor) -> Tensor:
     return tensor.to(device(), non_blocking=True)
 
 
+class HostCopy:
+    """Copies of tensors on their way to the host, as they are now; later changes do not count."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if any(each.is_cuda for each in tensors):
+            self._copies = [to_host(each) for each in tensors]
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._copies = [each.clone() for each in tensors]
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once the device has come as far; what it was told since may still run."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copies
+
+
+def graph_memory() -> Any:
+    """A name for memory that graphs share; it is theirs until the last of them is gone."""
+    return torch.cuda.graph_pool_handle() if has_gpu() else None
+
+
+def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
+    """What ``function`` launches, as one launch: a CUDA graph, for GPUs.
+
+    It is not run yet. It must not read a value of the device, and what it changes must be tensors
+    from before; what it allocates lives as long as the graph. Graphs that share a `graph_memory`
+    must be launched one after the other, and leave nothing there for one another.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as those that watch over collectives, may go on asking the driver.
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        function()
+    return graph.replay
+
+
 def sharing_key() -> str:
     """Names what processes must have in common to share memory: the GPU, or the machine."""
     if has_gpu():

@@ -6,6 +6,7 @@ sequence.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aligner.distributed import accelerator
+from aligner.dry.graphs import Capturing, Graph
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.operations import Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
@@ -48,6 +50,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self._records: list[Record] = []
         self._inside_kernel = False
         self._operations = Operations(self)
+        self._capturing = Capturing()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "DryDevice":
@@ -97,6 +100,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             return
         on_device = [each for each in tensors_in(out) if each.is_cuda]
         self._saw_memory(on_device)
+        if self._capturing.graph is not None:
+            self._capturing.graph.saw(func, args, kwargs, out)
+            return
         for record in self._records:
             if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
                 record.saw(func, args, kwargs, out)
@@ -119,15 +125,30 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
                 out = function(*args, **kwargs)
             finally:
                 self._inside_kernel = False
-            self._saw_memory(tensors_in(out))
-            for record in self._records:
-                record.saw_kernel(tensors_in((args, kwargs)), tensors_in(out))
+            operands, results = tensors_in((args, kwargs)), tensors_in(out)
+            self._saw_memory(results)
+            self._count(lambda record: record.saw_kernel(operands, results))
             return out
 
         return kernel
 
+    def _count(self, count: Callable[[Record], None]) -> None:
+        """Now, or whenever the graph is replayed that is being captured."""
+        if self._capturing.graph is not None:
+            self._capturing.graph.counts(count)
+            return
+        for record in self._records:
+            count(record)
+
+    @property
+    def runs(self) -> bool:
+        """Whether operations are run, not captured."""
+        return self._capturing.graph is None
+
     def saw_host_read(self, tensor: Tensor) -> None:
         """Count a wait, where the tensor is on the device."""
+        if tensor.is_cuda:
+            self._capturing.refuse("the host waits for the device")
         if tensor.is_cuda and self._records:
             place = running_place()
             for record in self._records:
@@ -138,8 +159,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
         self.memory.wrote(tensors_in(operands[0]))
-        for record in self._records:
-            record.saw_collective(packet.__name__, ranks, size)
+        name = packet.__name__
+        self._count(lambda record: record.saw_collective(name, ranks, size))
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Everything that asks a driver, a process or a kernel that is not there."""
@@ -166,6 +187,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             yield holder, "get_rng_state", lambda device=None: state.clone()
         for name in ("Stream", "Event"):
             yield cuda, name, _Stream
+        yield cuda, "CUDAGraph", functools.partial(Graph, self._records, self._operations.known)
+        yield cuda, "graph", self._capturing.into
+        yield cuda, "graph_pool_handle", _answers(None)
         for name in ("current_stream", "default_stream", "stream"):
             yield cuda, name, _Stream
         for name in ("range_push", "range_pop"):

@@ -34,6 +34,11 @@ _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.b
 class Observer(Protocol):
     """Who counts."""
 
+    @property
+    def runs(self) -> bool:
+        """Whether operations are run; else they are captured for later."""
+        ...
+
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation that was made."""
         ...
@@ -84,7 +89,8 @@ class Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             tensor.constant = None  # fake tensors follow single numbers too, on a real device
-        self.known.follow(func, args, kwargs, out)
+        if self.observer.runs:
+            self.known.follow(func, args, kwargs, out)
         self.observer.saw(func, args, kwargs, out)
         if func is _aten._to_copy.default and not out.is_cuda and not kwargs.get("non_blocking"):
             self.observer.saw_host_read(args[0])

@@ -117,6 +117,7 @@ class Record:
     kernels: Counter[Kernel] = field(default_factory=Counter)
     # Times that the host waited for the device, by the function of the library or of megatron-core.
     host_waits: Counter[str] = field(default_factory=Counter)
+    graphed: int = 0  # kernels that came with others, as one launch of a CUDA graph
     copied_bytes: int = 0  # between host and device
     collectives: dict[Collective, tuple[int, int]] = field(default_factory=dict)
     # Most bytes alive at once on the device, those from before included, by the function of the
@@ -130,8 +131,8 @@ class Record:
 
     @property
     def launches(self) -> int:
-        """Operations that are kernels: no views, no allocations."""
-        return sum(self.kernels.values())
+        """Operations that are kernels, no views or allocations; a CUDA graph is one."""
+        return sum(self.kernels.values()) - self.graphed
 
     @property
     def flops(self) -> Counter[torch.dtype]:

@@ -1,16 +1,26 @@
 """Rollouts on the dry device: what one more token of every sequence costs."""
 
+import dataclasses
+import gc
+
+import pytest
+import torch
 from dry_roles import ROWS, build, rollout, settings_of, share_of_batch
 
 import aligner.models.gpt.incremental as incremental
 from aligner.config import LengthParams
+from aligner.distributed import accelerator
 from aligner.dry.device import DryDevice
+from aligner.errors import DryDeviceError
 
 FEW, MANY = 6, 14
 
 
-def per_token(**case):
-    """Launches, host reads and products of one decoding step; dtype of the logits drawn from."""
+def per_token(graphs=True, **case):
+    """Launches, host reads and products of one decoding step; dtype of the logits drawn from.
+
+    And of whole rollouts: bytes on the device more than before.
+    """
     case = {"role": "actor", "trained": False, "precision": "bf16", **case}
     dtypes = set()
     plain = incremental.IncrementalModel.logits
@@ -23,24 +33,50 @@ def per_token(**case):
     incremental.IncrementalModel.logits = logits
     with DryDevice(case.get("world", 1)) as device:
         role = build(case)
+        role.settings = dataclasses.replace(role.settings, cuda_graphs=graphs)
         batch, _ = share_of_batch(case, role.parallel.dp_rank, role.parallel.dp_size)
         records = []
+        before = device.memory.alive_bytes
         for length in (FEW, MANY):
             sampling = settings_of(case).sampling_params
             role.configure_generation(LengthParams(max_length=length), sampling, ROWS)
             with device.record() as record:
                 rollout(role, batch)
             records.append(record)
+        gc.collect()
+        left = device.memory.alive_bytes - before
     few, many = records
     steps = MANY - FEW
     flops = {str(d): (many.flops[d] - few.flops[d]) / steps for d in many.flops}
     return {
         "launches": (many.launches - few.launches) / steps,
+        "kernels": (sum(many.kernels.values()) - sum(few.kernels.values())) / steps,
         "host_reads": (many.host_reads - few.host_reads) / steps,
         "flops": {name: n for name, n in flops.items() if n},
         "logits": sorted(dtypes),
-        "collectives": {
-            str(each): calls - few.collectives.get(each, (0, 0))[0]
-            for each, (calls, _) in many.collectives.items()
-        },
+        "left_bytes": left,
     }
+
+
+def captured_against_the_rules():
+    """What a graph cannot hold is refused; what it can is one launch, and is run each time."""
+    with DryDevice() as device:
+        counter = torch.zeros((), dtype=torch.int64, device="cuda")
+
+        def good():
+            counter.add_(1)
+            counter.mul_(2)
+
+        for bad in (
+            lambda: counter.item(),
+            lambda: counter.add_(torch.ones(3).to("cuda").sum()),
+            lambda: counter[counter > 0],
+        ):
+            with pytest.raises(DryDeviceError, match="inside a CUDA graph"):
+                accelerator.capture(bad, None)
+        replay = accelerator.capture(good, None)
+        assert counter.item() == 0  # captured, not run
+        with device.record() as record:
+            replay()
+            replay()
+        return {"launches": record.launches, "value": counter.item()}

@@ -1,6 +1,6 @@
 """Generation as it would run on a GPU: what a token costs, and what is rounded.
 
-Counted on the tiny model, 2 layers, for one more token of 8 sequences in flight.
+Counted on the tiny model, 4 layers, for one more token of 8 sequences in flight.
 """
 
 import pytest
@@ -8,9 +8,13 @@ import pytest
 CASES = {
     "bf16": {},
     "float32": {"precision": "32"},
-    "TP": {"world": 2, "tp": 2},
     "top-p": {"top_p": 0.9},
+    "TP": {"world": 2, "tp": 2},
+    "without graphs": {"graphs": False},
+    "LoRA": {"lora": True},
 }
+CAPTURED = ("bf16", "float32", "top-p", "LoRA")
+LAUNCHES = {"TP": 169, "without graphs": 152}  # the fused norms of a GPU are 8 kernels each here
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -20,3 +24,25 @@ def test_logits_are_float32(dry, case):
     assert found["logits"] == ["torch.float32"]
     narrow = "torch.float32" if case == "float32" else "torch.bfloat16"
     assert list(found["flops"]) == [narrow]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_for_nothing_in_a_step(dry, case):
+    """Nothing is captured that reads a value of the device or allocates for longer than a graph."""
+    found = dry("dry_generation:per_token", **CASES[case])
+    assert found["host_reads"] == 0
+    assert found["left_bytes"] < 4096  # of the graphs nothing
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_one_launch_and_the_copies_of_what_it_drew(dry, case):
+    found = dry("dry_generation:per_token", **CASES[case])
+    if case in CAPTURED:
+        assert found["launches"] <= 4
+        assert found["kernels"] > 100
+    else:
+        assert found["launches"] <= LAUNCHES[case]
+
+
+def test_what_a_graph_cannot_hold_is_refused(dry):
+    assert dry("dry_generation:captured_against_the_rules") == {"launches": 2, "value": 6}

@@ -175,6 +175,9 @@ def test_shards_cross_the_wire_once_in_each_direction(seen):
 
 
 def test_bfloat16_passes_multiply_bfloat16(seen):
-    """Float32 products are left to the output layer, whose log-probs are float32."""
+    """The output layer too, though its log-probs are float32; a critic's head is float32."""
     flops = seen("critic")["update"]["flops"]
     assert flops["bfloat16"] > 100 * flops.get("float32", 0)
+    for case in ("actor", "actor, CP", "reference, kept", "student"):
+        for phase in ("update", "scoring"):
+            assert set(seen(case)[phase]["flops"]) == {"bfloat16"}, (case, phase)

@@ -149,7 +149,11 @@ def test_nucleus_without_a_full_sort_keeps_the_same_tokens(top_p, spread):
     scores = torch.randn(5, 5000) * spread
     scores[2] *= 0.01
     expected = scores >= threshold(scores.clone(), 0, top_p)[:, None]
-    assert torch.equal(scores >= _keep_threshold(scores, 0, top_p)[:, None], expected)
+    limits, _ = _keep_threshold(scores, 0, top_p, waits=True)
+    assert torch.equal(scores >= limits[:, None], expected)
+    unread, wide = _keep_threshold(scores, 0, top_p, waits=False)
+    assert bool(wide) == bool((expected.sum(1) >= 1024).any())
+    assert bool(wide) or torch.equal(unread, limits)
 
 
 def test_log_probs_are_exact_over_a_large_vocabulary():

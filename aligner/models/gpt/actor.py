@@ -274,6 +274,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             length=self.length_params,
             sampling=self.sampling_params,
             max_batch_size=self.rollout_micro_batch_size,
+            cuda_graphs=self.settings.cuda_graphs,
         )
 
 

@@ -192,6 +192,7 @@ class DTensorActorModel(DTensorModel):
             length=self.length_params,
             sampling=self.sampling_params,
             max_batch_size=self.rollout_micro_batch_size,
+            cuda_graphs=self.settings.cuda_graphs,
         )
 
     def finish_generation(self) -> None:

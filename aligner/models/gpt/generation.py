@@ -26,7 +26,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.expert_lockstep import experts_in_step
 from aligner.models.gpt.incremental import IncrementalModel
-from aligner.models.gpt.rollout import Rollout, TokenListener
+from aligner.models.gpt.rollout import Rollout, TokenListener, WideNucleusError
 from aligner.models.gpt.stop_strings import StopStrings
 
 
@@ -58,6 +58,7 @@ class Generator:
         sampling: SamplingParams,
         max_batch_size: int,
         tp_group: dist.ProcessGroup | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         """Set up; nothing is allocated before `generate`.
 
@@ -71,6 +72,8 @@ class Generator:
             sampling: how tokens are drawn, and the stop strings.
             max_batch_size: most sequences in flight together.
             tp_group: ranks that share the vocabulary; None: the model's own tensor-parallel group.
+            cuda_graphs: on a GPU, launch decoding steps as CUDA graphs, where one process holds
+                the model and all layers are dense. The tokens are the same without.
 
         Raises:
             ConfigError: lengths, ids or stop strings that cannot work.
@@ -85,6 +88,8 @@ class Generator:
         self._max_batch_size = max_batch_size
         self._tp_group = tp_group or gpt.pg_collection.tp
         self._stop = self._stop_strings(self._drawing)
+        self._cuda_graphs = cuda_graphs
+        self._waits = False  # for the device within a step; once a nucleus needed it, always
 
     def generate(
         self,
@@ -117,20 +122,30 @@ class Generator:
         self._check_prompts(prompts, prompt_lengths, length)
         device = next(self._gpt.parameters()).device
         prompts, prompt_lengths = prompts.to(device), prompt_lengths.to(device)
-        rollout = Rollout(
-            prompts,
-            prompt_lengths,
-            sample_ids.to(device),
-            seed=seed,
-            greedy=sampling.use_greedy if greedy is None else greedy,
-            vocab_size=self._architecture.vocab_size,
-            eos_ids=self._eos_ids,
-            pad_id=self._pad_id,
-            length=length,
-            sampling=sampling,
-            stop=stop,
-            listener=listener,
-        )
+        pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
+        ahead = _runs_ahead(device) and not pipeline
+
+        def begin(waits: bool) -> Rollout:
+            return Rollout(
+                prompts,
+                prompt_lengths,
+                sample_ids.to(device),
+                seed=seed,
+                greedy=sampling.use_greedy if greedy is None else greedy,
+                vocab_size=self._architecture.vocab_size,
+                eos_ids=self._eos_ids,
+                pad_id=self._pad_id,
+                length=length,
+                sampling=sampling,
+                stop=stop,
+                listener=listener,
+                runs_ahead=ahead,
+                waits=waits,
+                captured=self._cuda_graphs and not waits,
+            )
+
+        # A listener must not hear of tokens twice.
+        rollout = begin(waits=not ahead or self._waits or listener is not None)
         num_slots = min(self._max_batch_size, prompts.shape[0])
         with experts_in_step(self._gpt):
             if num_slots > 0:
@@ -142,12 +157,17 @@ class Generator:
                     tp_group=self._tp_group,
                 )
                 with model.session():
-                    rollout.run(model, num_slots)
+                    try:
+                        rollout.run(model, num_slots)
+                    except WideNucleusError:
+                        self._waits = True
+                        rollout = begin(waits=True)
+                        rollout.run(model, num_slots)
                 self._take_from_first_context_rank(rollout)
         longest = int(rollout.lengths.max()) if num_slots > 0 else 0
         return GenerationOutput(
             rollout.tokens[:, :longest].clone(),
-            rollout.lengths,
+            rollout.lengths.clone(),
             prompt_lengths,
             rollout.logprobs[:, :longest].clone(),
             rollout.is_end,
@@ -195,6 +215,11 @@ class Generator:
                 f"prompts hold token ids from {int(ids.min())} to {int(ids.max())} and the "
                 f"vocabulary has {self._architecture.vocab_size}; use the model's own tokenizer"
             )
+
+
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether the host's waiting for a step would cost time: a CPU computes while it is told to."""
+    return device.type != "cpu"
 
 
 def _check_settings(

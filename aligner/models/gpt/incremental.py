@@ -121,6 +121,12 @@ class IncrementalModel:
             self._project = self._layers = self._final_norm = None
             self._gpt.train(was_training)
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether `decode` and `logits` only launch kernels of this process; inside a session."""
+        whole = self._shard is not None and self._shard.group is None
+        return self._layers is not None and self.stages.is_first and whole
+
     def prefill(self, tokens: Tensor, lengths: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
         """Run prompts and put their keys and values into slots.
 

@@ -124,6 +124,11 @@ class KVCache:
         self._fused = device.type != "cpu" and dtype == torch.bfloat16
         self._pass: _Prefill | _Decode | None = None
 
+    @property
+    def capacity(self) -> int:
+        """Most tokens per sequence."""
+        return self._capacity
+
     def begin_prefill(self, lengths: Tensor, slots: Tensor, sources: Tensor) -> None:
         """The next forward pass is over prompts; prompt ``sources[i]`` fills ``slots[i]``.
 

@@ -1,8 +1,12 @@
-"""One rollout: which sample is in which slot, what it has so far, and when it is done.
+"""One rollout: which sample is in which slot, how long it is, and when it is done.
+
+On a GPU the host reads what a step drew while the next one runs, so a sequence that ends takes part
+in one step more, whose token is taken back. What is drawn for the others does not depend on it.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +14,12 @@ import torch
 from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
+from aligner.distributed.accelerator import HostCopy
+from aligner.errors import AlignerError
 from aligner.models.gpt.incremental import IncrementalModel
 from aligner.models.gpt.kv_cache import aligned
-from aligner.models.gpt.sampling import SampledTokens, counter_uniforms, sample_tokens
+from aligner.models.gpt.responses import Batch, Responses, rows_of_graph, span_of_graph
+from aligner.models.gpt.sampling import check_finite
 from aligner.models.gpt.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
@@ -22,19 +29,19 @@ _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if
 TokenListener = Callable[[int, int], None]
 
 
-@dataclass
-class _Batch:
-    """Samples whose next tokens are drawn together, and what a step knows for the one after it.
+class WideNucleusError(AlignerError):
+    """A nucleus had more tokens than a step looks at for which the host does not wait."""
 
-    All int64 [n]: ``rows``, the samples; ``starts``, lengths of their prompts; ``positions``, where
-    their next tokens go; ``tokens``, the last ones drawn (None: look them up).
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A step that the host has not read: its samples, how many new tokens each then had, and what
+    is on its way: tokens [n], log-probs [n], ``wide`` [].
     """
 
     samples: list[int]
-    rows: Tensor
-    starts: Tensor
-    positions: Tensor
-    tokens: Tensor | None = None
+    made: list[int]
+    values: HostCopy
 
 
 class Rollout:
@@ -59,63 +66,92 @@ class Rollout:
         sampling: SamplingParams,
         stop: StopStrings | None,
         listener: TokenListener | None = None,
+        runs_ahead: bool = False,
+        waits: bool = True,
+        captured: bool = False,
     ) -> None:
-        """All samples wait; arguments as of `aligner.models.gpt.generation.Generator`."""
-        batch, columns = prompts.shape
-        device = prompts.device
-        self.tokens = torch.full(
-            (batch, columns + length.max_length), pad_id, dtype=torch.int64, device=device
+        """All samples wait; arguments as of `aligner.models.gpt.generation.Generator`.
+
+        ``runs_ahead``: a step is read while the next one runs. ``waits``: the host may wait for the
+        device within a step, too. ``captured``: steps become CUDA graphs, where the model can.
+        """
+        batch = prompts.shape[0]
+        self._responses = Responses(
+            prompts,
+            prompt_lengths,
+            sample_ids,
+            seed=seed,
+            greedy=greedy,
+            vocab_size=vocab_size,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            length=length,
+            sampling=sampling,
         )
-        within = torch.arange(columns, device=device) < prompt_lengths[:, None]
-        self.tokens[:, :columns] = torch.where(within, prompts, pad_id)
-        self.logprobs = torch.zeros(self.tokens.shape, device=device)
-        self.lengths = prompt_lengths.clone()
-        self.is_end = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.tokens = self._responses.tokens[:batch]
+        self.logprobs = self._responses.logprobs[:batch]
+        self.lengths = self._responses.lengths[:batch]
+        self.is_end = torch.zeros(batch, dtype=torch.bool, device=prompts.device)
 
         self._prompt_lengths: list[int] = prompt_lengths.tolist()
         self._prompts = [
             tuple(row[:n]) for row, n in zip(prompts.tolist(), self._prompt_lengths, strict=True)
         ]
         self._made = [0] * batch  # new tokens of each sample
-        self._responses: list[list[int]] = [[] for _ in range(batch)]  # kept for stop strings
-        new_positions = prompt_lengths[:, None] + torch.arange(length.max_length, device=device)
-        self._uniforms = counter_uniforms(
-            seed, sample_ids[:, None].expand_as(new_positions), new_positions
-        )
-        self._greedy = greedy
-        self._length, self._sampling, self._stop = length, sampling, stop
+        self._texts: list[list[int]] = [[] for _ in range(batch)]  # kept for stop strings
+        self._ended: set[int] = set()
+        self._length, self._stop = length, stop
         self._listener = listener
-        self._end_ids = torch.tensor(eos_ids, dtype=torch.int64, device=device)
         self._eos = set(eos_ids)
-        self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1.0:
-            self._seen = _tokens_seen(prompts, within, vocab_size)
+        self._runs_ahead, self._waits, self._captured = runs_ahead, waits, captured
+        self._unread: deque[_Drawn] = deque()
 
         self._waiting = list(range(batch))[::-1]
         self._flight: list[int | None] = []  # sample in each slot; None: the slot is free
         self._last_hidden: dict[tuple[int, ...], Tensor] = {}
-        self._batch: _Batch | None = None  # the flight, while it stays as it is
+        self._batch: Batch | None = None  # the flight, while it stays as it is
 
     def run(self, model: IncrementalModel, num_slots: int) -> None:
-        """Generate until every sample has ended."""
-        while self._waiting or self._flight:
-            while self._waiting and self._fill_slots(model, num_slots):
-                pass
-            self._close_gaps(model)
-            if self._flight:
-                self._advance(model)
+        """Generate until every sample has ended.
+
+        Raises:
+            NonFiniteError: as of `aligner.models.gpt.sampling.sample_tokens`.
+            WideNucleusError: a rollout that does not wait met a nucleus that needs it to.
+        """
+        try:
+            while self._waiting or self._flight:
+                while self._waiting and self._fill_slots(model, num_slots):
+                    pass
+                self._close_gaps(model)
+                if self._flight:
+                    self._advance(model, num_slots)
+            self._read(unread=0)
+        finally:
+            self._responses.forget_graphs()
 
     # Steps ------------------------------------------------------------------------------------
 
-    def _advance(self, model: IncrementalModel) -> None:
+    def _advance(self, model: IncrementalModel, num_slots: int) -> None:
         """One more token for every sequence in flight."""
+        samples = [s for s in self._flight if s is not None]
+        longest = max(map(self._length_of, samples))
+        # In the shapes of graphs without graphs, too: the same tokens with and without.
+        shaped = self._runs_ahead and model.can_be_captured
+        if shaped:
+            longest = span_of_graph(longest, model.cache.capacity)
         if self._batch is None:
-            self._batch = self._make_batch([s for s in self._flight if s is not None])
+            rows = rows_of_graph(len(samples), num_slots) if shaped else None
+            self._batch = self._responses.batch(samples, rows)
         batch = self._batch
-        last = batch.positions - 1
-        tokens = self.tokens[batch.rows, last] if batch.tokens is None else batch.tokens
-        longest = max(map(self._length_of, batch.samples))
-        self._draw(model, batch, model.decode(tokens, last, longest))
+        self._responses.advance(
+            model,
+            batch,
+            longest,
+            banning=self._banning(samples),
+            waits=self._waits,
+            captured=shaped and self._captured,
+        )
+        self._note(samples, batch)
 
     def _fill_slots(self, model: IncrementalModel, num_slots: int) -> bool:
         """Prompts of waiting samples into free slots, and their first tokens; False: no slot."""
@@ -134,7 +170,11 @@ class Rollout:
         hidden = torch.stack([self._last_hidden[self._prompts[sample]] for sample in samples])
         still_waiting = {self._prompts[sample] for sample in self._waiting}
         self._last_hidden = {p: h for p, h in self._last_hidden.items() if p in still_waiting}
-        self._draw(model, self._make_batch(samples), hidden)
+        batch = self._responses.batch(samples)
+        self._responses.draw(
+            model, batch, hidden, banning=self._banning(samples), waits=self._waits
+        )
+        self._note(samples, batch)
         return True
 
     def _copy_known_prompts(self, model: IncrementalModel, placed: dict[int, int]) -> None:
@@ -186,48 +226,54 @@ class Rollout:
             self._flight[target] = self._flight[source]
         del self._flight[count:]
 
-    def _draw(self, model: IncrementalModel, batch: _Batch, hidden: Tensor) -> None:
-        """Sample the next token of each row, write it down, free the slots of ended samples."""
-        rows, positions = batch.rows, batch.positions
-        made = positions - batch.starts
-        banned = None
-        if min(self._made[sample] for sample in batch.samples) + 1 < self._length.min_length:
-            banned = made + 1 < self._length.min_length
-
-        def draw() -> SampledTokens:
-            return sample_tokens(
-                model.logits(hidden),
-                self._uniforms[rows, made],
-                self._sampling,
-                greedy=self._greedy,
-                seen=None if self._seen is None else self._seen[rows],
-                banned=banned,
-                end_ids=self._end_ids,
-            )
-
-        drawn = model.stages.drawn_by_last(len(batch.samples), draw)
-        self.tokens[rows, positions] = drawn.tokens
-        self.logprobs[rows, positions] = drawn.logprobs
-        batch.positions, batch.tokens = positions + 1, drawn.tokens
-        self.lengths[rows] = batch.positions
-        if self._seen is not None:
-            self._seen[rows, drawn.tokens] = True
-        self._note(batch.samples, drawn.tokens.tolist())
-
-    def _note(self, samples: list[int], tokens: list[int]) -> None:
-        """Free the slots of the samples that their newest tokens end."""
-        ended, full = [], []
-        for sample, token in zip(samples, tokens, strict=True):
+    def _note(self, samples: list[int], batch: Batch) -> None:
+        """A step is under way: count its tokens, and read what the one before drew."""
+        for sample in samples:
             self._made[sample] += 1
-            if self._listener is not None:
-                self._listener(sample, token)
-            if self._ends(sample, token):
-                ended.append(sample)
-            elif self._made[sample] == self._length.max_length:
-                full.append(sample)
-        if ended:
-            self.is_end[self._index(ended)] = True
-        for sample in ended + full:
+            if self._made[sample] == self._length.max_length:
+                self._leave(sample)
+        values = HostCopy(batch.tokens, batch.logprobs, batch.wide)
+        self._unread.append(_Drawn(samples, [self._made[s] for s in samples], values))
+        self._read(unread=1 if self._runs_ahead else 0)
+
+    def _read(self, unread: int) -> None:
+        """Read steps, oldest first, until so many are left; end the samples they end."""
+        while len(self._unread) > unread:
+            drawn = self._unread.popleft()
+            tokens, logprobs, wide = drawn.values.wait()
+            if not self._waits:
+                check_finite(logprobs[: len(drawn.samples)])
+                if bool(wide):
+                    raise WideNucleusError("top-p keeps more tokens than a step looks at")
+            ended = []
+            for sample, made, token in zip(
+                drawn.samples, drawn.made, tokens.tolist()[: len(drawn.samples)], strict=True
+            ):
+                if sample in self._ended:
+                    continue
+                if self._listener is not None:
+                    self._listener(sample, token)
+                if self._ends(sample, token):
+                    ended.append((sample, made))
+            self._end(ended)
+
+    def _end(self, ended: list[tuple[int, int]]) -> None:
+        """These samples ended by themselves with so many new tokens."""
+        if not ended:
+            return
+        surplus = [(sample, made) for sample, made in ended if made < self._made[sample]]
+        for sample, made in ended:
+            self._ended.add(sample)
+            self._made[sample] = made
+            self._leave(sample)
+        self.is_end[self._index([sample for sample, _ in ended])] = True
+        if surplus:
+            samples = [sample for sample, _ in surplus]
+            self._responses.take_back(samples, [self._length_of(sample) for sample in samples])
+
+    def _leave(self, sample: int) -> None:
+        """Free the slot of a sample, where it has one."""
+        if sample in self._flight:
             self._flight[self._flight.index(sample)] = None
             self._batch = None
 
@@ -237,7 +283,7 @@ class Rollout:
             return True  # before min_length it could not have been drawn
         if self._stop is None:
             return False
-        response = self._responses[sample]
+        response = self._texts[sample]
         response.append(token)
         if len(response) < self._length.min_length:
             return False
@@ -251,23 +297,15 @@ class Rollout:
             source, target = zip(*pairs, strict=True)
             model.cache.copy(self._index(source), self._index(target), length)
 
-    def _make_batch(self, samples: list[int]) -> _Batch:
-        rows = self._index(samples)
-        starts = self._index([self._prompt_lengths[sample] for sample in samples])
-        return _Batch(samples, rows, starts, self.lengths[rows])
+    def _banning(self, samples: list[int]) -> bool:
+        """Whether one of the samples is too short to end with its next token."""
+        return min(self._made[sample] for sample in samples) + 1 < self._length.min_length
 
     def _length_of(self, sample: int) -> int:
         return self._prompt_lengths[sample] + self._made[sample]
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.tokens.device)
-
-
-def _tokens_seen(prompts: Tensor, within: Tensor, vocab_size: int) -> Tensor:
-    """Bool [B, V]: the token occurs in the prompt."""
-    seen = torch.zeros(prompts.shape[0], vocab_size + 1, dtype=torch.bool, device=prompts.device)
-    seen.scatter_(1, torch.where(within, prompts, vocab_size), True)
-    return seen[:, :vocab_size]
+        return self._responses.index(numbers)
 
 
 def _prefill_chunks(prompts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:

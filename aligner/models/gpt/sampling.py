@@ -32,10 +32,14 @@ _NUCLEUS = 1024  # so many tokens hold a nucleus nearly always; else the row is 
 
 
 class SampledTokens(NamedTuple):
-    """``tokens`` int64 [b]; ``logprobs`` float32 [b], of the distribution drawn from."""
+    """``tokens`` int64 [b]; ``logprobs`` float32 [b], of the distribution drawn from.
+
+    ``wide``: bool [], see `sample_tokens`; None: never.
+    """
 
     tokens: Tensor
     logprobs: Tensor
+    wide: Tensor | None = None
 
 
 def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
@@ -74,8 +78,13 @@ def sample_tokens(
     seen: Tensor | None = None,
     banned: Tensor | None = None,
     end_ids: Tensor | None = None,
+    waits: bool = True,
 ) -> SampledTokens:
     """Draw one token per row.
+
+    With ``waits`` the host reads what it must know. Without, it is left to the caller, later, to
+    `check_finite` the log-probs, and to draw again with ``waits`` where ``wide`` is true: some
+    row's nucleus had more tokens than were looked at.
 
     Args:
         logits: float [b, V], padding columns cut off; its memory may be used for the result.
@@ -86,6 +95,7 @@ def sample_tokens(
         seen: bool [b, V], tokens that occurred; required for a repetition penalty other than 1.
         banned: bool [b], rows in which ``end_ids`` cannot be drawn.
         end_ids: int64 [e], the end-of-sequence tokens; needed with ``banned``.
+        waits: whether the host may wait for the device.
 
     Raises:
         NonFiniteError: the logits of a row are NaN, or infinite so that no distribution is left.
@@ -99,8 +109,9 @@ def sample_tokens(
     allowed = None
     if banned is not None and end_ids is not None and end_ids.numel() > 0:
         allowed = _ban(scores, banned, end_ids)
+    wide = None
     if sampling.top_k > 0 or sampling.top_p < 1.0:
-        limit = _keep_threshold(scores, sampling.top_k, sampling.top_p)
+        limit, wide = _keep_threshold(scores, sampling.top_k, sampling.top_p, waits)
         scores = scores.masked_fill(scores < limit[:, None], -torch.inf)
         allowed = None
     probabilities = scores.softmax(dim=-1)
@@ -113,13 +124,23 @@ def sample_tokens(
     if allowed is not None:
         normalizer = scores.gather(1, tokens[:, None]).squeeze(1).double() - logprobs
         logprobs = logprobs - torch.logaddexp(normalizer, allowed) + normalizer
+    if waits:
+        check_finite(logprobs)
+    return SampledTokens(tokens, logprobs.float(), wide)
+
+
+def check_finite(logprobs: Tensor) -> None:
+    """Refuse log-probs [b] that came of logits that are no numbers; the host reads them.
+
+    Raises:
+        NonFiniteError: as of `sample_tokens`.
+    """
     if not math.isfinite(logprobs.sum().item()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
         raise NonFiniteError(
             f"logits of rows {bad} are not finite, nothing can be sampled from them; the weights "
             "are damaged (look for the step at which the loss or gradient stopped being finite)"
         )
-    return SampledTokens(tokens, logprobs.float())
 
 
 def _ban(scores: Tensor, banned: Tensor, end_ids: Tensor) -> Tensor:
@@ -187,19 +208,26 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return index.clamp_(max=cumulative.shape[1] - 1)  # beyond it where the sums are NaN
 
 
-def _keep_threshold(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Threshold of the kept set, [b]; a nucleus is found without sorting the vocabulary."""
+def _keep_threshold(
+    scores: Tensor, top_k: int, top_p: float, waits: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Threshold of the kept set, [b]; a nucleus is found without sorting the vocabulary.
+
+    Without ``waits`` also bool []: in some row it was not found.
+    """
     columns = scores.shape[1]
     if top_k > 0 or columns <= _NUCLEUS:
-        return threshold(scores.clone(), top_k, top_p)
+        return threshold(scores.clone(), top_k, top_p), None
     likeliest = scores.topk(_NUCLEUS, dim=1).values
     mass = (likeliest - scores.logsumexp(dim=1, keepdim=True)).exp().cumsum(dim=1)
     wide = mass[:, -2] <= top_p
     # Rows whose nucleus lies within: to `threshold` the rest of the vocabulary is one more token.
     limits = _nucleus_threshold(likeliest, mass, top_p)
+    if not waits:
+        return limits, wide.any()
     if bool(wide.any()):
         limits[wide] = threshold(scores[wide], 0, top_p)
-    return limits
+    return limits, None
 
 
 def _nucleus_threshold(likeliest: Tensor, mass: Tensor, top_p: float) -> Tensor:

@@ -45,6 +45,7 @@ class RoleSettings:
     length_params: LengthParams = field(default_factory=LengthParams)  # of responses
     sampling_params: SamplingParams = field(default_factory=SamplingParams)  # temperature: scores'
     rollout_micro_batch_size: int = 64  # sequences in flight together while generating
+    cuda_graphs: bool = True  # of decoding steps, on GPUs
     sequence_packing: bool = False  # the sequences of a micro-batch stand in one row
     sequence_length_round: int = 1  # padded micro-batches are as long as a multiple of it
     optim: OptimConfig | None = None
@@ -73,6 +74,7 @@ class RunFacts:
     non_finite: Literal["skip", "stop"] = "skip"
     non_finite_dir: Path | None = None
     seed: int = 1234
+    cuda_graphs: bool = True
 
     @classmethod
     def of(cls, role: PublishedRole) -> "RunFacts":
@@ -90,6 +92,7 @@ def policy_settings(
         length_params=rollout.length_params,
         sampling_params=rollout.sampling_params,
         rollout_micro_batch_size=rollout.rollout_micro_batch_size,
+        cuda_graphs=run.cuda_graphs,
     )
 
 

@@ -1,0 +1,71 @@
+"""CUDA graphs on the dry device: nothing is captured that a graph cannot hold.
+
+A captured operation is not run and counts nothing. A replay runs all of them and is one launch.
+What was allocated while capturing is alive as long as the graph.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from aligner.dry.known import KnownValues, tensors_in
+from aligner.dry.record import Record
+from aligner.errors import DryDeviceError
+
+
+class Graph:
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, records: list[Record], known: KnownValues) -> None:
+        """``records``: of the device's blocks. ``known``: its values."""
+        self._records, self._known = records, known
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._counts: list[Callable[[Record], None]] = []
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Capture an operation.
+
+        Raises:
+            DryDeviceError: it copies between host and device.
+        """
+        tensors = tensors_in((args, kwargs, out))
+        if len({each.device.type for each in tensors if each.dim()}) > 1:
+            raise DryDeviceError(f"{func} copies between host and device inside a CUDA graph")
+        self._calls.append((func, args, kwargs, out))
+        if any(each.is_cuda for each in tensors):
+            self.counts(lambda record: record.saw(func, args, kwargs, out))
+
+    def counts(self, count: Callable[[Record], None]) -> None:
+        """What a replay adds to a record."""
+        self._counts.append(count)
+
+    def replay(self) -> None:
+        """All captured operations, as one launch."""
+        for call in self._calls:
+            self._known.follow(*call)
+        for record in self._records:
+            before = record.launches
+            for count in self._counts:
+                count(record)
+            record.graphed += record.launches - before - 1
+
+
+class Capturing:
+    """Which graph is being captured, if any."""
+
+    def __init__(self) -> None:
+        self.graph: Graph | None = None
+
+    @contextlib.contextmanager
+    def into(self, graph: Graph, **_: Any) -> Iterator[None]:
+        """In the place of `torch.cuda.graph`."""
+        self.graph = graph
+        try:
+            yield
+        finally:
+            self.graph = None
+
+    def refuse(self, what: str) -> None:
+        """Raise `DryDeviceError` while a graph is captured."""
+        if self.graph is not None:
+            raise DryDeviceError(f"{what} inside a CUDA graph")

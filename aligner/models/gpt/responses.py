@@ -1,0 +1,214 @@
+"""The device's half of a rollout: what was drawn so far, and the step that draws one token more.
+
+Nothing here reads a value of the device, and a step overwrites what it keeps for the one after it.
+So on a GPU the host can run ahead of it, and a step of a shape that has come before is one launch,
+a CUDA graph. Graphs are of two sizes, rows and span, both rounded up: few are made.
+
+Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aligner.config import LengthParams, SamplingParams
+from aligner.distributed import accelerator
+from aligner.models.gpt.incremental import IncrementalModel
+from aligner.models.gpt.sampling import SampledTokens, counter_uniforms, sample_tokens
+
+_LEAST_SPAN_STEP = 64  # spans of attention are rounded up to a multiple of it,
+_SPAN_STEPS = 8  # or of this part of the power of two below them
+_ROW_STEP = 8  # more rows than this are rounded up to a multiple of it, fewer to a power of two
+
+
+@dataclass
+class Batch:
+    """Samples whose next tokens are drawn together; a step updates all but the first two.
+
+    int64 [n] ``rows``, the samples; ``starts``, lengths of their prompts; ``positions``, where
+    their next tokens go; ``tokens``, the last ones drawn. float32 [n] ``logprobs`` of these. bool
+    [] ``wide``: a nucleus was wider than what was looked at (`sample_tokens`).
+    """
+
+    rows: Tensor
+    starts: Tensor
+    positions: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    wide: Tensor
+
+
+class Responses:
+    """Tokens of B samples, and of one more that stands for none, the last row.
+
+    ``tokens`` int64 [B + 1, S]; ``logprobs`` float32 [B + 1, S]; ``lengths`` int64 [B + 1].
+    """
+
+    def __init__(
+        self,
+        prompts: Tensor,
+        prompt_lengths: Tensor,
+        sample_ids: Tensor,
+        *,
+        seed: int,
+        greedy: bool,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        length: LengthParams,
+        sampling: SamplingParams,
+    ) -> None:
+        """Prompts alone; arguments as of `aligner.models.gpt.generation.Generator`."""
+        batch, columns = prompts.shape
+        device = prompts.device
+        self.tokens = torch.full(
+            (batch + 1, columns + length.max_length), pad_id, dtype=torch.int64, device=device
+        )
+        within = torch.arange(columns, device=device) < prompt_lengths[:, None]
+        self.tokens[:batch, :columns] = torch.where(within, prompts, pad_id)
+        self.logprobs = torch.zeros(self.tokens.shape, device=device)
+        self.lengths = torch.cat((prompt_lengths, prompt_lengths.new_ones(1)))
+        self._starts = self.lengths.clone()
+        new_positions = prompt_lengths[:, None] + torch.arange(length.max_length, device=device)
+        uniforms = counter_uniforms(
+            seed, sample_ids[:, None].expand_as(new_positions), new_positions
+        )
+        self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, length.max_length)))
+        self._pad_id, self._greedy = pad_id, greedy
+        self._length, self._sampling = length, sampling
+        self._end_ids = torch.tensor(eos_ids, dtype=torch.int64, device=device)
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self._seen = _tokens_seen(prompts, within, vocab_size)
+        self._kept: dict[int, Batch] = {}  # by number of rows: what graphs read and write
+        self._graphs: dict[tuple[int, int, bool], Callable[[], None] | None] = {}
+        self._graph_memory = accelerator.graph_memory()
+
+    def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
+        """Of these samples, filled up to ``rows`` with the one that stands for none.
+
+        With ``rows`` its tensors are those of the last batch of so many rows.
+        """
+        nobody = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
+        chosen = self.index([*samples, *nobody])
+        self.lengths[-1] = 1
+        positions = self.lengths[chosen]
+        batch = Batch(
+            chosen,
+            self._starts[chosen],
+            positions,
+            self.tokens[chosen, positions - 1],
+            torch.zeros(chosen.shape, device=chosen.device),
+            torch.zeros((), dtype=torch.bool, device=chosen.device),
+        )
+        if rows is None:
+            return batch
+        kept = self._kept.setdefault(rows, batch)
+        for field in dataclasses.fields(Batch):
+            getattr(kept, field.name).copy_(getattr(batch, field.name))
+        return kept
+
+    def draw(
+        self, model: IncrementalModel, batch: Batch, hidden: Tensor, *, banning: bool, waits: bool
+    ) -> None:
+        """Sample the next token of each row from final hidden states [n, H] and write it down.
+
+        ``banning``: some rows are too short to end. ``waits``: see `sample_tokens`.
+        """
+        rows, positions = batch.rows, batch.positions
+        made = positions - batch.starts
+
+        def draw() -> SampledTokens:
+            return sample_tokens(
+                model.logits(hidden),
+                self._uniforms[rows, made],
+                self._sampling,
+                greedy=self._greedy,
+                seen=None if self._seen is None else self._seen[rows],
+                banned=made + 1 < self._length.min_length if banning else None,
+                end_ids=self._end_ids,
+                waits=waits,
+            )
+
+        drawn = model.stages.drawn_by_last(len(rows), draw)
+        self.tokens[rows, positions] = drawn.tokens
+        self.logprobs[rows, positions] = drawn.logprobs
+        if self._seen is not None:
+            self._seen[rows, drawn.tokens] = True
+        batch.positions += 1
+        self.lengths[rows] = batch.positions
+        batch.tokens.copy_(drawn.tokens)
+        batch.logprobs.copy_(drawn.logprobs)
+        if drawn.wide is not None:
+            batch.wide.copy_(drawn.wide)
+
+    def advance(
+        self,
+        model: IncrementalModel,
+        batch: Batch,
+        longest: int,
+        *,
+        banning: bool,
+        waits: bool,
+        captured: bool,
+    ) -> None:
+        """One more token for the batch, whose samples are in the first n slots.
+
+        ``longest``: no sequence has more tokens. ``captured``: by a CUDA graph from the second step
+        of a shape on, for batches of so many ``rows``; the first step loads what kernels need.
+        """
+
+        def step() -> None:
+            hidden = model.decode(batch.tokens, batch.positions - 1, longest)
+            self.draw(model, batch, hidden, banning=banning, waits=waits)
+
+        key = (len(batch.rows), longest, banning)
+        if not captured:
+            step()
+        elif key not in self._graphs:
+            self._graphs[key] = None
+            step()
+        else:
+            graph = self._graphs[key]
+            if graph is None:
+                graph = self._graphs[key] = accelerator.capture(step, self._graph_memory)
+            graph()
+
+    def forget_graphs(self) -> None:
+        """Free what they hold."""
+        self._graphs.clear()
+        self._kept.clear()
+
+    def take_back(self, samples: Sequence[int], lengths: Sequence[int]) -> None:
+        """Remove the last token of each sample, down to ``lengths``."""
+        rows, places = self.index(samples), self.index(lengths)
+        self.tokens[rows, places] = self._pad_id
+        self.logprobs[rows, places] = 0.0
+        self.lengths[rows] = places
+
+    def index(self, numbers: Sequence[int]) -> Tensor:
+        """int64 [n] on the device; the host does not wait."""
+        return torch.tensor(numbers, dtype=torch.int64).to(self.tokens.device, non_blocking=True)
+
+
+def rows_of_graph(sequences: int, slots: int) -> int:
+    """How many rows a captured step for so many sequences has; at most ``slots``."""
+    if sequences > _ROW_STEP:
+        return min(slots, -(-sequences // _ROW_STEP) * _ROW_STEP)
+    return min(slots, 1 << (sequences - 1).bit_length())
+
+
+def span_of_graph(longest: int, capacity: int) -> int:
+    """The span that a captured step attends over; at most ``capacity``."""
+    step = max(_LEAST_SPAN_STEP, (1 << (longest.bit_length() - 1)) // _SPAN_STEPS)
+    return min(capacity, -(-longest // step) * step)
+
+
+def _tokens_seen(prompts: Tensor, within: Tensor, vocab_size: int) -> Tensor:
+    """Bool [B + 1, V]: the token occurs in the prompt."""
+    seen = prompts.new_zeros(prompts.shape[0] + 1, vocab_size + 1, dtype=torch.bool)
+    seen[:-1].scatter_(1, torch.where(within, prompts, vocab_size), True)
+    return seen[:, :vocab_size]
