@@ -148,9 +148,12 @@ def bytes_to_copy(tree: Any) -> int:
     return sum(whole.values()) + parts
 
 
-def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage as uint8 ``[bytes]``."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
+    """All of a storage as uint8 ``[bytes]``.
+
+    ``device``: its tensors'; default the storage's own, which a fake tensor's does not tell.
+    """
+    return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:

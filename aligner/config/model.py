@@ -79,6 +79,8 @@ class RolloutConfig:
     rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
     forward_micro_batch_size: Count = 16  # sequences per forward pass of log-probs, per rank
     offload_adam_states: bool = False  # optimizer state to host memory while not training
+    # Gradient buffers, and float32 weights beside bf16 ones, off the device while not training.
+    offload_gradients: bool = False
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
@@ -300,6 +302,8 @@ class CriticConfig:
     expert_model_parallel_size: Count | None = None  # null: model.expert_model_parallel_size
     sequence_parallel: bool | None = None  # null: model.sequence_parallel
     offload_adam_states: bool = False  # optimizer state to host memory while not training
+    # Gradient buffers, and float32 weights beside bf16 ones, off the device while not training.
+    offload_gradients: bool = False
     offload_weights: bool = False  # weights and gradient buffers to host memory while idle
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 

@@ -40,6 +40,11 @@ def check_policy_backend(backend: str, model: TrainedModelConfig, section: str =
         "overlap_grad_reduce": (False, "has FSDP2's overlap"),
         "overlap_param_gather": (False, "has FSDP2's overlap"),
     }
+    if model.rollout.offload_gradients:
+        raise ConfigError(
+            f"{model.rollout_key}.offload_gradients=true: policy.backend=dtensor keeps no gradient "
+            "buffers; set it to false"
+        )
     for key, (supported, instead) in whole.items():
         value = getattr(model, key)
         if value != supported:

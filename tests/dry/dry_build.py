@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
-from aligner.config import LayerOptions, OptimConfig
+from aligner.config import LayerOptions, LengthParams, OptimConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
@@ -69,6 +69,48 @@ def actor(biased, fusions):
         with device.record() as scoring:
             role.get_logprobs(data)
     return {"update": facts(update), "scoring": facts(scoring)}
+
+
+def residence(offload):
+    """Bytes that training keeps, those while others work, and those after it goes on."""
+    settings = RoleSettings(
+        precision="bf16",
+        optim=OptimConfig(lr=1e-5),
+        micro_batch_size=ROWS,
+        global_batch_size=ROWS,
+        offload_gradients=offload,
+        length_params=LengthParams(max_length=4),
+    )
+    with DryDevice() as device:
+        role = MegatronGPTActorModel(
+            {"vocab_size": TINY_ARCHITECTURE.vocab_size},
+            settings=settings,
+            architecture=TINY_ARCHITECTURE,
+            tokenizer=byte_level_tokenizer(),
+            initialize=False,
+        )
+        data = batch()
+        role.loss_fn = PPOPolicyLoss()
+        role.prepare_for_training()
+        role.training_update(data)
+        role.finish_training()
+        found = {
+            "parameters": sum(each.numel() for each in role.gpt.parameters()),
+            "training": device.memory.alive_bytes,
+        }
+        role.prepare_for_inference()
+        found["rollout"] = device.memory.alive_bytes
+        role.generate(
+            data["input_ids"][:, :8].contiguous(),
+            torch.full((ROWS,), 8).to("cuda"),
+            torch.arange(ROWS).to("cuda"),
+            seed=1,
+        )
+        role.get_logprobs(data)
+        role.prepare_for_training()
+        found["back"] = device.memory.alive_bytes
+        role.training_update(data)
+    return found
 
 
 def experts():

@@ -47,3 +47,11 @@ def test_operations_repeat_where_it_is_asked(dry):
     without, asked = dry("dry_build:determinism")
     assert without[:2] == [False, False]
     assert asked == [True, True, ":4096:8", "Ring"]
+
+
+def test_gradients_and_float32_weights_are_away_while_it_draws(dry):
+    stays, goes = (dry("dry_build:residence", offload=offload) for offload in (False, True))
+    assert goes["training"] == stays["training"]
+    gone = stays["rollout"] - goes["rollout"]
+    assert gone == pytest.approx(8 * goes["parameters"], rel=0.02)
+    assert goes["back"] == pytest.approx(stays["back"], rel=0.02)

@@ -327,10 +327,16 @@ class MegatronGPTModel(ModelPT):
         if self.optimizer is not None:
             self.optimizer.collect_weights()
 
+    def _bring_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.bring_gradients()
+
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""
+        """Enter evaluation mode; gradients and moments leave the device where configured."""
         self.kept_pass.drop()
         self.collect_weights()
+        if self.optimizer is not None and self.settings.offload_gradients:
+            self.optimizer.park_gradients()
         if self.optimizer is not None and self.settings.offload_adam_states:
             self.optimizer.offload()
         self.model.eval()
@@ -344,12 +350,14 @@ class MegatronGPTModel(ModelPT):
     def run_state(self) -> dict[str, Any]:
         """This process's share of weights and optimizer, exact; see `role_state`."""
         self.collect_weights()
+        self._bring_gradients()
         return role_state(
             self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
         )
 
     def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        self._bring_gradients()
         load_role_state(
             self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora, states
         )

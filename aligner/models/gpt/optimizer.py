@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from aligner.config import OptimConfig, SchedConfig
 from aligner.distributed import accelerator
+from aligner.models.gpt.residence import Residence
 
 
 def wrap_for_training(
@@ -145,6 +146,7 @@ class RoleOptimizer:
         self.total_steps = total_steps
         self.steps = 0
         self._offloaded = False
+        self._residence = Residence(model)
         self._collected = True  # weights are here, of which other ranks updated a share
         with accelerator.cuda_literals():
             self.inner = get_megatron_optimizer(
@@ -212,7 +214,8 @@ class RoleOptimizer:
         modules comes after it.
         """
         if self.model.ddp_config.overlap_param_gather and not self._collected:
-            self.model.start_param_sync(force_sync=True)
+            with accelerator.cuda_literals():
+                self.model.start_param_sync(force_sync=True)
             self._collected = True
 
     def offload(self) -> None:
@@ -222,8 +225,20 @@ class RoleOptimizer:
         accelerator.release_memory()
         self._offloaded = True
 
+    def park_gradients(self) -> None:
+        """Free the gradient buffers and move float32 weights beside lower ones to the host."""
+        weights = {_storage_of(each) for each in self.model.parameters()}
+        mains = [part.main for part in self.owned_slices()]
+        self._residence.to_host(params=False, grads=True)
+        self._residence.park(kept=[m for m in mains if _storage_of(m) not in weights], freed=[])
+
+    def bring_gradients(self) -> None:
+        """Undo `park_gradients`; gradients are zero."""
+        self._residence.to_device()
+
     def restore(self) -> None:
-        """Bring the Adam moments back to the device."""
+        """Bring gradient buffers, float32 weights and the Adam moments back to the device."""
+        self.bring_gradients()
         if self._offloaded:
             self._move(accelerator.to_device)
             self._offloaded = False
@@ -237,6 +252,7 @@ class RoleOptimizer:
 
     def take_over_weights(self) -> None:
         """Begin from the model's weights, where the optimizer updates a copy of them."""
+        self.bring_gradients()
         with accelerator.cuda_literals():
             self.inner.reload_model_params()
 
@@ -276,3 +292,7 @@ class RoleOptimizer:
         """Continue the schedule after ``steps`` updates; moments are on the device."""
         self.steps = steps
         self._offloaded = False
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -5,6 +5,7 @@ updates and a tied copy are views of one storage, and stay so.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,21 @@ from aligner.checkpoint.state_tree import storage_bytes
 from aligner.distributed import accelerator
 
 
+class _Parked(NamedTuple):
+    """Memory of the device that was freed."""
+
+    storage: torch.UntypedStorage
+    device: torch.device
+    size: int  # bytes
+    copy: Tensor | None  # its content, uint8; None: zeros
+
+
 class Residence:
     """Parks the storages of one model and brings them back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._parked: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._parked: list[_Parked] = []
 
     def to_host(self, *, params: bool, grads: bool) -> None:
         """Free the device memory of weights, which are copied, and of gradients, which are not.
@@ -32,24 +42,30 @@ class Residence:
             for parameter in self._model.parameters()
             if hasattr(parameter, "main_grad")
         ]
-        leaving: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
-        for tensors, keep in ((weights if params else [], True), (buffers if grads else [], False)):
-            for storage in _storages(tensors):
-                content = storage_bytes(storage)
-                copy = accelerator.to_host(content)
-                if copy is not content and content.numel():
-                    leaving.append((storage, content.numel(), copy if keep else None))
+        self.park(kept=weights if params else [], freed=buffers if grads else [])
+
+    def park(self, *, kept: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
+        """The same of any tensors: ``kept`` are copied, ``freed`` come back as zeros."""
+        leaving: list[_Parked] = []
+        for tensors, keep in ((kept, True), (freed, False)):
+            for storage, device in _storages(tensors):
+                content = storage_bytes(storage, device)
+                sample = content if keep else content[:1]
+                copy = accelerator.to_host(sample)
+                if copy is not sample and content.numel():
+                    size = content.numel()
+                    leaving.append(_Parked(storage, device, size, copy if keep else None))
         accelerator.synchronize()  # copies are on their way
-        for storage, _, _ in leaving:
-            storage.resize_(0)
+        for parked in leaving:
+            parked.storage.resize_(0)
         self._parked += leaving
         accelerator.release_memory()
 
     def to_device(self) -> None:
         """Bring everything back; gradients are zero."""
-        for storage, size, copy in self._parked:
+        for storage, device, size, copy in self._parked:
             storage.resize_(size)
-            content = storage_bytes(storage)
+            content = storage_bytes(storage, device)
             if copy is None:
                 content.zero_()
             else:
@@ -63,7 +79,10 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind tensors, each once."""
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.device]]:
+    """The storages behind tensors, each once, and where they are."""
+    found = {
+        tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.device)
+        for tensor in tensors
+    }
     return list(found.values())

@@ -52,6 +52,7 @@ class RoleSettings:
     max_optimizer_steps: int | None = None  # what a schedule without max_steps decays over
     gradient_clip_val: float = 1.0  # 0: off
     offload_adam_states: bool = False
+    offload_gradients: bool = False
     non_finite: Literal["skip", "stop"] = "skip"
     non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
     seed: int = 1234
@@ -162,6 +163,7 @@ def _settings(
         max_optimizer_steps=max_optimizer_steps,
         gradient_clip_val=run.gradient_clip_val,
         offload_adam_states=scoring.offload_adam_states,
+        offload_gradients=scoring.offload_gradients,
         non_finite=run.non_finite,
         non_finite_dir=run.non_finite_dir,
         seed=run.seed,

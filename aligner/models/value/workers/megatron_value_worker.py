@@ -106,8 +106,13 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Gather weights right after updates again, and now unless ``param_sync`` is False."""
-        if self.model.optimizer is not None:
-            gather_weights_after_updates(self.model.optimizer.model, param_sync)
+        if self.model.optimizer is None:
+            return
+        if self.model.settings.overlap_param_gather:  # the configuration's choice, not the caller's
+            if param_sync:
+                self.model.collect_weights()
+            return
+        gather_weights_after_updates(self.model.optimizer.model, param_sync)
 
 
 class MegatronValueWorker(MegatronValueWorkerImpl):
