@@ -7,6 +7,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,43 @@ def test_bash_reads_it_and_slurm_reads_its_options(job):
     first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
     assert options
     assert options[-1] < first_command  # Slurm reads none behind it
+
+
+TASK = """
+import os, sys
+import torch.distributed as dist
+from aligner.config import TrainerConfig
+from aligner.distributed.launch import start_processes
+start_processes(TrainerConfig(devices=2), 60.0)
+print(os.environ.get("LOCAL_RANK", "0"), dist.get_rank(), dist.get_world_size())
+"""
+
+
+def test_tasks_of_srun_know_which_device_is_theirs():
+    """Two tasks that Slurm started, without torchrun: on GPUs each takes that of its LOCAL_RANK."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tasks = []
+    for number in range(2):
+        slurm = {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_NODELIST": "localhost",
+            "SLURM_NODEID": "0",
+            "SLURM_PROCID": str(number),
+            "SLURM_LOCALID": str(number),
+            "MASTER_PORT": str(port),
+        }
+        environment = {**os.environ, **slurm}
+        environment.pop("LOCAL_RANK", None)
+        command = [sys.executable, "-c", TASK]
+        tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        seen = [process.communicate(timeout=120)[0].splitlines()[-1] for process in tasks]
+    finally:
+        for process in tasks:
+            process.kill()
+    assert seen == ["0 0 2", "1 1 2"]

@@ -31,7 +31,7 @@ from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, Trained
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizer import Tokenizer, load_tokenizer
-from aligner.distributed import accelerator
+from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
 from aligner.errors import NonFiniteError
 from aligner.models.gpt.settings import RunFacts
@@ -69,7 +69,8 @@ class Assembled:
     layout: str  # of the roles, in words
     trained: tuple[str, RoleFront]  # the role that the run is about, and how its `.nemo` is called
     restores: Sequence[str]  # what a run state brings back, in words
-    facts: Callable[[Restored | None, list[str]], StartupFacts]  # from what was restored, and notes
+    # From what the workers compute on, what was restored, and notes.
+    facts: Callable[[DeviceFacts, Restored | None, list[str]], StartupFacts]
     notes: list[str]
     before_saving: Callable[[], None] | None = None  # once the run has come to its end
 
@@ -113,9 +114,10 @@ def run_to_the_end(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> N
         if restoration.saved_layout is None:
             items.append("random states")
         restored = Restored(restoration.step, str(restoration.path), items)
-    attempt.console.print(startup_report(run.facts(restored, notes)))
+    device = run.trained[1].device_facts()
+    attempt.console.print(startup_report(run.facts(device, restored, notes)))
     ended = loop.run(None if restoration is None else restoration.step)
-    finish(config, run, loop, attempt.console, ended)
+    finish(config, run, loop, attempt.console, ended, device.description)
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
@@ -213,7 +215,12 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
 
 
 def finish(
-    config: BaseRunConfig, run: Assembled, loop: RunLoop, console: Console, ended: bool
+    config: BaseRunConfig,
+    run: Assembled,
+    loop: RunLoop,
+    console: Console,
+    ended: bool,
+    device: str,
 ) -> None:
     """Write the report and, when the run came to its end, the trained model; say where all is."""
     name, role = run.trained
@@ -242,7 +249,7 @@ def finish(
             folder,
             title=f"{config.algorithm} of {Path(config.model.restore_from_path).name}",
             config=yaml.safe_dump(config.as_dict(), sort_keys=False),
-            environment=describe_environment(accelerator.description()),
+            environment=describe_environment(device),
             artifacts={name: str(path) for name, path in places.items()},
             status=" ".join(
                 [

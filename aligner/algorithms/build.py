@@ -134,11 +134,12 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         layout=clusters.describe(config),
         trained=("policy", policy),
         restores=["policy", *critic, "optimizers", "schedules", "data position", "KL coefficient"],
-        facts=lambda restored, notes: startup_facts(
+        facts=lambda device, restored, notes: startup_facts(
             config,
             inputs.architecture,
             clusters.policy.world_size(),
             inputs.train_prompts,
+            device,
             steps=steps,
             trained=[*_trained_critic(config, clusters), trained_policy(config)],
             passes=config.model.ppo.ppo_epochs,
@@ -153,6 +154,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             ),
             *shared_note(inputs.train_prompts, inputs.val_prompts),
             *_dynamic_note(config),
+            *generation_note(generation),
         ],
     )
     run_to_the_end(config, run, attempt)
@@ -253,3 +255,8 @@ def build_generation(
         inputs.longest_prompt
         + max(config.model.rollout.length_params.max_length, config.validation.max_length or 0),
     )
+
+
+def generation_note(generation: VllmGeneration | None) -> list[str]:
+    """What the engines are given of their devices, for the start-up report."""
+    return [] if generation is None else [generation.in_words()]

@@ -10,7 +10,7 @@ from aligner.algorithms.assembly import (
     shared_note,
     total_steps,
 )
-from aligner.algorithms.build import RunInputs, build_generation, load_inputs
+from aligner.algorithms.build import RunInputs, build_generation, generation_note, load_inputs
 from aligner.algorithms.rs import RSTrainer
 from aligner.algorithms.startup import startup_facts, trained_policy
 from aligner.config import RSRunConfig
@@ -68,11 +68,12 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         layout=clusters.describe(config),
         trained=("policy", policy),
         restores=["policy", "optimizer", "schedule", "data position"],
-        facts=lambda restored, notes: startup_facts(
+        facts=lambda device, restored, notes: startup_facts(
             config,
             inputs.architecture,
             clusters.policy.world_size(),
             inputs.train_prompts,
+            device,
             steps=steps,
             trained=[trained_policy(config)],
             frozen=inputs.reward.memory(),
@@ -86,6 +87,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
                 inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
             ),
             *shared_note(inputs.train_prompts, inputs.val_prompts),
+            *generation_note(generation),
         ],
     )
     run_to_the_end(config, run, attempt)

@@ -37,7 +37,6 @@ from aligner.config.checks import check_longest_example, check_model_shares
 from aligner.data.sampler import PromptSampler
 from aligner.data.supervised import ExampleDataset, ExampleFormat, collate_examples
 from aligner.data.tokenizer import Tokenizer
-from aligner.distributed import accelerator
 from aligner.errors import ConfigError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.role_front import RoleFront
@@ -186,10 +185,9 @@ def run_lesson(
             layout=attempt.clusters.describe(config),
             trained=(lesson.saved_as, role),
             restores=["model", "optimizer", "schedule", "data position"],
-            facts=lambda restored, notes: StartupFacts(
-                device=accelerator.description(),
+            facts=lambda device, restored, notes: StartupFacts(
                 processes=attempt.clusters.policy.world_size(),
-                has_gpu=accelerator.has_gpu(),
+                device=device,
                 algorithm=config.algorithm,
                 model=config.model.restore_from_path,
                 log_dir=config.exp_manager.explicit_log_dir,
@@ -204,7 +202,6 @@ def run_lesson(
                 working_bytes={
                     "activations": training_activations(config, inputs.architecture, lesson.longest)
                 },
-                free_bytes=accelerator.free_memory_bytes(),
                 run_states=saving(config, memory, attempt.clusters.policy.world_size()),
                 packages=find_packages(),
                 dropout=dropout_in_words(config.model, inputs.architecture),

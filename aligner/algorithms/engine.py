@@ -107,6 +107,7 @@ class RayEngine:
         self.worlds = (config.trainer.world_size, config.value_world_size)
         self._config, self._closing = config, closing
         self._log_dir = log_dir / "workers"
+        closing.enter_context(accelerator.gpus_left_to_others())
         self._is_connected = False
 
     def clusters(self, closing: ExitStack) -> Clusters:

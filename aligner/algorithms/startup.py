@@ -9,7 +9,7 @@ from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
-from aligner.distributed import accelerator
+from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
@@ -91,12 +91,12 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
     return f"{dropout} (in the checkpoint: {own}; model.dropout=null brings it back)"
 
 
-def repetition_in_words(config: SamplingRunConfig) -> str:
+def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
     """What a GPU run that is repeated or resumed may differ in; nothing to say on a CPU."""
-    if not accelerator.has_gpu():
+    if not on_gpus:
         return ""
     drawn = " vLLM's samples may differ." if config.generation.backend == "vllm" else ""
-    if accelerator.is_deterministic():
+    if config.trainer.deterministic:
         return f"trainer.deterministic: the same run twice is the same to the bit.{drawn}"
     return (
         "A resumed run goes on from the exact state, but sums are made in varying order (flash "
@@ -110,6 +110,7 @@ def startup_facts(
     architecture: GPTArchitecture,
     processes: int,
     prompts: PromptDataset,
+    device: DeviceFacts,
     *,
     steps: int,
     trained: Sequence[TrainedRole],
@@ -121,8 +122,9 @@ def startup_facts(
 ) -> StartupFacts:
     """Everything the start-up report shows of a run that samples.
 
-    ``processes``: workers of the policy; ``trained``: roles that go ``passes`` times over every
-    rollout; ``with_reference``: the initial policy is kept; ``frozen``: further models.
+    ``processes``: workers of the policy; ``device``: what they compute on; ``trained``: roles that
+    go ``passes`` times over every rollout; ``with_reference``: the initial policy is kept;
+    ``frozen``: further models.
     """
     data_size = config.model.parallel.data_size(processes)
     rollout = config.model.rollout
@@ -150,20 +152,18 @@ def startup_facts(
         roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
     roles += frozen
     return StartupFacts(
-        device=accelerator.description(),
         processes=processes,
-        has_gpu=accelerator.has_gpu(),
         algorithm=config.algorithm,
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
         batches=batch_arithmetic(plan),
         roles=roles,
         working_bytes=_working_memory(config, architecture, prompts),
-        free_bytes=accelerator.free_memory_bytes(),
         run_states=saving(config, roles, processes),
         packages=find_packages(),
         dropout=dropout_in_words(config.model, architecture),
-        repetition=repetition_in_words(config),
+        repetition=repetition_in_words(config, on_gpus=device.has_gpu),
+        device=device,
         restored=restored,
         notes=notes,
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,16 +19,63 @@ class VllmConfig:
 
     python: FilePath = ".venv-vllm/bin/python"  # the interpreter; `make vllm-env` makes it
     engines: Count = 1  # each draws its share of every rollout
+    tensor_parallel_size: Count = 1  # devices of an engine, a worker on each
     # How weights reach an engine. colocated: it shares a machine (on GPUs: a device) with a policy
     # worker, through shared memory or CUDA IPC; separate: broadcast to engines anywhere.
     refit: Literal["colocated", "separate"] = "colocated"
     refit_buffer_mb: Positive = 512.0  # weights are handed over in groups of at most so much
-    kv_cache_mb: Count | None = 1024  # per engine; null: what gpu_memory_utilization leaves
-    gpu_memory_utilization: Fraction = 0.5  # of the device, the engine's weights included
-    enforce_eager: bool = True  # no compiled graphs: a quick start, and all there is on CPU
+    # Per device; null: 1024 on CPU, on GPUs what gpu_memory_utilization leaves.
+    kv_cache_mb: Count | None = None
+    # Of the device, the engine's weights included; null: 0.5 where colocated, 0.9 where separate.
+    gpu_memory_utilization: Fraction | None = None
+    enforce_eager: bool | None = None  # no compiled graphs; null: true on CPU, false on GPUs
+    # Give the device's memory back between rollouts, weights included; null: on GPUs, where
+    # colocated and not async_rollouts.
+    sleep: bool | None = None
     threads: Count | None = None  # CPU threads of an engine; null: as a training worker has
     timeout_s: Seconds = 600.0  # longest wait for the other side of a separate refit
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # any further ones of vllm.LLM
+
+    @property
+    def workers(self) -> int:
+        """Processes of all engines."""
+        return self.engines * self.tensor_parallel_size
+
+    def on_device(self, *, has_gpu: bool, ahead: bool) -> "VllmConfig":
+        """These settings with what goes by the device filled in.
+
+        ``ahead``: rollouts are drawn while the policy trains.
+
+        Raises:
+            ConfigError: ``sleep`` on CPU, where vLLM has no such thing.
+        """
+        if self.sleep and not has_gpu:
+            raise ConfigError(
+                "generation.vllm.sleep=true: on CPU vLLM cannot give its memory back; set it to "
+                "null or false"
+            )
+        colocated = self.refit == "colocated"
+        return replace(
+            self,
+            kv_cache_mb=self.kv_cache_mb or (None if has_gpu else 1024),
+            gpu_memory_utilization=self.gpu_memory_utilization or (0.5 if colocated else 0.9),
+            enforce_eager=not has_gpu if self.enforce_eager is None else self.enforce_eager,
+            sleep=has_gpu and colocated and not ahead if self.sleep is None else self.sleep,
+        )
+
+    def in_words(self) -> str:
+        """What the engines are given; of settings that `on_device` returned."""
+        cache = (
+            f"what its weights leave of {self.gpu_memory_utilization:.0%} of it"
+            if self.kv_cache_mb is None
+            else f"{self.kv_cache_mb:,} MiB"
+        )
+        devices = self.tensor_parallel_size
+        return (
+            f"vLLM: engines {self.engines}, devices of each {devices}, KV cache on a device "
+            f"{cache}; {'no compiled' if self.enforce_eager else 'compiled'} graphs; between "
+            f"rollouts its memory {'is given back' if self.sleep else 'is kept'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,17 +106,33 @@ def check_generation(config: "SamplingRunConfig") -> None:
             f"their own interpreter; it is {config.cluster.engine}. Set cluster.engine=ray, or "
             "generation.backend=megatron"
         )
-    if generation.vllm.refit == "colocated" and generation.vllm.engines > config.trainer.world_size:
+    _check_engines(generation.vllm, config.trainer.world_size)
+    if generation.vllm.sleep and generation.async_rollouts:
         raise ConfigError(
-            f"generation.vllm.engines={generation.vllm.engines} with refit=colocated needs a "
-            f"policy worker beside each engine, and there are {config.trainer.world_size}; lower "
-            "it, or set generation.vllm.refit=separate"
+            "generation.vllm.sleep=true gives the engines' memory back while the policy trains, "
+            "and with generation.async_rollouts=true they draw then; set sleep to null or false"
         )
     python = Path(generation.vllm.python).expanduser()
     if not os.access(python, os.X_OK) or python.is_dir():
         raise ConfigError(
             f"generation.vllm.python={generation.vllm.python}: there is no such interpreter; "
             "`make vllm-env` makes .venv-vllm, or give that of another environment with vLLM"
+        )
+
+
+def _check_engines(vllm: VllmConfig, policy_workers: int) -> None:
+    if vllm.refit == "colocated" and vllm.workers > policy_workers:
+        of_each = vllm.tensor_parallel_size
+        devices = f" of tensor_parallel_size={of_each} each" if of_each > 1 else ""
+        raise ConfigError(
+            f"generation.vllm.engines={vllm.engines}{devices} with refit=colocated needs a policy "
+            f"worker beside each of {vllm.workers} engine workers, and there are {policy_workers}; "
+            "lower it, or set generation.vllm.refit=separate"
+        )
+    for name in sorted({"tensor_parallel_size", "distributed_executor_backend"} & {*vllm.kwargs}):
+        raise ConfigError(
+            f"generation.vllm.kwargs.{name}={vllm.kwargs[name]}: who starts an engine's processes "
+            "is the library's to say; set generation.vllm.tensor_parallel_size"
         )
 
 

@@ -93,6 +93,13 @@ class SamplingRunConfig(BaseRunConfig):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     @property
+    def generation_world_size(self) -> int:
+        """Workers that only generate and have room of their own; 0: there are none."""
+        vllm = self.generation.vllm
+        apart = self.generation.backend == "vllm" and vllm.refit == "separate"
+        return vllm.workers if apart else 0
+
+    @property
     def reward_world_size(self) -> int:
         """Workers of a reward model that have room of their own; 0: there are none."""
         return 0 if self.reward.model is None else self.reward.model.workers or 0
@@ -139,13 +146,6 @@ class RunConfig(SamplingRunConfig):
         if self.critic is None:
             return 0
         return self.cluster.value_workers or self.trainer.world_size
-
-    @property
-    def generation_world_size(self) -> int:
-        """Workers that only generate and have room of their own; 0: there are none."""
-        vllm = self.generation.vllm
-        apart = self.generation.backend == "vllm" and vllm.refit == "separate"
-        return vllm.engines if apart else 0
 
 
 @dataclass(frozen=True, kw_only=True)

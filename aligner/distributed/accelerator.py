@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +26,31 @@ SHARED_DEVICE = "ALIGNER_SHARED_DEVICE"
 _IPC_DEVICE = 6  # place of the device's number among the arguments that rebuild a CUDA tensor
 
 
+_left_to_others = False  # the GPUs of this machine; see `gpus_left_to_others`
+
+
 @functools.cache
 def has_gpu() -> bool:
     """Whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` says no."""
-    return torch.cuda.is_available() and os.environ.get("ALIGNER_FORCE_CPU") != "1"
+    if _left_to_others or os.environ.get("ALIGNER_FORCE_CPU") == "1":
+        return False
+    return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def gpus_left_to_others() -> Iterator[None]:
+    """A block in which this process computes on the CPU, whatever is there.
+
+    To ask a GPU anything makes a context on it, half a GiB that the worker who owns it lacks.
+    """
+    global _left_to_others
+    _left_to_others = True
+    has_gpu.cache_clear()
+    try:
+        yield
+    finally:
+        _left_to_others = False
+        has_gpu.cache_clear()
 
 
 def has_fp8() -> bool:
@@ -100,6 +122,20 @@ def description() -> str:
     if has_gpu():
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a start-up report says of the device a worker computes on."""
+
+    description: str
+    has_gpu: bool
+    free_bytes: int
+
+
+def device_facts() -> DeviceFacts:
+    """Of this process's device, now."""
+    return DeviceFacts(description(), has_gpu(), free_memory_bytes())
 
 
 def generator_state() -> Tensor | None:

@@ -19,9 +19,14 @@ def start_processes(trainer: ProcessConfig, timeout_s: float) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
-    Fabric(
+    fabric = Fabric(
         accelerator="gpu" if accelerator.has_gpu() else "cpu",
         devices=trainer.devices,
         num_nodes=trainer.num_nodes,
         strategy=DDPStrategy(timeout=timedelta(seconds=timeout_s)),
-    ).launch()
+    )
+    fabric.launch()
+    # Slurm and MPI number a node's processes in ways of their own, which Lightning knows; without
+    # this each would take the first GPU.
+    if fabric.local_rank:
+        os.environ["LOCAL_RANK"] = str(fabric.local_rank)

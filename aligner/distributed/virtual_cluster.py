@@ -80,10 +80,10 @@ class RayVirtualCluster:
         if use_gpus is None:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
-        self.use_gpus = use_gpus
+        self._use_gpus = use_gpus
         self._parallel, self._seed = parallel or ParallelConfig(), seed
         self._counts = list(bundle_ct_per_node_list)
-        self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if self.use_gpus else {})}
+        self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
         self._env_vars = dict(env_vars or {})
         self._max_groups = max_colocated_worker_groups
         self._groups: list[RayWorkerGroup] = []
@@ -93,6 +93,11 @@ class RayVirtualCluster:
         self.bundles = self._reserve()
 
     # What a front asks ------------------------------------------------------------------------
+
+    @property
+    def use_gpus(self) -> bool:
+        """Whether a bundle has a GPU."""
+        return self._use_gpus
 
     @property
     def sharding_annotations(self) -> NamedSharding:

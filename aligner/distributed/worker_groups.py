@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from aligner.config.layout import ParallelConfig
+from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
@@ -88,6 +89,11 @@ class Cluster(Protocol):
     """Where workers can be started."""
 
     engine: str  # local | ray
+
+    @property
+    def use_gpus(self) -> bool:
+        """Whether workers compute on GPUs."""
+        ...
 
     @property
     def sharding_annotations(self) -> NamedSharding:
@@ -254,6 +260,11 @@ class LocalCluster:
 
     def __init__(self, parallel: ParallelState) -> None:
         self.parallel = parallel
+
+    @property
+    def use_gpus(self) -> bool:
+        """Whether the processes compute on GPUs."""
+        return accelerator.has_gpu()
 
     @property
     def sharding_annotations(self) -> NamedSharding:

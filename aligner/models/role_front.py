@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
 from aligner.algorithms.losses.interfaces import as_loss
 from aligner.config import CriticConfig, TrainedModelConfig
+from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.counter_hash import counter_hash
 from aligner.distributed.worker_groups import WorkerGroup
@@ -99,6 +101,11 @@ class RoleFront:
             mbs=mbs,
         )
         return train_result(results)
+
+    def device_facts(self) -> DeviceFacts:
+        """What the workers compute on: the first one's words, the least memory of all."""
+        facts = run_on_all(self.worker_group, "device_facts")
+        return replace(facts[0], free_bytes=min(each.free_bytes for each in facts))
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Ready the workers to train; optimizer state returns to the device."""

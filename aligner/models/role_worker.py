@@ -309,6 +309,10 @@ class RoleWorker(Generic[Served]):
         )
         return all(gather_objects(all(bool(share.isfinite().all()) for share in shares)))
 
+    def device_facts(self) -> accelerator.DeviceFacts:
+        """What this worker computes on."""
+        return accelerator.device_facts()
+
     def num_parameters(self) -> int:
         """Parameters of the whole role, over all its processes."""
         count = torch.tensor(float(self.model.num_parameters()), device=accelerator.device())

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aligner.checkpoint.durable import readable_bytes
+from aligner.distributed.accelerator import DeviceFacts
 from aligner.observe.memory import RoleMemory
 from aligner.observe.packages import PackageStatus
 
@@ -52,16 +53,14 @@ class Restored:
 class StartupFacts:
     """Everything the report is made from."""
 
-    device: str  # "CPU, 2 threads", "8 × NVIDIA H100"
     processes: int
-    has_gpu: bool
+    device: DeviceFacts  # of the workers
     algorithm: str  # its name
     model: str  # where the policy comes from
     log_dir: str
     batches: Sequence[str]  # how many of what makes a step, one sentence each
     roles: Sequence[RoleMemory]
     working_bytes: dict[str, int]  # further memory per process: KV cache, activations, …
-    free_bytes: int  # memory per process that is still free
     run_states: str  # how they are written, a sentence
     packages: Sequence[PackageStatus]
     dropout: str = ""  # of the models that are trained, in words
@@ -154,7 +153,7 @@ def memory_estimate(facts: StartupFacts) -> dict[str, int]:
 def startup_report(facts: StartupFacts) -> Group:
     """The report for the console; ``console.print`` it."""
     return Group(
-        Text(f"{facts.algorithm} on {_processes(facts)}: {facts.device}", "bold"),
+        Text(f"{facts.algorithm} on {_processes(facts)}: {facts.device.description}", "bold"),
         Text(f"model from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
         *(Text(line) for line in (facts.dropout, facts.repetition) if line),
         *(Text(note, "yellow") for note in facts.notes),
@@ -165,7 +164,7 @@ def startup_report(facts: StartupFacts) -> Group:
         _indented(_memory_line(facts)),
         _indented(Text(facts.run_states)),
         Text("\nOptional packages", "bold"),
-        *(_indented(_package_line(status, facts.has_gpu)) for status in facts.packages),
+        *(_indented(_package_line(status, facts.device.has_gpu)) for status in facts.packages),
         Text(),
     )
 
@@ -216,9 +215,9 @@ def _memory_line(facts: StartupFacts) -> Text:
     models = readable_bytes(sum(role.total for role in facts.roles))
     text = (
         f"models {models}{working} = about {readable_bytes(total)} of "
-        f"{readable_bytes(facts.free_bytes)} free"
+        f"{readable_bytes(facts.device.free_bytes)} free"
     )
-    if total <= facts.free_bytes:
+    if total <= facts.device.free_bytes:
         return Text(text)
     advice = (
         ": this may not fit. Lower micro_batch_size or rollout_micro_batch_size, set "

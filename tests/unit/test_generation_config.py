@@ -4,7 +4,14 @@ import sys
 
 import pytest
 
-from aligner.config import LengthParams, SamplingParams, parse_config
+from aligner.config import (
+    LengthParams,
+    RSRunConfig,
+    SamplingParams,
+    SamplingRunConfig,
+    VllmConfig,
+    parse_config,
+)
 from aligner.errors import ConfigError
 from aligner.models.generation.vllm_sampling import (
     logprobs_mode,
@@ -44,6 +51,21 @@ def test_vllm_on_ray_is_accepted():
         (vllm(python="no/such/python"), RAY, r"generation.vllm.python=no/such/python.*vllm-env"),
         (vllm(python="/"), RAY, r"generation.vllm.python=/: there is no such interpreter"),
         (vllm(engines=2), RAY, r"generation.vllm.engines=2 with refit=colocated.*there are 1"),
+        (
+            vllm(tensor_parallel_size=4),
+            RAY,
+            r"generation.vllm.engines=1 of tensor_parallel_size=4 each.*4 engine workers.*are 1",
+        ),
+        (
+            vllm(kwargs={"tensor_parallel_size": 2}),
+            RAY,
+            r"generation.vllm.kwargs.tensor_parallel_size=2.*set generation.vllm.tensor_parallel",
+        ),
+        (
+            {**vllm(sleep=True), "async_rollouts": True},
+            {**RAY, "ppo": {"truncated_importance_sampling": 2.0}},
+            r"generation.vllm.sleep=true.*async_rollouts=true",
+        ),
         (vllm(refit="disk"), RAY, r"generation.vllm.refit: must be one of colocated, separate"),
         ({"backend": "vlm"}, {}, r"generation.backend: must be one of megatron, vllm"),
         ({"async_rollouts": True}, {}, r"async_rollouts=true.*generation.backend=megatron"),
@@ -107,3 +129,30 @@ def test_seeds_are_of_run_and_sample_alone():
     assert len(seeds) == 4000
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert request_seed(3, 4) == 2331190576437422291  # the same in every version and process
+
+
+def test_defaults_go_by_the_device():
+    on_cpu = VllmConfig().on_device(has_gpu=False, ahead=False)
+    assert (on_cpu.kv_cache_mb, on_cpu.enforce_eager, on_cpu.sleep) == (1024, True, False)
+    assert on_cpu.gpu_memory_utilization == 0.5
+    on_gpu = VllmConfig().on_device(has_gpu=True, ahead=False)
+    assert (on_gpu.kv_cache_mb, on_gpu.enforce_eager, on_gpu.sleep) == (None, False, True)
+    assert "50% of it; compiled graphs" in on_gpu.in_words()
+    assert on_gpu.in_words().endswith("its memory is given back")
+    ahead = VllmConfig().on_device(has_gpu=True, ahead=True)  # it draws while the policy trains
+    assert not ahead.sleep
+    apart = VllmConfig(refit="separate").on_device(has_gpu=True, ahead=False)
+    assert (apart.gpu_memory_utilization, apart.sleep) == (0.9, False)
+    given = VllmConfig(kv_cache_mb=64, enforce_eager=True, sleep=False, gpu_memory_utilization=0.3)
+    for has_gpu in (False, True):
+        assert given.on_device(has_gpu=has_gpu, ahead=False) == given
+    with pytest.raises(ConfigError, match=r"generation.vllm.sleep=true: on CPU"):
+        VllmConfig(sleep=True).on_device(has_gpu=False, ahead=False)
+
+
+def test_engines_have_workers_of_their_own_in_every_run_that_samples():
+    """Rejection sampling, too: with refit=separate its engines were put beside the policy."""
+    config = parse(vllm(refit="separate", engines=3, tensor_parallel_size=2), **RAY)
+    assert config.generation_world_size == 6
+    assert type(config).generation_world_size is SamplingRunConfig.generation_world_size
+    assert RSRunConfig.generation_world_size is SamplingRunConfig.generation_world_size

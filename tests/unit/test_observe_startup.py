@@ -4,6 +4,7 @@ import sys
 
 from rich.console import Console
 
+from aligner.distributed.accelerator import DeviceFacts
 from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
 from aligner.observe.packages import OptionalPackage, PackageStatus, find_packages
 from aligner.observe.startup import (
@@ -34,9 +35,8 @@ def a_plan(**changes) -> BatchPlan:
 
 def some_facts(**changes) -> StartupFacts:
     fields = {
-        "device": "CPU, 2 threads",
+        "device": DeviceFacts("CPU, 2 threads", False, 2**30),
         "processes": 2,
-        "has_gpu": False,
         "algorithm": "GRPO",
         "model": "models/tiny.nemo",
         "log_dir": "results/tiny",
@@ -46,7 +46,6 @@ def some_facts(**changes) -> StartupFacts:
             RoleMemory("reference", 1_000_001, False, model_parallel_size=2),
         ],
         "working_bytes": {"KV cache": 1_000_000},
-        "free_bytes": 2**30,
         "run_states": "Run states are written.",
         "packages": [],
     }
@@ -111,18 +110,21 @@ def test_report_and_dict():
 
 
 def test_a_run_that_may_not_fit_says_what_to_do():
-    text = text_of(some_facts(free_bytes=9_000_019))
+    text = text_of(some_facts(device=DeviceFacts("CPU", False, 9_000_019)))
     assert "may not fit" in text
     assert "micro_batch_size" in text
     assert "a new run" in text
-    assert "may not fit" not in text_of(some_facts(free_bytes=9_000_020))
+    assert "may not fit" not in text_of(some_facts(device=DeviceFacts("CPU", False, 9_000_020)))
 
 
 def test_missing_packages_say_what_is_lost():
     fast = OptionalPackage("fast", "everything is slow", "pip install fast", gpu_only=True)
     nice = OptionalPackage("nice", "less nice", "pip install nice")
     statuses = [PackageStatus(fast, False), PackageStatus(nice, False)]
-    on_cpu, on_gpu = (text_of(some_facts(packages=statuses, has_gpu=gpu)) for gpu in (False, True))
+    on_cpu, on_gpu = (
+        text_of(some_facts(packages=statuses, device=DeviceFacts("any", gpu, 2**30)))
+        for gpu in (False, True)
+    )
     assert "fast not installed (used on GPUs only)" in on_cpu
     assert "fast not installed: everything is slow. Get it: pip install fast" in on_gpu
     assert "nice not installed: less nice" in on_cpu

@@ -54,20 +54,28 @@ def engines(generation):
 
 
 @pytest.mark.parametrize(
-    ("way", "backend", "layout", "engine_count"),
+    ("way", "backend", "layout", "engine_count", "devices"),
     [
-        ("colocated", "megatron", 1, 1),
-        ("separate", "megatron", 2, 2),
-        ("colocated", "dtensor", 2, 1),
-        ("separate", "dtensor", 1, 1),
+        ("colocated", "megatron", 1, 1, 1),
+        ("separate", "megatron", 2, 2, 1),
+        ("colocated", "dtensor", 2, 1, 1),
+        ("separate", "dtensor", 1, 1, 1),
+        ("colocated", "megatron", 2, 1, 2),
+        ("separate", "dtensor", 1, 1, 2),
     ],
     ids=lambda value: f"x{value}" if isinstance(value, int) else value,
 )
-def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, backend, layout, engine_count):
+def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, backend, layout, engine_count, devices):
     config = run_config(
         wide_nemo,
-        vllm={"refit": way, "refit_buffer_mb": TINY_BUFFER, "engines": engine_count},
+        vllm={
+            "refit": way,
+            "refit_buffer_mb": TINY_BUFFER,
+            "engines": engine_count,
+            "tensor_parallel_size": devices,
+        },
         model={"tensor_model_parallel_size": layout},
+        trainer={"devices": layout},
     )
     with roles(config, backend=backend, workers=layout) as (policy, generation):
         groups = policy.prepare_weights_for_ipc(TINY_BUFFER / 1024)
@@ -86,6 +94,9 @@ def test_logprobs_move_as_the_trainers(ray, wide_nemo, way, backend, layout, eng
         output = generation.generate(prompts(), seed=2)
         expected = policy.get_logprobs(scored(output))["logprobs"]
         assert (expected - output["logprobs"]).abs().max() < 1e-4
+        generation.generate_in_background(prompts(), seed=3).abandon()
+        pending = generation.generate_in_background(prompts(), seed=2)
+        assert torch.equal(pending.result()["output_ids"], output["output_ids"])
 
 
 def long_prompts():

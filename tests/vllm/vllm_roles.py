@@ -62,7 +62,7 @@ def roles(config, *, backend="megatron", workers=1):
     with open_nemo(config.model.restore_from_path) as checkpoint:
         tokenizer, architecture = checkpoint.tokenizer, checkpoint.architecture
     cluster = RayVirtualCluster(
-        [max(workers, config.generation.vllm.engines)],
+        [max(workers, config.generation.vllm.workers)],
         use_gpus=False,
         max_colocated_worker_groups=2,
         parallel=config.model.parallel,

@@ -1,14 +1,17 @@
 """`VllmGeneration`: the controller's front of vLLM engines that draw for a policy."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf_families import config_to_hf
-from aligner.config import Drawing, SamplingRunConfig
+from aligner.config import Drawing, SamplingRunConfig, VllmConfig
 from aligner.data.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
+from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.refit import Refit, RefitSource
 from aligner.models.role_front import CallSeeds
@@ -41,12 +44,18 @@ class VllmGeneration(BackgroundGeneration):
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer
-        self._settings = config.generation.vllm
+        self._settings = config.generation.vllm.on_device(
+            has_gpu=cluster.use_gpus, ahead=config.generation.async_rollouts
+        )
+        _check_allocator(self._settings, cluster.use_gpus, config.cluster.env_vars)
+        meeting_place = None
+        if self._settings.tensor_parallel_size > 1:
+            meeting_place = policy.open_meeting_place(self._settings.timeout_s)
         rollout = config.model.rollout
         self.worker_group = cluster.start_workers(
             WORKER,
             name_prefix,
-            layout=layout_of(1, self._settings.engines, 1, 1),
+            layout=layout_of(1, self._settings.engines, 1, self._settings.tensor_parallel_size),
             python_executable=str(Path(self._settings.python).expanduser().absolute()),
             architecture=architecture,
             tokenizer_files=tokenizer.files(),
@@ -59,6 +68,7 @@ class VllmGeneration(BackgroundGeneration):
             max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
             settings=self._settings,
             weights_from=policy.refit_ends(),
+            meeting_place=meeting_place,
         )
         self._stale = True
         self._seeds = CallSeeds(config.seed)
@@ -67,9 +77,13 @@ class VllmGeneration(BackgroundGeneration):
             self,
             separate=self._settings.refit == "separate",
             buffer_bytes=int(self._settings.refit_buffer_mb * 2**20),
-            world_size=1 + self._settings.engines,
+            world_size=1 + self._settings.workers,
             timeout_s=self._settings.timeout_s,
         )
+
+    def in_words(self) -> str:
+        """What the engines are given of their devices."""
+        return self._settings.in_words()
 
     # Drawing ----------------------------------------------------------------------------------
 
@@ -109,7 +123,10 @@ class VllmGeneration(BackgroundGeneration):
         return self._joined(results)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Nothing to release: the engines keep their weights."""
+        """Have the engines give their memory back, where configured; the weights go, too."""
+        if self._settings.sleep:
+            run_on_all(self.worker_group, "sleep")
+            self._stale = True
         return True
 
     def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> "VllmPending":
@@ -173,6 +190,24 @@ class VllmGeneration(BackgroundGeneration):
         run_on_all(self.worker_group, "finish_refit")
 
 
+def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
+    """Refuse segments that grow where others open them, or where an engine's pool gives them back.
+
+    CUDA IPC exports such a segment by another way, slowly or not at all, and vLLM's memory pool,
+    by which it sleeps, cannot be made of them.
+    """
+    if not on_gpus or (settings.refit == "separate" and not settings.sleep):
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = str(env_vars.get(name, os.environ.get(name, "")))
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            raise ConfigError(
+                f"{name}={value} (of the driver, or in cluster.env_vars): engines that share the "
+                "policy's GPU or sleep cannot do with expandable segments; take it out, or set "
+                "generation.vllm.refit=separate"
+            )
+
+
 class VllmPending:
     """A batch that the engines are drawing."""
 
@@ -181,8 +216,10 @@ class VllmPending:
 
     def result(self) -> BatchedDataDict:
         """Wait for it; see ``GenerationOutputSpec``."""
-        results = run_on_all(self._generation.worker_group, "collect_generation")
-        return self._generation._joined(results)
+        generation = self._generation
+        results = run_on_all(generation.worker_group, "collect_generation")
+        # All processes of an engine have the same.
+        return generation._joined(results[:: generation._settings.tensor_parallel_size])
 
     def abandon(self) -> None:
         """End and forget it."""

@@ -5,6 +5,7 @@ the process itself, so nothing is left when the process is killed.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
@@ -29,6 +31,7 @@ from aligner.models.generation.vllm_sampling import (
 )
 from aligner.models.gpt.stop_strings import StopStrings
 
+_ASK_EVERY = 8  # steps, where processes have to agree on whether a batch is abandoned
 # How responses are drawn, and what finds their stop strings; None: there are none.
 Rules = tuple[Drawing, StopStrings | None]
 
@@ -61,6 +64,7 @@ class VllmEngine:
         max_batch_size: int,
         max_sequence_length: int,
         settings: VllmConfig,
+        peers: dist.ProcessGroup | None = None,
     ) -> None:
         """Start vLLM on ``architecture``.
 
@@ -72,8 +76,12 @@ class VllmEngine:
             stop: finds stop strings; None: there are none.
             max_batch_size: most sequences in flight together.
             max_sequence_length: longest prompt and response together.
-            settings: the engine's own.
+            settings: the engine's own, as `VllmConfig.on_device` returns them.
+            peers: the processes of an engine of several devices, each of which makes this engine
+                and the same calls on it; None: there is one.
         """
+        self._peers = peers
+        self._sleeps = False
         self._rules: Rules = (Drawing(length, sampling), stop)
         self._eos_ids = tuple(eos_ids)
         set_environment(settings)
@@ -87,6 +95,8 @@ class VllmEngine:
             "kv_cache_memory_bytes": settings.kv_cache_mb and settings.kv_cache_mb * 2**20,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "logprobs_mode": logprobs_mode(sampling),
+            "enable_sleep_mode": bool(settings.sleep),
+            **_tensor_parallel(settings),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.models.generation.vllm_extension.RefitExtension",
             **settings.kwargs,
@@ -130,8 +140,10 @@ class VllmEngine:
             params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
             core.add_request(str(row), tokens_input(list(prompt)), params)
         running = set(range(len(prompts)))
-        while running:
-            if abandoned is not None and abandoned.is_set():
+        for step in itertools.count():
+            if not running:
+                break
+            if abandoned is not None and self._is_abandoned(abandoned, step):
                 self._abort(running)
                 return None
             for output in core.step():
@@ -165,7 +177,9 @@ class VllmEngine:
     # Weights ----------------------------------------------------------------------------------
 
     def begin_refit(self) -> None:
-        """Expect weights."""
+        """Expect weights, after a sleep too."""
+        if self._sleeps:
+            self._llm.llm_engine.wake_up(["weights"])
         self._llm.collective_rpc("begin_refit")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -175,7 +189,15 @@ class VllmEngine:
     def finish_refit(self) -> None:
         """All weights are there: put them in force and forget what the old ones computed."""
         self._llm.collective_rpc("finish_refit")
+        if self._sleeps:
+            self._llm.llm_engine.wake_up(["kv_cache"])
+            self._sleeps = False
         self._llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        """Give the device's memory back; weights are lost until the next refit."""
+        self._llm.llm_engine.sleep(level=2)
+        self._sleeps = True
 
     def shutdown(self) -> None:
         """Give memory and threads back."""
@@ -202,6 +224,16 @@ class VllmEngine:
             return False
         return stop.completed(prompt, response)
 
+    def _is_abandoned(self, abandoned: threading.Event, step: int) -> bool:
+        """Whether to stop before this step; with several processes in the same step on each."""
+        if self._peers is None:
+            return abandoned.is_set()
+        if step % _ASK_EVERY:
+            return False
+        said = torch.tensor(int(abandoned.is_set()))
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self._peers)
+        return bool(said)
+
     def _abort(self, running: Iterable[int]) -> None:
         self._llm.llm_engine.abort_request([str(row) for row in running])
         self._drain()
@@ -210,6 +242,18 @@ class VllmEngine:
         """Let the scheduler notice what was aborted."""
         while self._llm.llm_engine.has_unfinished_requests():
             self._llm.llm_engine.step()
+
+
+def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
+    """Each device has a process of ours with an engine in it, which do the same in step."""
+    if settings.tensor_parallel_size == 1:
+        return {}
+    return {
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        # It opens the other devices, and a worker on Ray sees its own alone.
+        "disable_custom_all_reduce": True,
+    }
 
 
 def set_environment(settings: VllmConfig) -> None:

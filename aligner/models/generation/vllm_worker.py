@@ -11,10 +11,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
@@ -46,16 +48,25 @@ class VllmWorker:
         max_sequence_length: int,
         settings: VllmConfig,
         weights_from: Sequence[RefitEnd],
+        meeting_place: tuple[str, int] | None = None,
     ) -> None:
         """See `VllmEngine`; the tokenizer is built from its files, and only for stop strings.
 
-        ``weights_from``: the policy's workers, by rank.
+        ``weights_from``: the policy's workers, by rank. ``meeting_place``: where the processes of
+        an engine find each other, when it has several: those whose RANK is next to each other.
 
         Raises:
             ConfigError: weights cannot be handed over from there to here; see `check_ends`.
         """
-        end = RefitEnd.here(f"engine {os.environ.get('RANK', '0')}")
-        check_ends(weights_from, end, separate=settings.refit == "separate")
+        number, rank = divmod(int(os.environ.get("RANK", "0")), settings.tensor_parallel_size)
+        check_ends(
+            weights_from,
+            RefitEnd.here(f"engine {number}" + (f", device {rank}" if rank else "")),
+            separate=settings.refit == "separate",
+        )
+        peers = None
+        if meeting_place is not None:
+            peers = _meet(meeting_place, number, rank, settings)
         self._pad_id = pad_id
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._abandoned = threading.Event()
@@ -74,6 +85,7 @@ class VllmWorker:
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             settings=settings,
+            peers=peers,
         ).result()
 
     # Drawing ----------------------------------------------------------------------------------
@@ -206,6 +218,10 @@ class VllmWorker:
 
     # The process ------------------------------------------------------------------------------
 
+    def sleep(self) -> None:
+        """Give the device's memory back, weights included, until the next refit."""
+        self._in_order(self._engine.sleep)
+
     def memory_bytes(self) -> int:
         """Resident memory of this process."""
         return psutil.Process().memory_info().rss
@@ -216,6 +232,39 @@ class VllmWorker:
         self._thread.submit(self._engine.shutdown).result()
         self._thread.shutdown()
         return True
+
+
+def _meet(
+    place: tuple[str, int], number: int, rank: int, settings: VllmConfig
+) -> dist.ProcessGroup:
+    """Join the other processes of engine ``number``: a torch.distributed world of its own.
+
+    Returns a group of theirs for values on the host. vLLM takes over the world as it is.
+    """
+    limit = timedelta(seconds=settings.timeout_s)
+    size = settings.tensor_parallel_size
+    try:
+        store = dist.TCPStore(*place, is_master=False, timeout=limit)
+        accelerator.activate()
+        dist.init_process_group(
+            accelerator.backend(),
+            store=dist.PrefixStore(f"engine {number}", store),
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+        )
+    except RuntimeError as error:
+        raise WorkerError(
+            f"the {size} processes of engine {number} did not meet at {place[0]}:{place[1]} within "
+            f"{settings.timeout_s:g} s: {error}"
+        ) from error
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": place[0],
+        "MASTER_PORT": str(place[1]),
+    }
+    return dist.new_group(backend="gloo", timeout=limit)
 
 
 def responses_batch(

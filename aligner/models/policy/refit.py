@@ -62,6 +62,11 @@ class RefitSource:
         )
         return next(offer for offer in offers if offer is not None)
 
+    def open_meeting_place(self, timeout_s: float) -> tuple[str, int]:
+        """Address and port of a store where the processes of an engine find each other."""
+        places = run_on_all(self.worker_group, "open_meeting_place", timeout_s=timeout_s)
+        return next(place for place in places if place is not None)
+
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> WorkerFuture:

@@ -30,6 +30,7 @@ class RefitWorker(ABC):
     _offer: Offer | None = None
     _broadcast: WeightBroadcast | None = None
     _rendezvous: Any = None
+    _meeting_place: Any = None
 
     @abstractmethod
     def hf_weight_names(self) -> Sequence[str]:
@@ -86,6 +87,13 @@ class RefitWorker(ABC):
             return None
         self._rendezvous = open_rendezvous("0.0.0.0", 0, world_size, timeout_s)
         return own_address(), self._rendezvous.port
+
+    def open_meeting_place(self, timeout_s: float) -> tuple[str, int] | None:
+        """Rank 0 keeps a store where the processes of an engine find each other: its address."""
+        if self.parallel.rank != 0:
+            return None
+        self._meeting_place = open_rendezvous("0.0.0.0", 0, 1, timeout_s)
+        return own_address(), self._meeting_place.port
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
