@@ -11,9 +11,9 @@ from pathlib import Path
 from aligner.checkpoint.durable import atomic_file, sync_path, sync_tree
 from aligner.checkpoint.state_files import discard
 from aligner.checkpoint.worker_state import (
+    SavedShares,
     StatefulWorker,
     check_worker_states,
-    read_worker_states,
     save_worker_state,
 )
 from aligner.data.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def load_optimizer_state(worker: StatefulWorker, folder: str) -> None:
             "or none to begin with fresh optimizer state"
         )
     check_worker_states(worker.parallel, Path(folder))
-    worker.load_state_dict([share["state"] for share in read_worker_states(Path(folder))])
+    worker.load_state_dict(SavedShares(Path(folder), worker.parallel.rank))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:

@@ -10,7 +10,8 @@ the process that runs the loop::
 A worker writes in the step, or in a thread of its own from a copy that it takes in the step. Only
 files tell that a share is written: no collective is needed, and none is made beside training.
 
-Reading is memory-mapped: a worker touches of the others' files what it needs for its own share.
+Reading is memory-mapped and begins with a worker's own file: on the layout that was saved that is
+all it opens, and else it touches of the others' what its own share needs.
 Before any is used, the workers check them, each its share, and agree on the outcome.
 """
 
@@ -22,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
 from aligner.checkpoint.checksums import damage, read_checksums, write_checksums
@@ -211,12 +212,12 @@ def load_worker_state(worker: StatefulWorker, folder: str) -> None:
     Collective over the role's workers; ``DamagedStateError`` on all of them where a file is not
     what was written, and then nothing was restored.
     """
-    check_worker_states(worker.parallel, Path(folder))
-    shares = read_worker_states(Path(folder))
-    worker.load_state_dict([share["state"] for share in shares])
     parallel = worker.parallel
-    if shares[0]["layout"] == parallel.layout_in_words:
-        restore_rng(shares[parallel.rank]["rng"], accelerator.set_rng_state)
+    check_worker_states(parallel, Path(folder))
+    shares = SavedShares(Path(folder), parallel.rank)
+    worker.load_state_dict(shares)
+    if shares.layout == parallel.layout_in_words:
+        restore_rng(shares.share(parallel.rank)["rng"], accelerator.set_rng_state)
 
 
 def check_worker_states(parallel: ParallelState, folder: Path) -> None:
@@ -234,17 +235,47 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
         raise DamagedStateError("; ".join(dict.fromkeys(reports)))
 
 
-def read_worker_states(folder: Path) -> list[Mapping[str, Any]]:
-    """What `save_worker_state` wrote on every worker, in rank order, memory-mapped."""
-    first = folder / _name(0)
-    if not first.exists():
-        raise CheckpointError(
-            f"the run state lacks {first}; resume from an earlier state or set another "
-            "exp_manager.explicit_log_dir"
-        )
-    share = read_tree(first)
-    others = (read_tree(folder / _name(rank)) for rank in range(1, share["world_size"]))
-    return [share, *others]
+class SavedShares(Sequence[Mapping[str, Any]]):
+    """What `StatefulWorker.state_dict` gave on every worker that was saved, in rank order.
+
+    Memory-mapped, and opened when it is asked for: what nobody asks for is not read.
+
+    Args:
+        folder: that the shares were written to.
+        rank: whose file is looked at first; any other's tells as much of the saved run.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
+        self._shares: dict[int, Mapping[str, Any]] = {}
+        known = rank if (folder / _name(rank)).exists() else 0
+        if not (folder / _name(known)).exists():
+            raise CheckpointError(
+                f"the run state lacks {folder / _name(0)}; resume from an earlier state or set "
+                "another exp_manager.explicit_log_dir"
+            )
+        self._size = int(self.share(known)["world_size"])
+        self.layout = str(self.share(known)["layout"])  # in words
+
+    def share(self, rank: int) -> Mapping[str, Any]:
+        """All that one worker wrote."""
+        if rank not in self._shares:
+            self._shares[rank] = read_tree(self._folder / _name(rank))
+        return self._shares[rank]
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, rank: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Mapping[str, Any]]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(len(self)))]
+        if not 0 <= rank < len(self):
+            raise IndexError(rank)
+        return self.share(rank)["state"]
 
 
 def _name(rank: int) -> str:

@@ -25,13 +25,23 @@ from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule
 from aligner.checkpoint.nemo import save_nemo
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.checkpoint.worker_state import ShareWriter, StatefulWorker, load_worker_state
+from aligner.checkpoint.worker_state import (
+    SavedShares,
+    ShareWriter,
+    StatefulWorker,
+    load_worker_state,
+)
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.agreement import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.errors import DamagedStateError, StorageError
-from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt import (
+    MegatronGPTActorModel,
+    MegatronGPTCriticModel,
+    load_from_nemo,
+    role_state,
+)
 from aligner.models.gpt.megatron import MegatronGPTModel
 from aligner.models.gpt.settings import RoleSettings
 
@@ -196,10 +206,51 @@ def continues_to_the_bit(models: Path, folder: Path, case: str, parallel: Parall
     check_equal(case, tensors(again), trained)
 
 
+def mapped_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of files below ``folder`` that this process has in memory because it read them."""
+    found: dict[str, int] = {}
+    name = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            name = line.split()[-1]
+        elif line.startswith("Rss:") and name is not None and name.startswith(str(folder)):
+            found[Path(name).name] = found.get(Path(name).name, 0) + 1024 * int(line.split()[1])
+    return found
+
+
+def a_rank_reads_its_own(folder: Path, case: str, layout: str, before: str) -> None:
+    """Restored on its layout a rank maps its own file alone; on another, it reads what it needs."""
+    role = build(folder, case, PAIRS[layout])
+    path = store(folder / case / before, role).latest() / "role"
+    rank, asked = role.parallel.rank, []
+    real = role_state._SavedRole._saved
+
+    def counting(saved, name: str, kind: str, index: int, place: range) -> torch.Tensor:
+        asked.append((kind, len(place)))
+        return real(saved, name, kind, index, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(role_state._SavedRole, "_saved", counting)
+        shares = SavedShares(path, rank)
+        role.load_run_state(shares)
+    own = sum(owned.main.numel() for owned in role.optimizer.owned_slices())
+    by_kind = {kind: sum(n for each, n in asked if each == kind) for kind, _ in asked}
+    sizes = {file.name: file.stat().st_size for file in path.glob("*.pt")}
+    mapped = mapped_bytes(path)
+    if before == layout:
+        assert by_kind == {"weight": own, "exp_avg": own, "exp_avg_sq": own}, (by_kind, own)
+        assert mapped.keys() == {f"rank_{rank:05d}.pt"}, mapped
+    else:  # rows of a weight that is split along its columns are read whole
+        assert by_kind.keys() == {"weight", "exp_avg", "exp_avg_sq"}
+        assert all(own <= count <= 1.6 * own for count in by_kind.values()), (by_kind, own)
+    assert sum(mapped.values()) <= sum(sizes.values()) + 2**16 * len(sizes), (mapped, sizes)
+
+
 def damage_of_one_share_is_known_to_every_rank(folder: Path, role: MegatronGPTModel) -> None:
     """Each rank reads its own file; none restores anything where one of them is not whole."""
     save(folder, role)
     path = store(folder, role).latest() / "role"
+    torch.distributed.barrier()  # until both have found it whole
     if torch.distributed.get_rank() == 1:
         share = path / "rank_00001.pt"
         content = bytearray(share.read_bytes())
@@ -278,6 +329,10 @@ def main() -> None:
             save(folder / case / f"{before}-{after}", role)
             train(role, 1)
             save(folder / case / f"{before}-{after}", role)
+    for layout in PAIRS:
+        a_rank_reads_its_own(folder, "untied", layout, layout)
+        a_rank_reads_its_own(folder, "untied", layout, "one")
+    a_rank_reads_its_own(folder, "critic", "data", "data")
     damage_of_one_share_is_known_to_every_rank(folder / "damage", role)
     a_full_disk_stops_every_rank(folder / "full")
     shutdown_parallel()

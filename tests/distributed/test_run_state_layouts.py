@@ -4,7 +4,9 @@
 2. The next update is the one that a single, uninterrupted process makes, within float32 rounding.
 3. On the layout that saved, everything after is equal to the bit (checked by the worker).
 4. A state of another model, or one that lacks a share, is refused.
-5. What only rank 0 writes and cannot stops every rank at once (checked by the worker).
+5. On the layout that saved, a process reads no file but its own; on another one, of moments and of
+   float32 weights only what it updates (checked by the worker).
+6. What only rank 0 writes and cannot stops every rank at once (checked by the worker).
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ import run_state_worker as worker
 from ranks import run_ranks
 
 from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.worker_state import load_worker_state, read_worker_states
+from aligner.checkpoint.worker_state import SavedShares, load_worker_state
 from aligner.errors import CheckpointError
 
 WORKER = Path(worker.__file__)
@@ -87,10 +89,10 @@ def test_training_goes_on_as_if_on_one_process(name, case, folder, uninterrupted
 
 def test_moments_are_shared_out_over_data_parallel_ranks(folder):
     """Neither rank wrote all of it: together they hold each element once."""
-    shares = read_worker_states(folder / "untied" / "data" / "step_000002" / "role")
+    states = SavedShares(folder / "untied" / "data" / "step_000002" / "role", 0)
     counts = [
-        sum(piece["tensors"]["exp_avg"].numel() for piece in share["state"]["slices"].values())
-        for share in shares
+        sum(piece["tensors"]["exp_avg"].numel() for piece in state["slices"].values())
+        for state in states
     ]
     total = sum(
         value.numel()
@@ -103,7 +105,7 @@ def test_moments_are_shared_out_over_data_parallel_ranks(folder):
 
 def test_another_model_and_missing_shares_are_refused(folder):
     latest = RunStateStore(folder / "untied" / "one").latest()
-    states = [share["state"] for share in read_worker_states(latest / "role")]
+    states = [*SavedShares(latest / "role", 0)]
     name, piece = next(iter(states[0]["slices"].items()))
     beginning = {kind: tensor[:-1] for kind, tensor in piece["tensors"].items()}
     gap = {**states[0]["slices"], name: {**piece, "tensors": beginning}}

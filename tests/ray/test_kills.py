@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
 
 # In which step the victim is killed while the policy is called so: nothing is saved yet, a state is
 # there, a state is being written.
-PHASES = [(1, "generate"), (2, "train"), (3, "save_state")]
+PHASES = [(1, "generate"), (2, "train"), (3, "begin_saving")]
 
 
 @pytest.fixture(scope="module")

@@ -187,8 +187,8 @@ def test_a_killed_run_continues_to_the_bit(tmp_path, uninterrupted, killed_in, a
     ended, restored = run(tmp_path, Counter(), async_save=async_save)
     assert ended
     last = (killed_in - 1) // 2 * 2
-    in_flight = async_save and killed_in in (3, 5)  # the step after a save
-    assert (restored.step if restored else 0) in ({last, last - 2} if in_flight else {last})
+    reached = {last, last - 2} if async_save else {last}  # one may have been on its way
+    assert (restored.step if restored else 0) in reached
     assert lines(tmp_path) == uninterrupted
 
 

@@ -1,10 +1,11 @@
 """A sharded model's weights and Adam moments, saved on one layout and restored on any other.
 
 Every process saves its local elements with their place: which tensor-parallel part, and which rows
-of it. Restoring joins, one parameter at a time, the slices that the saving processes left
-(memory-mapped files), and copies this process's elements.
+of it. Restoring copies, one parameter at a time, this process's elements out of the slices that the
+saving processes left (memory-mapped files, its own first).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from aligner.checkpoint.canonical import check_shape
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
-from aligner.models.gpt.dtensor_shards import ParameterShard
+from aligner.models.gpt.dtensor_shards import ParameterShard, Shape, rows_of
 from aligner.models.gpt.optimizer import OwnedSlice
 
 BACKEND = "dtensor"
@@ -58,22 +59,21 @@ def load_shard_state(
     Every bit comes back. `CheckpointError` where the state is another model's or backend's, or a
     slice is missing.
     """
-    for state in states:
-        if state.get("backend") != BACKEND:
-            raise CheckpointError(
-                "the run state was not saved with policy.backend=dtensor; continue with the "
-                "backend that saved it, or give another exp_manager.explicit_log_dir"
-            )
-    steps: int | None = states[0]["steps"]
+    rank = shards[0].parallel.rank if shards else 0
+    own = states[rank if rank < len(states) else 0]
+    if own.get("backend") != BACKEND:
+        raise CheckpointError(
+            "the run state was not saved with policy.backend=dtensor; continue with the "
+            "backend that saved it, or give another exp_manager.explicit_log_dir"
+        )
+    steps: int | None = own["steps"]
     owned = _moments(optimizer)
     for shard in shards:
-        pieces = [state["slices"].get(shard.name) for state in states]
-        shard.local.copy_(_mine(shard, pieces, WEIGHT))
+        found = _mine(shard, states)
+        shard.local.copy_(found.pop(WEIGHT))
         mine = owned.get(shard.name)
-        if mine is None or steps is None:
-            continue
-        kinds = {kind for piece in pieces if piece for kind in piece["tensors"]} - {WEIGHT}
-        mine.set_moments({kind: _mine(shard, pieces, kind) for kind in sorted(kinds)}, steps)
+        if mine is not None and steps is not None:
+            mine.set_moments(found, steps)
     if optimizer is not None and steps is not None:
         optimizer.resume_at(steps)
 
@@ -84,31 +84,76 @@ def _moments(optimizer: ShardOptimizer | None) -> dict[str, OwnedSlice]:
     return {shard.name: owned for shard, owned in optimizer.owned_slices()}
 
 
-def _mine(shard: ParameterShard, pieces: Sequence[Mapping[str, Any] | None], kind: str) -> Tensor:
-    """This process's elements out of the slices of all processes."""
-    found = [piece for piece in pieces if piece is not None]
-    if not found:
+def _mine(shard: ParameterShard, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """This process's elements by kind, out of the slices of all processes."""
+    rows, columns = _block(shard)
+    rank = shard.parallel.rank
+    result: dict[str, Tensor] = {}
+    missing = torch.ones(len(rows), len(columns), dtype=torch.bool)
+    for number in sorted(range(len(states)), key=lambda number: (number != rank, number)):
+        piece = states[number]["slices"].get(shard.name)
+        if piece is None:
+            raise CheckpointError(
+                f"the model has {shard.name}, which the run state lacks; was "
+                "model.restore_from_path changed? Use another exp_manager.explicit_log_dir"
+            )
+        check_shape(f"{shard.name} of the run state", piece["shape"], shard.shape)
+        tensors = piece["tensors"]
+        its_rows, its_columns = _block_of(piece)
+        if (its_rows, its_columns) == (rows, columns):  # one's own
+            return {kind: tensor.view(shard.local.shape) for kind, tensor in tensors.items()}
+        here, there = _overlap(rows, its_rows), _overlap(columns, its_columns)
+        if not (here and there):
+            continue
+        for kind, tensor in tensors.items():
+            target = result.setdefault(kind, torch.empty(missing.shape, dtype=tensor.dtype))
+            source = tensor.reshape(len(its_rows), -1)
+            target[_within(here, rows), _within(there, columns)] = source[
+                _within(here, its_rows), _within(there, its_columns)
+            ]
+        missing[_within(here, rows), _within(there, columns)] = False
+        if not missing.any():
+            break
+    if missing.any():
         raise CheckpointError(
-            f"the model has {shard.name}, which the run state lacks; was model.restore_from_path "
-            "changed? Use another exp_manager.explicit_log_dir"
+            f"the run state lacks a part of {shard.name}; resume from an earlier state"
         )
-    check_shape(f"{shard.name} of the run state", found[0]["shape"], shard.shape)
-    dim, _, count = found[0]["split"]
-    parts = [_part(shard.name, found, kind, index) for index in range(count)]
-    whole = parts[0] if dim is None else torch.cat(parts, dim=dim)
-    check_shape(f"{shard.name} of the run state", whole.shape, shard.shape)
-    return shard.share_of(whole)
+    if not result:  # a process without elements of it
+        return {WEIGHT: torch.empty(shard.local.shape)}
+    return {kind: tensor.view(shard.local.shape) for kind, tensor in result.items()}
 
 
-def _part(name: str, pieces: Sequence[Mapping[str, Any]], kind: str, index: int) -> Tensor:
-    """Part ``index`` of the tensor-parallel split that was saved, out of its runs of rows."""
-    by_row = {
-        piece["first_row"]: piece["tensors"][kind]
-        for piece in pieces
-        if piece["split"][1] == index and piece["tensors"][WEIGHT].numel() > 0
-    }
-    if not by_row:
-        raise CheckpointError(
-            f"the run state lacks part {index} of {name}; resume from an earlier state"
-        )
-    return torch.cat([by_row[row] for row in sorted(by_row)])
+def _block(shard: ParameterShard) -> tuple[range, range]:
+    """Rows and columns of the whole parameter that this process holds."""
+    place = shard.parallel.tp_rank if shard.split_dim is not None else 0
+    count = shard.parallel.config.tensor if shard.split_dim is not None else 1
+    return _placed(shard.shape, shard.split_dim, place, count, shard.rows)
+
+
+def _block_of(piece: Mapping[str, Any]) -> tuple[range, range]:
+    """The same of a slice that was saved."""
+    first, held = piece["first_row"], piece["tensors"][WEIGHT].shape[0]
+    dim, place, count = piece["split"]
+    return _placed(tuple(piece["shape"]), dim, place, count, range(first, first + held))
+
+
+def _placed(
+    shape: Shape, dim: int | None, place: int, count: int, rows: range
+) -> tuple[range, range]:
+    """Where ``rows`` of part ``place`` of ``count`` along ``dim`` are in the whole."""
+    width = math.prod(shape[1:])
+    if dim is None:
+        return rows, range(width)
+    part = rows_of(shape[dim], place, count)
+    if dim == 0:
+        return range(part.start + rows.start, part.start + rows.stop), range(width)
+    inner = width // shape[1]
+    return rows, range(part.start * inner, part.stop * inner)
+
+
+def _overlap(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _within(some: range, of: range) -> slice:
+    return slice(some.start - of.start, some.stop - of.start)

@@ -94,11 +94,6 @@ class OwnedSlice:
     main: Tensor  # float32 weights that are updated, flat where they are a run
     inner: torch.optim.Optimizer | None  # keeps the moments; None: the role does not learn
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The slice of a tensor that is shaped like the parameter, shaped like ``main``."""
-        run = tensor.reshape(-1)[self.start : self.start + self.main.numel()]
-        return run.view(self.main.shape)
-
     def moments(self) -> dict[str, Tensor]:
         """Optimizer state that is shaped like ``main``; empty before the first update."""
         state = {} if self.inner is None else self.inner.state.get(self.main, {})
@@ -287,6 +282,16 @@ class RoleOptimizer:
                     buffer, dtypes, bucket = part.model_param_gbuf_map[parameter]
                     ranges = part.gbuf_ranges[buffer][dtypes][bucket]["param_map"][parameter]
                     yield OwnedSlice(parameter, ranges["param"].start, main, part.optimizer)
+
+    def hand_out_weights(self) -> None:
+        """Make the model's weights of the float32 slices that each process has, as a step does.
+
+        Collective over the data-parallel ranks, which share the slices out (`is_distributed`).
+        """
+        with accelerator.cuda_literals():
+            for part in self.inner.chained_optimizers:
+                part._copy_main_params_to_model_params()
+            self.model.start_param_sync(force_sync=True)
 
     def resume_at(self, steps: int) -> None:
         """Continue the schedule after ``steps`` updates; moments are on the device."""

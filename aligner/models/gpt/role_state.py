@@ -5,11 +5,12 @@ optimizer updates, as float32 weights and moments, under the parameter's canonic
 place in the tensor-parallel split. Nothing is gathered and nothing is copied; with the distributed
 optimizer no element is saved twice over data-parallel ranks.
 
-Restoring reads, one parameter at a time, the slices that the saving processes left (memory-mapped
-files), joins them where the tensor-parallel split has changed, and copies this process's share.
-Moments have their parameter's shape, so the rules that split and join weights hold for them too
-(`aligner.checkpoint.canonical`). Weights in bfloat16 are the rounded float32 weights, which is how
-the optimizer makes them.
+Restoring reads, one parameter at a time, the elements that this process updates, wherever the
+saving processes left them (memory-mapped files, its own first). Where the tensor-parallel split has
+changed, the rules that split and join weights (`aligner.checkpoint.canonical`) say where they are;
+moments have their parameter's shape, so they hold for them too. The weights that other
+data-parallel ranks update come from them, as after a step; in bfloat16 they are the rounded float32
+weights, which is how the optimizer makes them.
 
 The state is exact. Whether what follows repeats to the bit is the device's matter: on a CPU it
 does; on a GPU gradients are added in varying order unless ``trainer.deterministic`` is set.
@@ -17,8 +18,9 @@ does; on a GPU gradients are added in varying order unless ``trainer.determinist
 What is frozen beside adapters is no part of it: the model's file has it.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -110,27 +112,43 @@ def load_role_state(
     vocabulary, which nothing reads, start from zero. `CheckpointError` where the state is not this
     model's or a slice is missing.
     """
-    saved = _SavedRole(states, parallel.rank, architecture, lora)
+    learning = {
+        name: parameter
+        for name, parameter in canonical_parameters(gpt, architecture)
+        if parameter.requires_grad
+    }
     owned = _owned_slices(gpt, optimizer)
     shapes = _shapes(architecture, lora)
-    for name, parameter in canonical_parameters(gpt, architecture):
-        if not parameter.requires_grad:
-            continue
-        source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
+    is_shared_out = optimizer is not None and optimizer.is_distributed
+    needed = {
+        name: EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
+        for name, parameter in learning.items()
+        if parameter in owned or not is_shared_out
+    }
+    saved = _SavedRole(states, parallel.rank, architecture)
+    if not {*needed.values()} <= saved.opened_names <= {*learning} & {*shapes, *REWARD_HEAD}:
+        saved.check_names(lora)  # of another layout, or of another model
+    learns = optimizer is not None and saved.steps is not None
+    for name, source in needed.items():
+        parameter = learning[name]
         part = _part(source, parameter.shape, shapes, parallel)
-        weight = saved.read(source, WEIGHT, part, tuple(parameter.shape))
-        parameter.copy_(weight)
-        mine = owned.get(parameter)
-        if mine is None:
-            continue
-        mine.main.copy_(mine.of(weight))
-        if optimizer is not None and saved.steps is not None:
-            kinds = saved.moments(source)
-            moments = {
-                kind: mine.of(saved.read(source, kind, part, tuple(parameter.shape)))
-                for kind in kinds
-            }
+        shape, mine = tuple(parameter.shape), owned.get(parameter)
+        place = range(math.prod(shape))
+        kinds = [WEIGHT]
+        if mine is not None:
+            place = range(mine.start, mine.start + mine.main.numel())
+            kinds += saved.moments(source) if learns else []
+        found = {kind: saved.read(source, kind, part, shape, place) for kind in kinds}
+        weight = found.pop(WEIGHT)
+        if not is_shared_out:
+            parameter.copy_(weight.view(shape))
+        if mine is not None:
+            mine.main.copy_(weight.view(mine.main.shape))
+        if mine is not None and saved.steps is not None and learns:
+            moments = {kind: moment.view(mine.main.shape) for kind, moment in found.items()}
             mine.set_moments(moments, saved.steps)
+    if optimizer is not None and is_shared_out:
+        optimizer.hand_out_weights()
     if optimizer is not None and saved.steps is not None:
         optimizer.resume_at(saved.steps)
 
@@ -162,26 +180,40 @@ def _part(
 
 
 class _SavedRole:
-    """The slices of all saving processes, by name."""
+    """The slices of all saving processes, by name; files are opened as they are needed."""
 
     def __init__(
         self,
         states: Sequence[Mapping[str, Any]],
         rank: int,
         architecture: GPTArchitecture,
-        lora: LoraConfig | None,
     ) -> None:
         self._architecture = architecture
         self._slices: dict[str, list[Mapping[str, Any]]] = {}
-        # The last slice wins where copies overlap: one's own, so that not a bit of it changes.
-        for number in sorted(range(len(states)), key=lambda number: (number == rank, number)):
-            for name, piece in states[number]["slices"].items():
-                self._slices.setdefault(name, []).append(piece)
-        self.steps: int | None = states[0]["steps"]
-        self._check_names(lora)
+        # One's own first: where copies overlap, so that not a bit of it changes.
+        ranks = sorted(range(len(states)), key=lambda number: (number != rank, number))
+        self._unopened = (states[number]["slices"] for number in ranks)
+        self.steps: int | None = states[ranks[0]]["steps"]
+        self._open_next()
 
-    def _check_names(self, lora: LoraConfig | None) -> None:
+    @property
+    def opened_names(self) -> Set[str]:
+        """Of the slices in the files that have been opened."""
+        return self._slices.keys()
+
+    def _open_next(self) -> bool:
+        """Look into one more file; False: there is none left."""
+        slices = next(self._unopened, None)
+        if slices is None:
+            return False
+        for name, piece in slices.items():
+            self._slices.setdefault(name, []).append(piece)
+        return True
+
+    def check_names(self, lora: LoraConfig | None) -> None:
         """Refuse the state of another model, or of one that learned by other weights."""
+        while self._open_next():
+            pass
         if any(name.endswith(LORA_A) for name in self._slices) != (lora is not None):
             raise CheckpointError(
                 "the run state was saved "
@@ -209,46 +241,102 @@ class _SavedRole:
         """Kinds of optimizer state there are of a parameter; none before the first update."""
         return [kind for kind in self._pieces(name)[0]["tensors"] if kind != WEIGHT]
 
-    def read(self, name: str, kind: str, part: TensorPart, shape: Shape) -> Tensor:
-        """One part of a tensor, split as ``part`` says; ``shape`` is what it must have."""
-        _, count = self._pieces(name)[0]["part"]
+    def read(
+        self, name: str, kind: str, part: TensorPart, shape: Shape, place: range | None = None
+    ) -> Tensor:
+        """Elements ``place`` (default all) of one part of a tensor, flat.
+
+        ``part`` says how it is split now, ``shape`` what the part must have.
+        """
+        place = range(math.prod(shape)) if place is None else place
+        piece = self._pieces(name)[0]
+        _, count = piece["part"]
         if count == part.count:
-            tensor = self._saved_part(name, kind, part.index)
-        else:
-            parts = [self._saved_part(name, kind, index) for index in range(count)]
-            whole = merge(name, parts, self._architecture)
-            tensor = split(name, whole, self._architecture, part.index, part.count)
-        check_shape(f"{name} of the run state", tensor.shape, shape)
-        return tensor
+            check_shape(f"{name} of the run state", piece["shape"], shape)
+            return self._saved(name, kind, part.index, place)
+        axis, before = split_axis(name), list(piece["shape"])
+        assert axis is not None, "what is not split is one part of one"
+        origin = self._origin(name, axis, before, count, part)
+        found = [origin.numel() if dim == axis else size for dim, size in enumerate(before)]
+        check_shape(f"{name} of the run state", found, shape)
+        columns = math.prod(shape[1:])
+        rows = range(place.start // columns, -(-place.stop // columns))
+        result = torch.zeros(len(rows), columns, dtype=piece["tensors"][kind].dtype)
+        wide = math.prod(before[1:])
+        along_rows = axis == 0
+        wanted = origin[rows.start : rows.stop] if along_rows else origin
+        for first, index, start, length in _runs(wanted, before[axis]):
+            if along_rows:
+                source = range(start * wide, (start + length) * wide)
+                target = result[first : first + length]
+            else:
+                source = range(rows.start * wide, rows.stop * wide)
+                target = result[:, first : first + length]
+            block = self._saved(name, kind, index, source).view(len(target), wide)
+            target.copy_(block if along_rows else block[:, start : start + length])
+        skipped = place.start - rows.start * columns
+        return result.view(-1)[skipped : skipped + len(place)]
+
+    def _origin(
+        self, name: str, axis: int, before: Sequence[int], count: int, part: TensorPart
+    ) -> Tensor:
+        """Where each row (or column) of a part was, int64: old part * its size + place; -1: new.
+
+        The rules of `merge` and `split` are asked, with the numbers of rows instead of rows.
+        """
+        size = before[axis]
+        one = [size if dim == axis else 1 for dim in range(len(before))]
+        numbers = [torch.arange(1, size + 1).add(old * size).view(one) for old in range(count)]
+        whole = merge(name, numbers, self._architecture)
+        return split(name, whole, self._architecture, part.index, part.count).reshape(-1) - 1
 
     def _pieces(self, name: str) -> list[Mapping[str, Any]]:
-        if name not in self._slices:
-            raise CheckpointError(
-                f"the model has {name}, which the run state lacks; was model.restore_from_path "
-                "changed? Use another exp_manager.explicit_log_dir"
-            )
+        while name not in self._slices:
+            if not self._open_next():
+                raise CheckpointError(
+                    f"the model has {name}, which the run state lacks; was "
+                    "model.restore_from_path changed? Use another exp_manager.explicit_log_dir"
+                )
         return self._slices[name]
 
-    def _saved_part(self, name: str, kind: str, index: int) -> Tensor:
-        """Part ``index`` as it was split when it was saved, out of its slices."""
-        pieces = [piece for piece in self._pieces(name) if piece["part"][0] == index]
+    def _saved(self, name: str, kind: str, index: int, place: range) -> Tensor:
+        """Elements ``place`` of part ``index``, as it was split when it was saved.
+
+        Where one slice has them all, that is a view of its file.
+        """
+        while True:
+            pieces = [piece for piece in self._pieces(name) if piece["part"][0] == index]
+            for piece in pieces:
+                tensor, start = piece["tensors"][kind], piece["start"]
+                if start <= place.start and place.stop <= start + tensor.numel():
+                    return tensor[place.start - start : place.stop - start]
+            if not self._open_next():
+                break
         if not pieces:
             raise _incomplete(f"part {index} of {name}")
-        shape = tuple(pieces[-1]["shape"])
-        tensor = pieces[-1]["tensors"][kind]
-        if tensor.numel() == math.prod(shape):
-            return tensor.view(shape)
-        result = torch.empty(math.prod(shape), dtype=tensor.dtype)
-        filled = 0
+        result = torch.empty(len(place), dtype=pieces[0]["tensors"][kind].dtype)
+        filled = place.start
         for piece in sorted(pieces, key=lambda piece: piece["start"]):
             tensor, start = piece["tensors"][kind], piece["start"]
-            if start > filled:
-                break
-            result[start : start + tensor.numel()] = tensor
-            filled = max(filled, start + tensor.numel())
-        if filled != result.numel():
+            stop = min(place.stop, start + tensor.numel())
+            if start <= filled < stop:
+                result[filled - place.start : stop - place.start] = tensor[
+                    filled - start : stop - start
+                ]
+                filled = stop
+        if filled != place.stop:
             raise _incomplete(f"{kind} of {name} from element {filled} on")
-        return result.view(shape)
+        return result
+
+
+def _runs(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of rows that were together: (first now, part, first in the part, how many)."""
+    part = torch.div(origin, size, rounding_mode="floor")
+    together = (origin.diff() == 1) & (part.diff() == 0)
+    edges = [0, *((~together).nonzero().view(-1) + 1).tolist(), len(origin)]
+    for first, end in itertools.pairwise(edges):
+        if first < end and (number := int(origin[first])) >= 0:
+            yield first, number // size, number % size, end - first
 
 
 def _incomplete(what: str) -> CheckpointError:
