@@ -34,6 +34,8 @@ import aligner.models.gpt  # noqa: F401 - imported for the children
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny.nemo"
 _MARK = "ALIGNER_CAMPAIGN"
+# A rank that outlives another needs up to 6 s to see it, say it and unwind.
+GRACE_S = 15.0
 Case = TypeVar("Case")
 
 # One step of PPO in a second; a case adds what it is about.
@@ -161,10 +163,14 @@ class Run:
         call: Callable[[], None] | None = None,
         memory_gib: float | None = None,
     ) -> None:
-        """Start ``examples/<script>.py``, or ``call``; ``memory_gib`` limits the address space."""
+        """Start ``examples/<script>.py``, or ``call``; ``memory_gib`` limits the address space.
+
+        ``log`` is written anew: what it says is of this run alone.
+        """
         self.log, self._mark = log, uuid.uuid4().hex
         self._started = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
@@ -220,7 +226,7 @@ class Run:
                 timed_out = True
                 self.send(signal.SIGKILL)
             time.sleep(0.01)
-        grace = time.monotonic() + 5
+        grace = time.monotonic() + GRACE_S
         while (left := self.left()) and time.monotonic() < grace:
             time.sleep(0.05)
         for pid in left:
@@ -256,7 +262,6 @@ def run(
 ) -> Outcome:
     """`Run` to its end."""
     log = campaign.folder / "run.log"
-    log.unlink(missing_ok=True)
     child = Run(script, arguments, log=log, call=call, memory_gib=memory_gib)
     return child.finish(timeout_s)
 

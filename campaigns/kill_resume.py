@@ -93,13 +93,14 @@ def run_campaign(campaign: Campaign) -> None:
             campaign.tell(case.name, False, f"left alone: {whole.verdict}: {whole.last}")
             continue
         moments = []
-        for _ in range(_KILLS):
-            life = Run(script, arguments(cut), log=campaign.folder / f"{case.name}_cut.log")
+        for number in range(1, _KILLS + 1):
+            log = campaign.folder / f"{case.name}_cut_{number}.log"
+            life = Run(script, arguments(cut), log=log)
             end = time.monotonic() + campaign.rng.uniform(0.3, whole.seconds * 0.8)
             while not life.poll() and time.monotonic() < end:
                 time.sleep(0.005)
-            how, number, whole_group = campaign.rng.choice(_WAYS)
-            life.send(number, whole_group)
+            how, ending, whole_group = campaign.rng.choice(_WAYS)
+            life.send(ending, whole_group)
             outcome = life.finish(60)
             metrics = cut / "metrics.jsonl"
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from campaigns.harness import PPO, ROOT, Campaign, end_marked, free_port, marked, python
+from campaigns.harness import GRACE_S, PPO, ROOT, Campaign, end_marked, free_port, marked, python
 
 _CASES = (
     *("end torchrun", "end launcher", "rank 0 torchrun", "rank 1 torchrun", "rank 1 launcher"),
@@ -40,7 +40,7 @@ def run_campaign(campaign: Campaign) -> None:
             with contextlib.suppress(Exception):
                 process.wait(120)
             took, status = time.monotonic() - started, process.poll()
-            left = end_marked(mark, 15)
+            left = end_marked(mark, GRACE_S)
         finally:
             end_marked(mark, 0)
         right = status == 0 if victim == "end" else status not in (0, None)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from aligner.config import BaseRunConfig, ParallelConfig
 from aligner.distributed import accelerator
-from aligner.distributed.launch import start_processes
+from aligner.distributed.launch import started_processes
 from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import describe_layout, initialize_parallel
 from aligner.distributed.worker_groups import Cluster, LocalCluster
@@ -80,9 +80,11 @@ class LocalEngine:
     def __init__(self, config: BaseRunConfig, closing: ExitStack) -> None:
         """Start the processes, unless they are there, and watch over them until the end."""
         timeout_s = config.cluster.timeout_s
-        start_processes(config.trainer, timeout_s)
-        parallel = initialize_parallel(config.model.parallel, seed=config.seed, timeout_s=timeout_s)
-        closing.enter_context(watched_ranks(parallel, timeout_s))
+        with started_processes(config.trainer, timeout_s):
+            parallel = initialize_parallel(
+                config.model.parallel, seed=config.seed, timeout_s=timeout_s
+            )
+            closing.enter_context(watched_ranks(parallel, timeout_s))
         self._cluster = LocalCluster(parallel)
         self.worlds = (parallel.world_size, parallel.world_size if config.value_world_size else 0)
 

@@ -1,6 +1,7 @@
 """One rank of `test_rank_death`: watched, it works in collectives until something ends it.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, the case as the argument.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, the case as the argument. The case
+"starts" starts its two processes itself, and they meet.
 """
 
 import os
@@ -12,8 +13,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from aligner.config import ProcessConfig
 from aligner.config.layout import ParallelConfig
 from aligner.distributed import liveness
+from aligner.distributed.launch import started_processes
 from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import ParallelState
 
@@ -43,6 +46,10 @@ def work(case: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "starts":
+        with started_processes(ProcessConfig(devices=2), TIMEOUT_S):
+            print("met", flush=True)
+            return
     if sys.argv[1] == "raised":  # beating at every moment, that of the end too
         liveness._INTERVAL_S = 0.0
     dist.init_process_group("gloo")

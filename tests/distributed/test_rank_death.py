@@ -2,12 +2,14 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +101,28 @@ def test_under_torchrun_the_survivor_names_the_dead():
     )
     assert finished.returncode == 1
     assert re.search(r"rank 0 stops: rank 1 \(.*\) died: its process is gone", finished.stderr)
+
+
+@pytest.mark.timeout(300)
+def test_a_process_whose_starter_is_ended_before_they_meet_ends_too(tmp_path):
+    """SIGTERM to the first process alone, as soon as it has started the second."""
+    inherited = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        first = subprocess.Popen(
+            [sys.executable, str(WORKER), "starts"],
+            env={**inherited, "PYTHONPATH": str(ROOT)},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    while not (others := psutil.Process(first.pid).children()):
+        assert first.poll() is None, log.read_text()
+        time.sleep(0.02)
+    first.terminate()
+    assert first.wait(60) == -signal.SIGTERM
+    _, left = psutil.wait_procs(others, timeout=60)  # imports first
+    for process in left:
+        process.kill()
+    assert not left
+    assert f"the process that started it (pid {first.pid}) is gone" in log.read_text()
+    assert "met" not in log.read_text()
