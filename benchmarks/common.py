@@ -37,6 +37,12 @@ def make_environment(folder: Path, packages: Sequence[Sequence[str]]) -> Path:
     return python
 
 
+def with_repository() -> dict[str, str]:
+    """This process's environment for another one, which imports from the repository too."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def read_json(
     python: Path | str,
     module: str,

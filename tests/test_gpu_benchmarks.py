@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from aligner.distributed import accelerator
-from benchmarks.gpu.__main__ import PARTS, command_of
+from benchmarks.common import with_repository
+from benchmarks.gpu.__main__ import PARTS, PYTEST, command_of
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--warmup", "1"]
@@ -52,7 +52,7 @@ def test_every_command_is_one_that_can_be_run():
     class Options:
         device, shape = "cuda", None
 
-    commands = [text for _, part in PARTS.values() for _, text in part if text != "pytest"]
+    commands = [text for _, part in PARTS.values() for _, text in part if text != PYTEST]
     assert {text.split()[0] for text in commands} == set(SIZES)
     for text in commands:
         module = importlib.import_module(f"benchmarks.gpu.{text.split()[0]}")
@@ -64,13 +64,68 @@ def test_every_command_is_one_that_can_be_run():
         assert asked[0].device == "cuda"
 
 
+DRY = """
+import sys
+from benchmarks.gpu import machine
+machine.choose_device(["--device", "dry"])
+import importlib, json
+for name, arguments in json.loads(sys.argv[1]).items():
+    module = importlib.import_module(f"benchmarks.gpu.{name}")
+    module.main(["--device", "dry", "--shape", "tiny", *arguments])
+"""
+
+
+@pytest.fixture(scope="module")
+def dry():
+    """What every benchmark says of the tiny shape on the dry device, in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRY, json.dumps(SIZES)],
+        cwd=ROOT,
+        env=with_repository(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_benchmark_runs_on_the_dry_device(dry):
+    assert {line["benchmark"] for line in dry} == set(SIZES)
+    assert {line["device"] for line in dry} == {"dry"}
+
+
+def test_an_update_is_counted_at_what_the_model_needs(dry):
+    """Products in the pass and twice in its gradient; the output layer's once more."""
+    (update,) = (line for line in dry if line["benchmark"] == "update")
+    (head,) = (line for line in dry if line["benchmark"] == "head")
+    counted = sum(update["update"]["flops"].values())
+    again = 2.0 * head["tokens"] * head["hidden"] * head["vocab"]
+    assert counted == pytest.approx(update["update"]["model_flops"] + again, rel=0.05)
+    assert update["held_bytes"] > update["static_bytes"] > 10 * update["parameters"]
+    assert sum(head["forward_backward"]["flops"].values()) == pytest.approx(4 * again, rel=0.05)
+
+
+def test_a_step_of_generation_costs_the_same_for_any_number_in_flight(dry):
+    two, three = (line for line in dry if line["benchmark"] == "generation")
+    assert two["kernels_per_step"] == three["kernels_per_step"] > 0
+    assert two["host_reads_per_step"] == three["host_reads_per_step"] <= 3
+
+
+def test_what_is_moved_leaves_the_device(dry):
+    (line,) = (line for line in dry if line["benchmark"] == "offload")
+    for part in ("moments", "parked"):
+        assert line[part]["freed_bytes"] >= line[part]["bytes"] > 0
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("part", ["cost", "rates", "large"])
 def test_a_part_runs_on_the_dry_device(part, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", part, "--device", "dry", "--out", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=with_repository(),
         capture_output=True,
         text=True,
         timeout=1200,

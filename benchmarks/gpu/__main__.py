@@ -4,27 +4,28 @@
     python -m benchmarks.gpu cost rates       # some of them
     python -m benchmarks.gpu --device dry cost large   # what is counted without a GPU
 
-Every command is a process of its own with a time limit. Lines of JSON go to
+Every command is a process of its own with a time limit, and so has every part. Lines of JSON go to
 ``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``; at the end stands which
-commands failed. The status is not 0 where one did.
+commands failed. The status is not 0 where one did. What ``--device dry`` said is put beside what a
+GPU says, as ``predicted``.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import ROOT, log
-from benchmarks.gpu.machine import DEVICES, SHAPES
+from benchmarks.common import ROOT, log, with_repository
+from benchmarks.gpu.machine import DEVICES, PREDICTED, SHAPES
 
-RESULTS = Path(__file__).with_name("results")
+_DRY_LIMIT_S = 900  # of one command, on a machine that may have other work
+PYTEST = "pytest"  # the entry that is no benchmark
 # By part: seconds that it may take in all, and its commands, each with its own limit.
 PARTS: dict[str, tuple[int, list[tuple[int, str]]]] = {
-    "truth": (360, [(360, "pytest")]),
+    "truth": (360, [(360, PYTEST)]),
     "cost": (
         480,
         [
@@ -47,7 +48,7 @@ TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-s", "-rA")
 
 def command_of(text: str, options: argparse.Namespace) -> list[str]:
     """The process of one entry of `PARTS`."""
-    if text == "pytest":
+    if text == PYTEST:
         return [sys.executable, *TESTS]
     name, *arguments = text.split()
     if options.shape is not None and "--shape" not in arguments:
@@ -62,12 +63,12 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
     with (options.out / "log.txt").open("a") as output:
         output.write(f"\n=== {text}\n")
         output.flush()
-        into_log = text == "pytest"
+        into_log = text == PYTEST
         try:
             done = subprocess.run(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env=with_repository(),
                 stdout=output if into_log else subprocess.PIPE,
                 stderr=output,
                 text=True,
@@ -93,18 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="default: each command's own")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: results/ or dry/ in this folder")
     options = parser.parse_args(arguments)
+    dry = options.device == "dry"
+    options.out = options.out or (PREDICTED.parent if dry else Path(__file__).parent / "results")
     unknown = sorted(set(options.parts) - set(PARTS))
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     ended = []
-    for part in options.parts or PARTS:
+    for part in options.parts or [name for name in PARTS if not (dry and name == "truth")]:
         seconds, commands = PARTS[part]
         deadline = time.monotonic() + seconds
         for limit, text in commands:
-            left = min(limit, deadline - time.monotonic())
+            left = _DRY_LIMIT_S if dry else min(limit, deadline - time.monotonic())
             if left < 1:
                 ended.append({"command": text, "status": "no time left", "seconds": 0.0})
                 continue

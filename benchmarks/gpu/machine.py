@@ -21,7 +21,7 @@ from typing import Any
 from aligner.architecture import GPTArchitecture
 
 DEVICES = ("cuda", "dry", "cpu")
-PREDICTED = Path(__file__).with_name("dry.jsonl")  # what `--device dry` said at full shape
+PREDICTED = Path(__file__).parent / "dry" / "results.jsonl"  # what `--device dry` said
 
 _QWEN_1_5B = GPTArchitecture(
     num_layers=28,
@@ -124,6 +124,8 @@ class Machine:
                 function()
             return {
                 "peak_bytes": record.peak_bytes,
+                "peak_kinds": {str(kind): size for kind, size in record.peak.kinds.items()},
+                "peak_at": record.peak_at,
                 "launches": record.launches,
                 "host_reads": record.host_reads,
                 "flops": {str(k).removeprefix("torch."): n for k, n in record.flops.items()},
@@ -147,6 +149,11 @@ class Machine:
             found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         return found
 
+    def holds(self, model: Any) -> None:
+        """Tell the dry device which memory is a model's weights and gradients."""
+        if self._dry is not None:
+            self._dry.holds(model)
+
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
         """Kernels of one call: how many ran, how many calls launched them, the longest by name.
 
@@ -155,7 +162,11 @@ class Machine:
         if self._dry is not None:
             with self._dry.record() as record:
                 function()
-            return {"kernels": record.launches, "host_reads": record.host_reads}
+            return {
+                "kernels": record.launches,
+                "host_reads": record.host_reads,
+                "peak_bytes": record.peak_bytes,
+            }
         if self.device == "cpu":
             function()
             return {}
@@ -226,7 +237,7 @@ def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
     if not PREDICTED.exists():
         return None
     skipped = ("device", "torch", "megatron_core")
-    for text in PREDICTED.read_text().splitlines():
+    for text in reversed(PREDICTED.read_text().splitlines()):  # the newest first
         said = json.loads(text)
         same = [key for key, value in said.items() if not isinstance(value, dict | float)]
         settings = [key for key in same if key not in skipped and not key.endswith("_bytes")]

@@ -68,8 +68,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             kinds["bfloat16 to float32"] = (torch.bfloat16, {"out_dtype": torch.float32})
         for kind, (dtype, how) in kinds.items():
             for name, (inputs, outputs) in products(machine.SHAPES[options.shape]).items():
-                left = torch.ones(options.tokens, inputs, dtype=dtype, device=device)
-                right = torch.ones(inputs, outputs, dtype=dtype, device=device)
+                # Random numbers: a card draws more power for them than for ones, and is slower.
+                left = torch.randn(options.tokens, inputs, dtype=dtype, device=device)
+                right = torch.randn(inputs, outputs, dtype=dtype, device=device)
 
                 def multiply(left: Any = left, right: Any = right, how: Any = how) -> None:
                     torch.mm(left, right, **how)

@@ -8,7 +8,6 @@ device has less of after the refits than after the first. Aim: 1 s for 1.5B on o
 """
 
 import argparse
-import os
 import pickle
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from aligner.distributed.parallel import initialize_parallel
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.policy.refit import group_by_bytes
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, with_repository
 from benchmarks.gpu import roles
 
 RECEIVER = """
@@ -88,7 +87,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=with_repository(),
         )
         to_it, from_it = receiver.stdin, receiver.stdout
         assert to_it is not None

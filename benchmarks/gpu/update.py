@@ -60,6 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             forward_micro_batch_size=rows,
         )
         role.setup_training()
+        here.holds(role.gpt)
         role.loss_fn = loss
         data = roles.batch(rows, options.sequence, options.sequence // 8, shape.vocab_size)
         role.prepare_for_training()

@@ -7,7 +7,6 @@
 """
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 import torch
 from facts import CASES, PROMPTS, SAME, compute, on_host
 from ranks import start_script
+
+from benchmarks.common import with_repository
 
 FLOAT32 = 1e-5  # of the largest score, of the loss, of a gradient's norm
 BFLOAT16 = 0.05  # it rounds by up to 1 part in 256
@@ -135,7 +136,7 @@ def test_every_part_runs_on_fake_gpu_tensors(models, tmp_path):
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, str(root / "tests/gpu/facts.py"), "dry", str(results), str(models)],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env=with_repository(),
         capture_output=True,
         text=True,
         timeout=280,

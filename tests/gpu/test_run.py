@@ -1,13 +1,14 @@
 """A whole PPO run on the device, killed once: it goes on and learns."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from benchmarks.common import with_repository
 
 ROOT = Path(__file__).parents[2]
 STEPS, KILLED_AFTER = 24, 10
@@ -32,8 +33,7 @@ def test_a_run_is_killed_goes_on_and_learns(device, tiny_nemo, tmp_path, precisi
 
     def start():
         log = (tmp_path / "log").open("a")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=ROOT, env=with_repository(), stdout=log, stderr=log)
 
     def records():
         path = folder / "metrics.jsonl"
