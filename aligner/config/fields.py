@@ -88,6 +88,8 @@ Function = Annotated[
     str, NotEmpty("a function, package.module:function or path/to/file.py:function")
 ]
 Count = Annotated[int, Range(low=1)]
+# Rows that a process lists, and whose columns it holds: beyond a million host memory ends first.
+BatchSize = Annotated[int, Range(low=1, high=1_000_000)]
 Natural = Annotated[int, Range(low=0)]
 Positive = Annotated[float, Range(low=0.0, exclusive=True)]
 NonNegative = Annotated[float, Range(low=0.0)]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeVar
 
 from aligner.config.fields import (
     DERIVED,
+    BatchSize,
     Count,
     FilePath,
     Fraction,
@@ -74,7 +75,7 @@ class KLLossConfig:
 class RolloutConfig:
     """How a policy samples: what every algorithm that learns from its own samples has."""
 
-    num_rollout_samples: Count = 64  # responses per step, over all ranks
+    num_rollout_samples: BatchSize = 64  # responses per step, over all ranks
     num_rollouts_per_prompt: Count = 1  # responses to the same prompt; divides the samples
     rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
     forward_micro_batch_size: Count = 16  # sequences per forward pass of log-probs, per rank
@@ -171,7 +172,7 @@ class TrainedModelConfig:
     micro_batch_size: Count = field(default=8, metadata=DERIVED)
     # Sequences per optimizer step, over all ranks; null: those of a rollout, in equal parts of up
     # to 64 (16 of those that rejection sampling keeps).
-    global_batch_size: Count = field(default=64, metadata=DERIVED)
+    global_batch_size: BatchSize = field(default=64, metadata=DERIVED)
     tensor_model_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
     context_parallel_size: Count = 1
@@ -293,7 +294,7 @@ class CriticConfig:
 
     restore_from_path: FilePath | None = None  # null: model.restore_from_path, with a fresh head
     micro_batch_size: Count = field(default=8, metadata=DERIVED)  # as the model's
-    global_batch_size: Count = field(default=64, metadata=DERIVED)  # as the model's
+    global_batch_size: BatchSize = field(default=64, metadata=DERIVED)  # as the model's
     forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank
     value_clip: Positive | None = 0.2  # clip of the new value around the old one; null: off
     tensor_model_parallel_size: Count | None = None  # null: model.tensor_model_parallel_size

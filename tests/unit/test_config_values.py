@@ -74,6 +74,12 @@ def test_long_values_that_can_be_are_kept():
     assert not Range(low=0.0).contains(float("inf"))
 
 
+@pytest.mark.parametrize("key", ["model.ppo.num_rollout_samples", "model.global_batch_size"])
+def test_a_step_has_no_more_rows_than_a_process_can_list(key):
+    with pytest.raises(ConfigError, match=rf"^{key}: must be between 1 and 1e\+06, got 10"):
+        ppo(f"{key}=1000000000")
+
+
 PATHS = [
     *("model.restore_from_path", "model.tokenizer", "model.peft.restore_from_path"),
     *("critic.restore_from_path", "exp_manager.explicit_log_dir", "generation.vllm.python"),
