@@ -14,7 +14,9 @@ from aligner.distributed.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.distributed.vocab_shard import Tiles, VocabShard
 from aligner.distributed.wide_product import wide_mm
 
-_CHUNK_BYTES = 64 * 2**20
+# Of the logits that exist at a time; sorting them takes several times as much.
+_CHUNK_BYTES = {"cpu": 64 * 2**20}
+_CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
 
 def keep_thresholds(
@@ -30,7 +32,8 @@ def keep_thresholds(
     The logits exist a few tokens at a time.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    rows = max(1, _CHUNK_BYTES // (weight.shape[0] * dtype.itemsize))
+    budget = _CHUNK_BYTES.get(hidden.device.type, _CHUNK_BYTES_ACCELERATOR)
+    rows = max(1, budget // (weight.shape[0] * dtype.itemsize))
     thresholds = [hidden.new_empty(0, dtype=dtype)]
     for chunk in hidden.split(rows) if hidden.shape[0] else ():
         logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)

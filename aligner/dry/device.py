@@ -261,9 +261,14 @@ def _attend(
 ) -> Tensor:
     """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    flash = attn_mask is None and query.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and not flash:  # the other kernels know no grouped queries
+        return _aten._scaled_dot_product_attention_math(
+            *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=True
+        )[0]
     if groups > 1:
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    if flash:
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]

@@ -9,9 +9,11 @@ from dry_roles import ROWS, build, rollout, settings_of, share_of_batch
 
 import aligner.models.gpt.incremental as incremental
 from aligner.config import LengthParams
-from aligner.distributed import accelerator
+from aligner.distributed import accelerator, kept_set
+from aligner.distributed.vocab_shard import VocabShard
 from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
+from aligner.models.gpt.attention import attend_rows
 
 FEW, MANY = 6, 14
 
@@ -80,3 +82,33 @@ def captured_against_the_rules():
             replay()
             replay()
         return {"launches": record.launches, "value": counter.item()}
+
+
+def windowed_attention(precision):
+    """Most bytes on the device in grouped-query attention with a window, forward and backward."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with DryDevice() as device:
+        shapes = (1, 8, 4096, 64), (1, 2, 4096, 64), (1, 2, 4096, 64)
+        inputs = [
+            torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes
+        ]
+        with device.record() as record:
+            attend_rows(*inputs, 512, scale=0.125).sum().backward()
+        return {"peak_bytes": record.peak_bytes}
+
+
+def sorted_rows():
+    """How many logits are sorted at a time for top-p, of a vocabulary of Qwen's size."""
+    rows = []
+
+    def threshold(logits, top_k, top_p):
+        rows.append(logits.shape[0])
+        return logits.amax(dim=1)
+
+    kept_set.threshold = threshold
+    with DryDevice():
+        weight = torch.empty(151_936, 16, dtype=torch.bfloat16, device="cuda")
+        hidden = torch.empty(1000, 16, dtype=torch.bfloat16, device="cuda")
+        shard = VocabShard.of(weight, 151_936, None)
+        kept_set.keep_thresholds(hidden, weight, shard, 0, 0.9)
+    return rows

@@ -46,3 +46,15 @@ def test_a_step_is_one_launch_and_the_copies_of_what_it_drew(dry, case):
 
 def test_what_a_graph_cannot_hold_is_refused(dry):
     assert dry("dry_generation:captured_against_the_rules") == {"launches": 2, "value": 6}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "32"])
+def test_attention_with_a_window_keeps_no_scores(dry, precision):
+    """Of 8 heads over 4,096 tokens they would be 256 MiB in bfloat16."""
+    found = dry("dry_generation:windowed_attention", precision=precision)
+    assert found["peak_bytes"] < 128 * 2**20
+
+
+def test_top_p_sorts_many_rows_at_a_time(dry):
+    """256 MiB of logits, where a CPU's cache wants less."""
+    assert dry("dry_generation:sorted_rows") == [441, 441, 118]

@@ -147,7 +147,7 @@ def attend_rows(
     length = query.shape[2]
     windowed = window is not None and length > window
     mask = _window_mask(length, window, query.device) if windowed else None
-    return _attend(query, key, value, mask, scale, dropout)
+    return attend(query, key, value, mask, scale, dropout)
 
 
 def attend_segments(
@@ -176,7 +176,7 @@ def attend_segments(
         segments.keys.to_slots(value).split(key_slots),
         strict=True,
     ):
-        out = _attend(
+        out = attend(
             _by_sequence(queries, bucket.sequences),
             _by_sequence(keys, bucket.sequences),
             _by_sequence(values, bucket.sequences),
@@ -188,10 +188,21 @@ def attend_segments(
     return segments.queries.to_rows(torch.cat(parts))
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float = 0.0,
 ) -> Tensor:
     """``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
+    groups = query.shape[1] // key.shape[1]
+    flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and query.is_cuda and not flash:
+        # Flash attention alone knows grouped queries. Without it PyTorch would take the one kernel
+        # that does and that has all scores in memory, [heads, S, S].
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -213,5 +224,5 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     """Bool ``[S, S]``, True where query i may see key j: ``i - window < j <= i``."""
     assert window is not None
     position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    first = position[:, None] - window + 1
+    return (position <= position[:, None]) & (position >= first)

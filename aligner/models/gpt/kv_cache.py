@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.models.gpt.attention import _window_mask
+from aligner.models.gpt.attention import _window_mask, attend
 
 ALIGNMENT = 16
 # torch multiplies matrices whose three sizes have a smaller product in a way of its own.
@@ -248,14 +248,12 @@ class KVCache:
         query, key, value = framed.split((heads.shape[2] - 2, 1, 1), dim=3)
         length = framed.shape[1]
         windowed = self._window is not None and length > self._window
-        out = F.scaled_dot_product_attention(
+        out = attend(
             query.flatten(2, 3).transpose(1, 2),
             key.squeeze(3).transpose(1, 2),
             value.squeeze(3).transpose(1, 2),
-            attn_mask=_window_mask(length, self._window, heads.device) if windowed else None,
-            is_causal=not windowed,
-            scale=self._scale,
-            enable_gqa=heads.shape[2] > 3,
+            _window_mask(length, self._window, heads.device) if windowed else None,
+            self._scale,
         )
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)
 
