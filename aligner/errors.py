@@ -74,3 +74,7 @@ class WorkerDiedError(WorkerError):
 
 class DryDeviceError(AlignerError, RuntimeError):
     """The dry device cannot be had here, or was asked for a value that it does not compute."""
+
+
+class VersionError(AlignerError, ImportError):
+    """A library is installed in a version that this one does not work with."""

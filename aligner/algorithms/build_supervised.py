@@ -21,7 +21,7 @@ from aligner.algorithms.startup import (
     dropout_in_words,
     role_memory,
     saving,
-    training_activations,
+    training_memory,
 )
 from aligner.algorithms.supervised import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
@@ -199,9 +199,9 @@ def run_lesson(
                     _data_size(config, attempt),
                 ),
                 roles=memory,
-                working_bytes={
-                    "activations": training_activations(config, inputs.architecture, lesson.longest)
-                },
+                working_bytes=training_memory(
+                    config, inputs.architecture, lesson.longest, on_gpus=device.has_gpu
+                ),
                 run_states=saving(config, memory, attempt.clusters.policy.world_size()),
                 packages=find_packages(),
                 dropout=dropout_in_words(config.model, inputs.architecture),

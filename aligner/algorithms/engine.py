@@ -20,6 +20,7 @@ from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import describe_layout, initialize_parallel
 from aligner.distributed.worker_groups import Cluster, LocalCluster
 from aligner.errors import ConfigError, WorkerDiedError
+from aligner.observe.packages import check_versions
 
 # Policy, critic, an engine that generates for the policy, and a reward model.
 _ROLES_PER_BUNDLE = 4
@@ -65,6 +66,7 @@ class Engine(Protocol):
 
 def open_engine(config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> Engine:
     """The configured engine; it ends when ``closing`` closes."""
+    check_versions()
     if config.trainer.deterministic:
         accelerator.make_deterministic()
     if config.cluster.engine == "ray":

@@ -11,8 +11,9 @@ from aligner.config.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.host_memory import available_bytes
+from aligner.distributed.vocab_shard import tile_bytes
 from aligner.errors import ConfigError
-from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
+from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages
 from aligner.observe.startup import (
     BatchPlan,
@@ -158,7 +159,7 @@ def startup_facts(
         log_dir=config.exp_manager.explicit_log_dir,
         batches=batch_arithmetic(plan),
         roles=roles,
-        working_bytes=_working_memory(config, architecture, prompts),
+        working_bytes=_working_memory(config, architecture, prompts, device.has_gpu),
         run_states=saving(config, roles, processes),
         packages=find_packages(),
         dropout=dropout_in_words(config.model, architecture),
@@ -217,7 +218,10 @@ def _adapter_parameters(config: BaseRunConfig, architecture: GPTArchitecture) ->
 
 
 def _working_memory(
-    config: SamplingRunConfig, architecture: GPTArchitecture, prompts: PromptDataset
+    config: SamplingRunConfig,
+    architecture: GPTArchitecture,
+    prompts: PromptDataset,
+    on_gpus: bool,
 ) -> dict[str, int]:
     length = prompts.max_length + config.model.rollout.length_params.max_length
     cache = kv_cache_bytes(
@@ -231,20 +235,37 @@ def _working_memory(
     share = config.model.tensor_model_parallel_size
     return {
         "KV cache": cache // share,
-        "activations": training_activations(config, architecture, length),
+        **training_memory(config, architecture, length, on_gpus=on_gpus),
     }
 
 
-def training_activations(config: BaseRunConfig, architecture: GPTArchitecture, length: int) -> int:
-    """Bytes per process of a micro-batch of sequences of ``length`` tokens."""
+def training_memory(
+    config: BaseRunConfig, architecture: GPTArchitecture, length: int, *, on_gpus: bool
+) -> dict[str, int]:
+    """Bytes per process of a training micro-batch, by what holds them.
+
+    Of as many tokens as the budget of packed or dynamic micro-batches allows, else of sequences of
+    ``length`` tokens. Left out are the device's context, buffers of NCCL, fragmentation and what
+    `activation_bytes` and `head_bytes` leave out.
+    """
     model = config.model
-    return (
-        activation_bytes(
-            layers=architecture.num_layers // model.pipeline_model_parallel_size,
-            hidden_size=architecture.hidden_size,
-            tokens=model.micro_batch_size * length,
-            value_bytes=2 if config.trainer.precision == "bf16" else 4,
-            recompute=model.activations_checkpoint_granularity == "full",
-        )
-        // model.tensor_model_parallel_size
+    budgets = model.token_budgets
+    tokens = model.micro_batch_size * length if budgets is None else budgets.train_mb_tokens
+    here = tokens // model.context_parallel_size
+    layers = activation_bytes(
+        layers=architecture.num_layers // model.pipeline_model_parallel_size,
+        hidden_size=architecture.hidden_size,
+        tokens=here,
+        value_bytes=2 if config.trainer.precision == "bf16" else 4,
+        recompute=model.activations_checkpoint_granularity == "full",
     )
+    columns = architecture.padded_vocab_size(model.tensor_model_parallel_size)
+    logits = here * columns // model.tensor_model_parallel_size * 4
+    return {
+        "activations": layers // model.tensor_model_parallel_size,
+        "output layer": head_bytes(
+            hidden_size=architecture.hidden_size,
+            tokens=here,
+            tile_bytes=min(logits, tile_bytes("accelerator" if on_gpus else "cpu")),
+        ),
+    }

@@ -24,6 +24,11 @@ _CHUNK_BYTES = {"cpu": 32 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
 
+def tile_bytes(device_type: str) -> int:
+    """Most bytes of one float32 tile of logits on devices of this type."""
+    return _TILE_BYTES.get(device_type, _TILE_BYTES_ACCELERATOR)
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """Which part of the vocabulary the local weight holds.
@@ -120,7 +125,7 @@ class Tiles:
         self.rows_total, self.columns_total = hidden.shape[0], columns
         default_rows = _TILE_ROWS.get(device.type, _TILE_ROWS_ACCELERATOR)
         self.rows = max(1, min(self.rows_total, chunk_size or default_rows))
-        budget = _TILE_BYTES.get(device.type, _TILE_BYTES_ACCELERATOR) // self.dtype.itemsize
+        budget = tile_bytes(device.type) // self.dtype.itemsize
         self.columns = max(1, min(columns, max(64, budget // self.rows)))
         self._buffers: dict[str, Tensor] = {}
         self._device = device

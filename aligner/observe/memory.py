@@ -72,11 +72,20 @@ def kv_cache_bytes(
 def activation_bytes(
     *, layers: int, hidden_size: int, tokens: int, value_bytes: int, recompute: bool
 ) -> int:
-    """Activations kept for the backward pass of a micro-batch of ``tokens`` tokens.
+    """Activations that layers keep for the backward pass of a micro-batch of ``tokens`` tokens.
 
     17 values per token, layer and hidden unit (Korthikanti et al. 2022, their 34 bytes in 16 bit,
     attention scores not stored); with full recomputation only each layer's input is kept, and one
-    layer's worth while it is recomputed.
+    layer's worth while it is recomputed. Left out: wider feed-forward layers than 4 times the
+    hidden size, experts, and what is alive for a moment in the backward pass.
     """
     per_layer = tokens * hidden_size * value_bytes
     return per_layer * (layers + 17) if recompute else per_layer * 17 * layers
+
+
+def head_bytes(*, hidden_size: int, tokens: int, tile_bytes: int) -> int:
+    """What the output layer keeps of ``tokens`` predicted tokens.
+
+    Float32 hidden states and their gradient, and the two tiles of logits that are alive at once.
+    """
+    return 2 * tokens * hidden_size * 4 + 2 * tile_bytes

@@ -2,8 +2,12 @@
 
 import importlib.metadata
 import importlib.util
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from aligner.errors import VersionError
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,32 @@ OPTIONAL_PACKAGES = (
         "pip install tensorboard",
     ),
 )
+
+
+# First versions that work and first that are not known to; those of pyproject.toml.
+SUPPORTED = {"torch": ((2, 10), (2, 14)), "megatron-core": ((0, 16), (0, 17))}
+
+
+def check_versions(installed: Callable[[str], str | None] | None = None) -> None:
+    """Refuse libraries that the code calls in ways they do not have, before a run begins.
+
+    Pre-releases count as the release they lead to: NVIDIA's images have such builds of torch.
+
+    Raises:
+        VersionError: names the package, its version and those that work.
+    """
+    for name, (first, end) in SUPPORTED.items():
+        version = (installed or _version)(name)
+        if version is None:  # no metadata: nothing is known against it
+            continue
+        release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if not first <= release < end:
+            low, high = (".".join(map(str, each)) for each in (first, end))
+            raise VersionError(
+                f"{name} {version} is installed, and {low} or newer, below {high}, is needed; "
+                f"install one (pip install '{name}>={low},<{high}'), or an image that brings one "
+                "(Dockerfile)"
+            )
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,8 @@ def _memory_line(facts: StartupFacts) -> Text:
         f"models {models}{working} = about {readable_bytes(total)} of "
         f"{readable_bytes(facts.device.free_bytes)} free"
     )
+    if facts.device.has_gpu:
+        text += ", without the device's context, buffers of NCCL and fragmentation"
     if total <= facts.device.free_bytes:
         return Text(text)
     advice = (

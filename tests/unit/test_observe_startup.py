@@ -1,12 +1,27 @@
 """The start-up report, with arithmetic done by hand."""
 
+import dataclasses
+import re
 import sys
+import tomllib
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
+from aligner.algorithms.startup import training_memory
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
 from aligner.distributed.accelerator import DeviceFacts
-from aligner.observe.memory import RoleMemory, activation_bytes, kv_cache_bytes
-from aligner.observe.packages import OptionalPackage, PackageStatus, find_packages
+from aligner.errors import VersionError
+from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
+from aligner.observe.packages import (
+    SUPPORTED,
+    OptionalPackage,
+    PackageStatus,
+    check_versions,
+    find_packages,
+)
 from aligner.observe.startup import (
     BatchPlan,
     Restored,
@@ -84,6 +99,46 @@ def test_memory_by_hand():
     shape = {"layers": 10, "hidden_size": 8, "tokens": 5, "value_bytes": 4}
     assert activation_bytes(**shape, recompute=False) == 17 * 10 * 160
     assert activation_bytes(**shape, recompute=True) == 27 * 160
+    assert head_bytes(hidden_size=8, tokens=5, tile_bytes=100) == 2 * 5 * 8 * 4 + 200
+
+
+def test_a_token_budget_is_what_a_micro_batch_holds():
+    given = {
+        "model": {"restore_from_path": "m.nemo", "micro_batch_size": 2},
+        "data": {"train": {"source": "d.jsonl"}},
+    }
+    config = parse_config(given, SFTRunConfig)
+    by_rows = training_memory(config, TINY_ARCHITECTURE, length=100, on_gpus=False)
+    assert by_rows["activations"] == 17 * 200 * TINY_ARCHITECTURE.hidden_size * 4 * (
+        TINY_ARCHITECTURE.num_layers
+    )
+    budget = SequencePackingConfig(enabled=True, train_mb_tokens=1000)
+    packed = dataclasses.replace(config.model, sequence_packing=budget)
+    by_tokens = training_memory(
+        dataclasses.replace(config, model=packed), TINY_ARCHITECTURE, length=100, on_gpus=False
+    )
+    assert by_tokens["activations"] == 5 * by_rows["activations"]
+    assert by_tokens["output layer"] > by_rows["output layer"]
+
+
+def test_versions_that_do_not_work_are_refused():
+    check_versions()
+    check_versions({"torch": "2.10.0a0+b4e4ee81d3.nv25.12", "megatron-core": "0.16.1"}.get)
+    check_versions({}.get)
+    for torch, remedy in (("2.9.1+cu130", ">=2.10,<2.14"), ("2.14.0", "Dockerfile")):
+        with pytest.raises(VersionError, match=rf"torch {re.escape(torch)} .*{remedy}"):
+            check_versions({"torch": torch}.get)
+    with pytest.raises(VersionError, match=r"megatron-core 0\.15\.0"):
+        check_versions({"torch": "2.11.0", "megatron-core": "0.15.0"}.get)
+
+
+def test_supported_versions_are_those_of_the_project_file():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for name, (first, end) in SUPPORTED.items():
+        (line,) = (each for each in project["dependencies"] if re.match(rf"{name}\b", each))
+        low, high = re.search(r">=([\d.]+),<([\d.]+)$", line).groups()
+        assert low.startswith(".".join(map(str, first)))
+        assert high == ".".join(map(str, end))
 
 
 def test_report_and_dict():

@@ -85,6 +85,7 @@ def flash_kernel() -> VarlenKernel | None:
             softmax_scale=scale,
             causal=True,
             window_size=(-1 if window is None else window - 1, 0),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
     return attend
