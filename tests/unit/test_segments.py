@@ -189,7 +189,7 @@ def torch_2_12(
 
 def flash_attn(
     q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1),
+    window_size=(-1, -1), deterministic=False,
 ):  # fmt: skip
     assert causal
     return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale=softmax_scale, window_size=window_size)
