@@ -47,12 +47,20 @@ class VllmConfig:
         ``ahead``: rollouts are drawn while the policy trains.
 
         Raises:
-            ConfigError: ``sleep`` on CPU, where vLLM has no such thing.
+            ConfigError: on CPU ``sleep``, or several engines of several processes, which vLLM
+                does not have there.
         """
         if self.sleep and not has_gpu:
             raise ConfigError(
                 "generation.vllm.sleep=true: on CPU vLLM cannot give its memory back; set it to "
                 "null or false"
+            )
+        if not has_gpu and min(self.engines, self.tensor_parallel_size) > 1:
+            raise ConfigError(
+                f"generation.vllm.engines={self.engines} of tensor_parallel_size="
+                f"{self.tensor_parallel_size} each: vLLM's CPU build gives the memory that an "
+                "engine's processes share the same name in all engines of a machine; set one of "
+                "them to 1"
             )
         colocated = self.refit == "colocated"
         return replace(

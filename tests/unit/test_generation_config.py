@@ -146,6 +146,10 @@ def test_defaults_go_by_the_device():
     given = VllmConfig(kv_cache_mb=64, enforce_eager=True, sleep=False, gpu_memory_utilization=0.3)
     for has_gpu in (False, True):
         assert given.on_device(has_gpu=has_gpu, ahead=False) == given
+    several = VllmConfig(engines=2, tensor_parallel_size=2)
+    assert several.on_device(has_gpu=True, ahead=False).workers == 4
+    with pytest.raises(ConfigError, match=r"vllm.engines=2 of tensor_parallel_size=2 each.*to 1"):
+        several.on_device(has_gpu=False, ahead=False)
     with pytest.raises(ConfigError, match=r"generation.vllm.sleep=true: on CPU"):
         VllmConfig(sleep=True).on_device(has_gpu=False, ahead=False)
 

@@ -102,6 +102,9 @@ class VllmEngine:
             **settings.kwargs,
         }
         self._llm = _start(architecture, self._eos_ids, arguments)
+        if peers is not None:
+            dist.barrier(peers)  # who opens a segment by its name has done so
+            _take_names_of_shared_memory()
 
     def generate(
         self,
@@ -254,6 +257,14 @@ def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
         # It opens the other devices, and a worker on Ray sees its own alone.
         "disable_custom_all_reduce": True,
     }
+
+
+def _take_names_of_shared_memory() -> None:
+    """Have the segments that the processes of an engine share end with them, killed or not."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])  # "... (deleted)" where the name is gone
+        if path.parent == Path("/dev/shm") and ("psm_" in path.name or "cpushm" in path.name):
+            path.unlink(missing_ok=True)
 
 
 def set_environment(settings: VllmConfig) -> None:
