@@ -117,12 +117,14 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
 
     def copy(tensor: Tensor) -> Tensor:
         if not is_whole(tensor):
+            tensor = tensor.contiguous()
             target = memory.take(tensor.numel() * tensor.element_size())
-            return target.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            _copy_bytes(tensor.view(-1).view(torch.uint8), target)
+            return target.view(tensor.dtype).view(tensor.shape)
         storage = tensor.untyped_storage()
         if storage._cdata not in copies:
-            target = memory.take(storage.nbytes())
-            copies[storage._cdata] = target.copy_(storage_bytes(storage), non_blocking=True)
+            copies[storage._cdata] = target = memory.take(storage.nbytes())
+            _copy_bytes(storage_bytes(storage), target)
         return torch.empty(0, dtype=tensor.dtype).set_(
             copies[storage._cdata].untyped_storage(),
             tensor.storage_offset(),
@@ -133,6 +135,16 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
     result = map_tensors(tree, copy)
     accelerator.synchronize()
     return result
+
+
+def _copy_bytes(source: Tensor, target: Tensor) -> None:
+    """Copy uint8 ``[n]`` to host memory, from a device once `accelerator.synchronize` returns."""
+    if source.is_cpu:
+        # In one thread: torch's copy meets its other threads for each tensor, and where cores are
+        # taken, by a writer for one, that costs more than it brings.
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source, non_blocking=True)
 
 
 def bytes_to_copy(tree: Any) -> int:

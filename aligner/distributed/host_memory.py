@@ -36,14 +36,12 @@ def keep_freed_memory() -> bool:
 
 
 def private_memory(size: int) -> memoryview:
-    """``size`` bytes of zeros from the system itself, in large pages where it has them.
+    """``size`` bytes of zeros from the system itself; they go back when their last view is gone.
 
-    They go back to it when the last view of them is gone.
+    Large pages are not asked for: where memory is fragmented, waiting for them takes longer.
     """
-    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return memoryview(mmap.mmap(-1, max(1, size), flags=flags))
 
 
 def available_bytes() -> int:
