@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.generation --in-flight 16 64 256 512
 
 One line for each number of sequences in flight, all of which draw exactly ``--new-tokens`` at
-temperature 1. ``step_s`` and ``kernels_per_step`` are differences of a long and a short rollout,
+temperature 1. ``step_s`` and what is counted a step are differences of a long and a short rollout,
 so prefill and set-up are not in them. ``floor_s`` is what reading weights and cache once takes at
 the card's memory rate. Aim: 30,000 tokens/s at 64 in flight on one H200.
 """

@@ -157,13 +157,13 @@ class Machine:
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
         """Kernels of one call: how many ran, how many calls launched them, the longest by name.
 
-        Empty on the CPU.
+        On the dry device the launches alone, a CUDA graph being one; empty on the CPU.
         """
         if self._dry is not None:
             with self._dry.record() as record:
                 function()
             return {
-                "kernels": record.launches,
+                "launch_calls": record.launches,
                 "host_reads": record.host_reads,
                 "peak_bytes": record.peak_bytes,
             }
