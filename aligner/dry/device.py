@@ -6,7 +6,6 @@ sequence.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import router
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from aligner.distributed import accelerator
-from aligner.dry.graphs import Capturing, Graph
+from aligner.dry.graphs import Capturing, graph_class
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.operations import Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
-from aligner.models.gpt import fusions, megatron
+from aligner.models.gpt import fusions, megatron, pipeline
 
 _aten = torch.ops.aten
 
@@ -187,7 +187,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             yield holder, "get_rng_state", lambda device=None: state.clone()
         for name in ("Stream", "Event"):
             yield cuda, name, _Stream
-        yield cuda, "CUDAGraph", functools.partial(Graph, self._records, self._operations.known)
+        yield cuda, "CUDAGraph", graph_class(self._records, self._operations.known)
         yield cuda, "graph", self._capturing.into
         yield cuda, "graph_pool_handle", _answers(None)
         for name in ("current_stream", "default_stream", "stream"):
@@ -219,8 +219,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             "topk_routing_with_score_function",
             _evenly(router.topk_routing_with_score_function),
         )
-        yield P2PCommunicator, "_communicate", _communicate(P2PCommunicator._communicate)
-        yield P2PCommunicator, "_communicate_shapes", _communicate_shapes
+        yield from _Stages().replacements()
 
 
 def _host_calls(operations: Operations) -> Iterator[tuple[Any, str, Any]]:
@@ -387,28 +386,50 @@ def _evenly(real: Callable[..., Any]) -> Callable[..., Any]:
     return route
 
 
-def _communicate(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Between pipeline stages: nobody says what shape comes, so it is remembered.
+class _Stages:
+    """Between pipeline stages, where nobody says what shape comes.
 
-    A gradient has the shape of what was sent, in the same order. Hidden states have the shape that
-    the schedule expects, so on later stages micro-batches must be of one length.
+    Hidden states are those of the schedule's micro-batches, one after the other. A gradient has the
+    shape of what was sent, in the same order.
     """
 
-    def communicate(self: Any, **kwargs: Any) -> Any:
-        sent = vars(self).setdefault("_dry_sent", [])
-        if kwargs["tensor_send_next"] is not None:
-            sent.append(tuple(kwargs["tensor_send_next"].shape))
-        self._dry_shapes = (
-            tuple(kwargs["tensor_shape"]) if kwargs["recv_prev"] else None,
-            sent.pop(0) if kwargs["recv_next"] else None,
+    def __init__(self) -> None:
+        self._hidden: list[tuple[int, ...]] = []
+        self._sent: list[tuple[int, ...]] = []
+        self._coming: tuple[Any, Any] = (None, None)
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        yield (
+            pipeline,
+            "get_forward_backward_func",
+            self._choose(pipeline.get_forward_backward_func),
         )
-        return real(self, **kwargs)
+        yield P2PCommunicator, "_communicate", self._communicate(P2PCommunicator._communicate)
+        yield P2PCommunicator, "_communicate_shapes", lambda *_: self._coming
 
-    return communicate
+    def _choose(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def schedule(*, data_iterator: Iterator[Any], model: Any, **options: Any) -> Any:
+            microbatches = list(data_iterator)
+            config = unwrap_model(model[0]).config
+            parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            for microbatch in microbatches:
+                rows, length = microbatch.layout.input_ids.shape
+                self._hidden.append((length // parts, rows, config.hidden_size))
+            return real()(data_iterator=iter(microbatches), model=model, **options)
 
+        return lambda: schedule
 
-def _communicate_shapes(self: Any, *_: Any) -> tuple[Any, Any]:
-    return self._dry_shapes
+    def _communicate(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def communicate(communicator: Any, **kwargs: Any) -> Any:
+            if kwargs["tensor_send_next"] is not None:
+                self._sent.append(tuple(kwargs["tensor_send_next"].shape))
+            self._coming = (
+                self._hidden.pop(0) if kwargs["recv_prev"] else None,
+                self._sent.pop(0) if kwargs["recv_next"] else None,
+            )
+            return real(communicator, **kwargs)
+
+        return communicate
 
 
 class _Work:

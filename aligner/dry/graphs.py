@@ -50,6 +50,16 @@ class Graph:
             record.graphed += record.launches - before - 1
 
 
+def graph_class(records: list[Record], known: KnownValues) -> type[Graph]:
+    """The class of graphs of a device; a class, for libraries name it in annotations."""
+
+    class CUDAGraph(Graph):
+        def __init__(self) -> None:
+            super().__init__(records, known)
+
+    return CUDAGraph
+
+
 class Capturing:
     """Which graph is being captured, if any."""
 

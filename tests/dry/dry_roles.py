@@ -85,6 +85,12 @@ def source(architecture, *, head=False):
     )
 
 
+def adapters_of(case):
+    """Adapters, which experts do not have."""
+    has_experts = architecture_of(case) is MIXTURE
+    return LoraConfig(target_modules=("attention" if has_experts else "all",), adapter_dim=4)
+
+
 def settings_of(case):
     """The role's settings."""
     tp = case.get("tp", 1)
@@ -100,7 +106,7 @@ def settings_of(case):
         precision=case.get("precision", "32"),
         recompute=case.get("recompute"),
         optim=OptimConfig(lr=1e-5) if case.get("trained", True) else None,
-        lora=LoraConfig(adapter_dim=4) if case.get("lora") else None,
+        lora=adapters_of(case) if case.get("lora") else None,
         sequence_packing=case.get("batching") == "packed",
         sequence_length_round=4 if case.get("batching") == "dynamic" else 1,
         micro_batch_size=ROWS // 2,
@@ -115,12 +121,10 @@ def settings_of(case):
 def share_of_batch(case, data_rank, data_size):
     """One data-parallel rank's rows on the device, and its micro-batches.
 
-    Rows have several lengths. Micro-batches are formed as runs form them; with pipeline stages each
-    is as wide as the others, for nobody tells a later stage what comes.
+    Rows have several lengths. Micro-batches are formed as runs form them.
     """
     rows = ROWS * data_size
     lengths = LENGTH - torch.arange(rows) % ROWS * 3
-    lengths[:: ROWS // 2] = LENGTH
     inside = (torch.arange(LENGTH) < lengths[:, None]).float()
     floats = (
         *("advantages", "returns", "values"),
