@@ -18,6 +18,16 @@ TENSOR_PACKED = [
     "model.sequence_packing.train_mb_tokens=256",
 ]
 DATA = ["model.micro_batch_size=8"]
+# Eight prompts, three answers each: what is drawn again is seldom a multiple of two rows.
+DYNAMIC = [
+    "trainer.ppo.max_steps=2",
+    "trainer.ppo.dynamic_sampling.enabled=true",
+    "model.ppo.num_rollouts_per_prompt=3",
+    "model.ppo.num_rollout_samples=24",
+    "model.global_batch_size=24",
+    "model.micro_batch_size=4",
+    "reward.kwargs.pattern='[A-Za-z0-9].*'",
+]
 
 
 def metrics(folder, nemo, script, recipe, processes, layout=()):
@@ -35,6 +45,12 @@ def metrics(folder, nemo, script, recipe, processes, layout=()):
         {name: value for name, value in line.items() if not name.startswith("timers/")}
         for line in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+def compare(one, two):
+    assert len(one) > 1
+    for line, other in zip(one, two, strict=True):
+        assert other == pytest.approx(line, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 def extended(*values):
@@ -55,6 +71,13 @@ def extended(*values):
 def test_two_processes_write_the_metrics_of_one(tmp_path, tiny_nemo, script, recipe, steps, layout):
     one = metrics(tmp_path / "one", tiny_nemo, script, recipe, 1, [steps])
     two = metrics(tmp_path / "two", tiny_nemo, script, recipe, 2, [steps, *layout])
-    assert len(one) > 1
-    for line, other in zip(one, two, strict=True):
-        assert other == pytest.approx(line, rel=1e-4, abs=1e-5, nan_ok=True)
+    compare(one, two)
+
+
+def test_groups_drawn_again_need_not_divide_among_the_ranks(tmp_path, tiny_nemo):
+    script = ("train_gpt_reinforce.py", "grpo_tiny_cpu")
+    one = metrics(tmp_path / "one", tiny_nemo, *script, 1, DYNAMIC)
+    two = metrics(tmp_path / "two", tiny_nemo, *script, 2, DYNAMIC)
+    again = [line["train_rollouts/samples_drawn"] - 24 for line in one[1:]]
+    assert any(count % 2 for count in again), again
+    compare(one, two)
