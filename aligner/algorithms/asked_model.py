@@ -9,6 +9,7 @@ from typing import Any
 from aligner.algorithms.assembly import describe_model, run_facts
 from aligner.algorithms.engine import Clusters, Engine, open_engine
 from aligner.algorithms.startup import check_room
+from aligner.algorithms.validation import Asking
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.run_state import RunStateStore
 from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
@@ -143,6 +144,10 @@ class AskedModel:
         )
         self.closing.callback(engines.shutdown)
         return engines, clusters
+
+    def asking(self, engine: GenerationInterface, samples_per_prompt: int) -> Asking:
+        """How prompts are put to ``engine``, which `start` has returned."""
+        return Asking(engine, self.tokenizer.pad_id, self.run.seed, self.rows, samples_per_prompt)
 
     def _restore(self, policy: Policy, say: Callable[[str], None]) -> None:
         for number, folder in enumerate(self.source.states, start=1):

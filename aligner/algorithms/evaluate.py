@@ -16,7 +16,7 @@ from aligner.algorithms.asked_model import open_asked_model
 from aligner.algorithms.assembly import Attempt
 from aligner.algorithms.build_reward import load_reward
 from aligner.algorithms.generate import format_of, load_set
-from aligner.algorithms.validation import Asking, Evaluation, Judge, ask
+from aligner.algorithms.validation import Evaluation, Judge, ask
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
 from aligner.data.prompts import PromptDataset
@@ -44,13 +44,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         engine, clusters = asked.start(longest, console.print)
         attempt = Attempt(clusters, console, closing, False, started)
         judge = Judge.of(source.start(attempt), config.final_answer, "final_answer")
-        asking = Asking(
-            engine,
-            asked.tokenizer.pad_id,
-            config.seed,
-            asked.rows,
-            config.sampling.samples_per_prompt,
-        )
+        asking = asked.asking(engine, config.sampling.samples_per_prompt)
         found = {
             name: judge.evaluate(ask(asking, prompts), asking.samples_per_prompt)
             for name, prompts in sets.items()

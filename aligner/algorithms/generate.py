@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from aligner.algorithms.asked_model import AskedModel, open_asked_model
-from aligner.algorithms.validation import Asking, ask
+from aligner.algorithms.validation import ask
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import AskedDataConfig, GenerateConfig, PromptSourceConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
@@ -39,13 +39,7 @@ def generate(config: GenerateConfig) -> None:
         asked.check_room(longest)
         console = Console(stderr=True, quiet=not is_rank_zero(), highlight=False)
         engine, _ = asked.start(longest, console.print)
-        asking = Asking(
-            engine,
-            asked.tokenizer.pad_id,
-            config.seed,
-            asked.rows,
-            config.sampling.samples_per_prompt,
-        )
+        asking = asked.asking(engine, config.sampling.samples_per_prompt)
         lines = []
         for name, prompts in sets:
             answered = ask(asking, prompts)

@@ -24,6 +24,7 @@ from aligner.models.gpt.generation import Generator
 from aligner.models.gpt.hidden_states import output_weight
 
 ROWS, WIDTH = 8, 10
+END_TOKENS = tuple(range(0, 256, 25))
 RUNS = {
     "sampled": SamplingParams(top_p=0.95),
     "greedy": SamplingParams(use_greedy=True),
@@ -62,7 +63,7 @@ def generate(model: str, parallel: ParallelConfig) -> dict[str, object]:
             gpt,
             architecture,
             tokenizer,
-            eos_ids=tuple(range(0, 256, 25)),
+            eos_ids=END_TOKENS,
             pad_id=0,
             length=LengthParams(max_length=20),
             sampling=sampling,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generation_worker import RUNS, generate_all
+from generation_worker import END_TOKENS, RUNS, generate_all
 from ranks import run_ranks
 
 from aligner.checkpoint.nemo import save_nemo
@@ -101,6 +101,16 @@ def test_responses_differ_in_length_and_text(model, run, models, seen):
     made = output["lengths"] - output["prompt_lengths"]
     assert len(set(made.tolist())) > 2
     assert len({tuple(row) for row in output["tokens"].tolist()}) > 5
+
+
+@pytest.mark.parametrize("model", ["tiny", "tied"])
+def test_more_than_one_end_token_ends_responses(model, models, seen):
+    """So every layout, pipeline stages among them, is held to more than one (`END_TOKENS`)."""
+    output = seen[0][models[model]]["sampled"]
+    last = output["tokens"].gather(1, output["lengths"][:, None] - 1).flatten()
+    ended = last[output["is_end"]].tolist()
+    assert len(set(ended)) > 1
+    assert set(ended) <= set(END_TOKENS)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), CELLS)

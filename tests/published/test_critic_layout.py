@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms.engine import Clusters
 from aligner.config import CriticConfig, ModelConfig, ParallelConfig, load_config
 from aligner.errors import ConfigError, LayoutError
+from aligner.models.gpt.settings import RunFacts, critic_settings, policy_settings
 
 CONF = Path(__file__).parents[2] / "conf"
 OWN = ["critic.tensor_model_parallel_size=2"]
@@ -38,6 +39,17 @@ def test_batches_that_are_not_given_follow_the_critics_ranks():
     sizes = ["model.global_batch_size=8", "critic.global_batch_size=8"]
     both = config(*RAY, *OWN, *null, *sizes)
     assert (both.model.micro_batch_size, both.critic.micro_batch_size) == (4, 8)
+
+
+def test_a_critic_with_adapters_has_them_in_its_own_layout():
+    """Adapters are the policy's; how they are split is the critic's (`test_lora_layouts`)."""
+    lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
+    both = config(*RAY, *OWN, *lora)
+    run = RunFacts()
+    critic, policy = critic_settings(both.critic, both.model, run), policy_settings(both.model, run)
+    assert critic.lora == policy.lora == both.model.peft.lora
+    assert critic.lora is not None
+    assert (critic.parallel.tensor, policy.parallel.tensor) == (2, 1)
 
 
 def test_the_report_says_both_layouts():

@@ -1,0 +1,182 @@
+"""What a reward function is given and may return; refusals of functions, settings and scores."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import reward_cases
+import torch
+from reward_cases import score
+
+from aligner.errors import ConfigError, DataError, RewardError
+from aligner.rewards.function import RewardFunction
+from aligner.rewards.protocol import Samples, Signature, parse_scores
+
+module, load = reward_cases.module, reward_cases.load
+
+
+def test_numbers(load):
+    output = score(load("lengths"), ["a", "bcd", ""])
+    assert output.rewards.tolist() == [1.0, 3.0, 0.0]
+    assert output.rewards.dtype == torch.float32
+    assert output.metrics == {}
+    assert score(load("lengths"), []).rewards.shape == (0,)
+
+
+def test_async(load):
+    assert score(load("slowly"), ["a", "b"], ["a", "c"]).rewards.tolist() == [1.0, 0.0]
+
+    async def here(prompts, responses, ground_truths):
+        return [2.0] * len(prompts)
+
+    assert score(RewardFunction.wrap(here), ["a"]).rewards.tolist() == [2.0]
+
+
+def test_dicts_become_metrics(load):
+    columns = {"level": [1, 2, 3], "is_end": [True, False, True]}
+    for concurrency, sizes in [(1, [3, 3, 3]), (2, [1, 2, 2])]:
+        output = score(load("detailed", max_concurrency=concurrency), ["x"] * 3, columns=columns)
+        assert output.rewards.tolist() == [1.0, 2.0, 3.0]
+        assert output.metrics == {"ended": [1.0, 0.0, 1.0], "n": sizes}
+
+
+def test_only_the_columns_it_names(load):
+    columns = {"level": [1, 2], "unused": [0, 0], "scale": ["no", "no"]}
+    function = load("picky", kwargs={"scale": 10})
+    assert score(function, ["x"] * 2, columns=columns).rewards.tolist() == [10.0, 20.0]
+    with pytest.raises(DataError, match=r"needs the columns \['level'\].*found: \['unused'\]"):
+        score(function, ["x"] * 2, columns={"unused": [0, 0]})
+    function.check_columns({"level"})
+    with pytest.raises(DataError, match="level"):
+        function.check_columns(set())
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_exception_names_the_sample(load, where):
+    def divides(prompts, responses, ground_truths):
+        return [1 / int(response) for response in responses]
+
+    function = load("divides") if where == "process" else RewardFunction.wrap(divides)
+    with pytest.raises(RewardError) as refusal:
+        score(function, ["1", "2", "0", "no number"])
+    text = str(refusal.value)
+    assert "divides" in text
+    assert "ZeroDivisionError: division by zero (" in text  # and file and line
+    assert "on sample 2 (prompt 'prompt 2', response '0')" in text
+    assert score(function, ["4"]).rewards.tolist() == [0.25]  # and it goes on
+
+
+def test_sample_number_counts_in_the_whole_batch(load):
+    with pytest.raises(RewardError, match=r"sample 3 \(prompt 'prompt 3'"):
+        score(load("divides", max_concurrency=2), ["1", "2", "4", "0"])
+
+
+def test_exception_no_single_sample_causes(load):
+    with pytest.raises(RewardError, match=r"too many .* on the batch as a whole"):
+        score(load("only_whole_batches"), ["a", "b"])
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"RuntimeError: first .* on the batch as a whole"):
+        score(load("fails_then_hangs", time_limit_s=1.0), ["a", "b"])
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{module}:missing", r"has no function 'missing' \(its functions: .*lengths"),
+        ("{module}:not_callable", "has no function 'not_callable'"),
+        ("{module}:too_few", r"must take \(prompts, responses, ground_truths"),
+        ("nowhere.py:f", "there is no file"),
+        ("no.such.module:f", "no module named 'no'"),
+        ("plain", "must look like"),
+        ("{folder}/broken.py:f", "failed with ZeroDivisionError"),
+    ],
+)
+def test_functions_that_cannot_be_loaded(module, name, message):
+    (module.parent / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=message):
+        RewardFunction.load(name.format(module=module, folder=module.parent))
+
+
+def test_settings_that_cannot_work(module, load):
+    with pytest.raises(ConfigError, match="time_limit_s=0"):
+        load("lengths", time_limit_s=0)
+    with pytest.raises(ConfigError, match="max_concurrency=0"):
+        load("lengths", max_concurrency=0)
+    with pytest.raises(ConfigError, match=r"no keyword arguments \['size'\]; it has .*scale"):
+        load("picky", kwargs={"size": 3})
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([1.0], "returned 1 rewards for 2 samples"),
+        (None, "must return a list of numbers or of dicts, got NoneType"),
+        ({"reward": 1}, "got dict"),
+        ([1.0, math.nan], r"sample 1 \(prompt 'q', response 's'\): reward is nan"),
+        ([math.inf, 1.0], r"sample 0 .*: reward is inf"),
+        ([1.0, "1"], "reward is '1', which is not a number"),
+        ([1.0, None], "reward is None, which is not a number"),
+        ([1.0, {"reward": 1}], "sample 1 .* mixed"),
+        ([{"reward": 1}, 1.0], "sample 1 .* mixed"),
+        ([{"score": 1}, {"score": 1}], "has no key 'reward', only ..score"),
+        ([{"reward": 1, "x": 2}, {"reward": 1}], r"sample 1 .* first sample's has \['reward', 'x'"),
+        ([{"reward": 1, "x": 2}, {"reward": 1, "x": "b"}], "sample 1 .*: x is 'b'"),
+        ([{"reward": 1, "x": math.nan}] * 2, "x is nan"),
+        ([1.0, 1e300], r"sample 1 .*: reward is 1e\+300, which is infinite in float32"),
+        ([3.5e38, 1.0], r"sample 0 .*: reward is 3\.5e\+38, which is infinite in float32"),
+        ([1.0, -1e39], r"sample 1 .*: reward is -1e\+39, which is infinite"),
+        ([1.0, 10**400], r"sample 1 .*: reward is 1000.*\.\.\., which is infinite"),
+        ([1.0, 10**5000], r"sample 1 .*: reward is a int, which is infinite"),
+    ],
+)
+def test_scores_that_are_refused(scores, message):
+    samples = Samples(["p", "q"], ["r", "s"], [None, None])
+    with pytest.raises(RewardError, match=message):
+        parse_scores(scores, samples, "f")
+    wrapped = RewardFunction.wrap(lambda prompts, responses, ground_truths: scores)
+    with pytest.raises(RewardError, match=message):
+        wrapped(samples.prompts, samples.responses, samples.ground_truths)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [(1, True), np.array([1.0, 1.0]), torch.ones(2), [np.float32(1), torch.tensor(1)]],
+)
+def test_numbers_of_any_kind(scores):
+    samples = Samples(["p", "q"], ["r", "s"], [None, None])
+    assert parse_scores(scores, samples, "f") == ([1.0, 1.0], {})
+
+
+def test_the_largest_and_smallest_numbers_of_float32_are_rewards():
+    largest = torch.finfo(torch.float32).max
+    wrapped = RewardFunction.wrap(lambda prompts, *_: [largest, -largest, 1e-320])
+    assert wrapped(["p"] * 3, ["r"] * 3, [None] * 3).rewards.tolist() == [largest, -largest, 0.0]
+
+
+def test_lists_of_different_lengths_are_refused():
+    function = RewardFunction.wrap(lambda prompts, responses, ground_truths: [1.0, 1.0])
+    with pytest.raises(RewardError, match="responses has 1 entries for 2 prompts"):
+        function(["p", "q"], ["r"], [None, None])
+    with pytest.raises(RewardError, match="level has 3 entries for 2 prompts"):
+        function(["p", "q"], ["r", "s"], [None, None], {"level": [1, 2, 3]})
+
+
+def test_long_texts_are_shortened_in_messages():
+    text = Samples(["x" * 100 + "end"], ["start" + "y" * 100], [None]).describe(0)
+    assert "end'" in text
+    assert "'start" in text
+    assert len(text) < 220
+
+
+def test_signature():
+    def function(prompts, responses, ground_truths, level, extra=None, *, strict, **rest):
+        return []
+
+    signature = Signature.of(function, "f", {"strict": True})
+    assert signature.required == ("level",)
+    assert set(signature.named) == {"level", "extra"}
+    assert signature.takes_all
+    chosen = signature.select({"level": [1], "other": [2], "strict": [3]}, {"strict"})
+    assert chosen == {"level": [1], "other": [2]}

@@ -1,0 +1,144 @@
+"""Reward functions as a user writes them, good and bad; copied, and loaded from the copy."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+from aligner.errors import RewardError
+
+
+def lengths(prompts, responses, ground_truths):
+    return [len(r) for r in responses]
+
+
+async def slowly(prompts, responses, ground_truths):
+    await asyncio.sleep(0.01)
+    return [float(r == g) for r, g in zip(responses, ground_truths, strict=True)]
+
+
+def detailed(prompts, responses, ground_truths, **columns):
+    assert set(columns) == {"level", "is_end"}, columns
+    return [
+        {"reward": level, "ended": ended, "n": len(prompts)}
+        for level, ended in zip(columns["level"], columns["is_end"], strict=True)
+    ]
+
+
+def picky(prompts, responses, ground_truths, level, *, scale, other=None):
+    assert other is None
+    return [one * scale for one in level]
+
+
+def divides(prompts, responses, ground_truths):
+    return [1 / int(r) for r in responses]
+
+
+def only_whole_batches(prompts, responses, ground_truths):
+    if len(prompts) > 1:
+        raise RuntimeError("too many")
+    return [0.0]
+
+
+def fails_then_hangs(prompts, responses, ground_truths):
+    if len(prompts) == 1:
+        time.sleep(1000)
+    raise RuntimeError("first")
+
+
+def hangs(prompts, responses, ground_truths):
+    with open(ground_truths[0], "w") as file:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        file.write(f"{os.getpid()} {child.pid}")
+    while True:
+        time.sleep(1000)
+
+
+def hangs_on_some(prompts, responses, ground_truths):
+    while "hang" in responses:
+        time.sleep(1000)
+    return [{"reward": 1.0 + len(r), "n": 1.0} for r in responses]
+
+
+def naps(prompts, responses, ground_truths):
+    time.sleep(0.4)
+    return [float(os.getpid())] * len(prompts)
+
+
+def crashes(prompts, responses, ground_truths):
+    if responses[0] == "crash":
+        os.kill(os.getpid(), 9)
+    return [1.0] * len(prompts)
+
+
+def leaves(prompts, responses, ground_truths):
+    sys.exit(3)
+
+
+def forks(prompts, responses, ground_truths):
+    os.fork()
+    return [float(r) for r in responses]
+
+
+def hangs_with_a_daemon(prompts, responses, ground_truths):
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    started = [subprocess.Popen(command, start_new_session=True, env={}).pid]
+    reading, writing = os.pipe()
+    if os.fork() == 0:  # the usual way to be a daemon: nobody is its parent any more
+        os.setsid()
+        daemon = os.fork()
+        if daemon:
+            os.write(writing, str(daemon).encode())
+            os._exit(0)
+        time.sleep(1000)
+        os._exit(0)
+    started.append(int(os.read(reading, 20)))
+    with open(ground_truths[0], "w") as file:
+        file.write(" ".join(map(str, [os.getpid(), *started])))
+    time.sleep(1000)
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Own(RewardError):
+    pass
+
+
+RAISED = {
+    "base": BaseException("base"),
+    "interrupt": KeyboardInterrupt(),
+    "exit": GeneratorExit("g"),
+    "odd": Odd(),
+    "huge": ValueError("z" * 5_000_000),
+    "own": Own("of my own"),
+}
+
+
+def raises(prompts, responses, ground_truths):
+    for response in responses:
+        if response in RAISED:
+            raise RAISED[response]
+    return [0.0] * len(prompts)
+
+
+def returns_much(prompts, responses, ground_truths):
+    return ["y" * 5_000_000] * len(prompts)
+
+
+def writes_everywhere(prompts, responses, ground_truths):
+    for number in range(3, 500):
+        with contextlib.suppress(OSError):
+            os.write(number, b"\0\0\0\5junk!")
+    return [1.0] * len(prompts)
+
+
+def too_few(prompts, responses):
+    return []
+
+
+not_callable = 3
