@@ -12,6 +12,7 @@ A case runs in a fork of one process that has imported the library, so it costs 
 leaves nothing behind; asked for twice with the same arguments it runs once.
 """
 
+import importlib.util
 import json
 import os
 import select
@@ -66,10 +67,18 @@ class DryProcess:
 
 
 @pytest.fixture(scope="session")
-def dry_process():
-    """The process that runs cases, started when the first test asks."""
+def dry_possible():
+    """Skips where there can be no dry device, and says why."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("the dry device compiles a small library: needs g++ or clang++")
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    if (torch / "lib" / "libtorch_cuda.so").exists():
+        pytest.skip("the dry device needs a CPU build of torch")
+
+
+@pytest.fixture(scope="session")
+def dry_process(dry_possible):
+    """The process that runs cases, started when the first test asks."""
     process = DryProcess()
     yield process
     process.close()
