@@ -34,8 +34,9 @@ import aligner.models.gpt  # noqa: F401 - imported for the children
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny.nemo"
 _MARK = "ALIGNER_CAMPAIGN"
-# A rank that outlives another needs up to 6 s to see it, say it and unwind.
-GRACE_S = 15.0
+# A rank that outlives another needs up to 6 s to see it, say it and unwind; one that has just been
+# started imports everything before it can look.
+GRACE_S = 60.0
 Case = TypeVar("Case")
 
 # One step of PPO in a second; a case adds what it is about.
