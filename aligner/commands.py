@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "pipeline": Command("pipeline", "several runs, each from what an earlier one left"),
     "convert": Command("convert", "a Hugging Face directory or GGUF to a .nemo, or a .nemo back"),
     "merge-lora": Command("merge_lora", "adapters into the model they were trained on"),
+    "plan": Command("plan", "what a training run takes on devices that are not here"),
     "check-metrics": Command("check_metrics", "a run's metrics against thresholds, at a step"),
     "convert-lora": Command("convert_lora_to_peft", "adapters to Hugging Face's PEFT"),
     "serve-reward": Command("serve_reward_model", "a reward model behind HTTP"),

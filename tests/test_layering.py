@@ -45,7 +45,7 @@ LAYERS = [
         "aligner.models.value",
         "aligner.models.reward",
     ],
-    ["aligner.algorithms", "aligner.dry"],
+    ["aligner.algorithms", "aligner.dry", "aligner.plan"],
     ["aligner.commands"],
 ]
 CONFINED = {

@@ -158,7 +158,7 @@ def start_reward_model(
     ):
         encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
         own_tokenizer = encoder.tokenizer
-    frozen, facts = _frozen(config.model, model), run_facts(config, config.loop)
+    frozen, facts = frozen_beside(config.model, model), run_facts(config, config.loop)
     front: RewardModel | SharedBodyReward
     if model.share_body_with_critic:
         assert value is not None, "checked with the configuration"
@@ -184,7 +184,7 @@ def start_reward_model(
     )
 
 
-def _frozen(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
+def frozen_beside(policy: TrainedModelConfig, model: RewardModelConfig) -> TrainedModelConfig:
     """The policy's layout around the reward model; micro-batches are of so many sequences."""
     return TrainedModelConfig(
         restore_from_path=model.restore_from_path,

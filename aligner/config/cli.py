@@ -53,11 +53,11 @@ def launch(
 
     def main(config: DictConfig) -> None:
         sys.argv[:] = given  # what a report shows and further processes are started with
-        _report_errors(lambda: fit(load_config(config, root)))
+        report_errors(lambda: fit(load_config(config, root)))
 
     given = list(sys.argv)
     accepted: list[str] = []
-    _report_errors(lambda: accepted.extend(check_overrides(given[1:], root, conf_dir)))
+    report_errors(lambda: accepted.extend(check_overrides(given[1:], root, conf_dir)))
     sys.argv[1:] = accepted
     hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
         main
@@ -242,7 +242,8 @@ def _arms(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _report_errors(action: Callable[[], None]) -> None:
+def report_errors(action: Callable[[], None]) -> None:
+    """Call ``action``; an `AlignerError` or Ctrl-C ends the process as `launch` says."""
     try:
         action()
     except AlignerError as error:

@@ -7,7 +7,7 @@ sequence.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import accelerate
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from aligner.distributed import accelerator
 from aligner.dry.graphs import Capturing, graph_class
@@ -35,6 +36,11 @@ from aligner.models.gpt import fusions, megatron, pipeline
 _aten = torch.ops.aten
 
 
+DeviceKind = Literal["gpu", "cpu"]
+# Type of the tensors that are counted, and what the allocator gives memory in multiples of, bytes.
+_MEMORY: dict[DeviceKind, tuple[str, int]] = {"gpu": ("cuda", 512), "cpu": ("cpu", 1)}
+
+
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     """One GPU among ``world_size``, in the place of process ``rank``.
 
@@ -42,11 +48,20 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     is used. ``memory`` counts what is alive; `record` counts what a block does.
     """
 
-    def __init__(self, world_size: int = 1, rank: int = 0, *, memory_bytes: int = 80 << 30) -> None:
+    def __init__(
+        self,
+        world_size: int = 1,
+        rank: int = 0,
+        *,
+        memory_bytes: int = 80 << 30,
+        kind: DeviceKind = "gpu",
+    ) -> None:
+        """``kind``: ``cpu`` is a process without a GPU, by the code that it runs."""
+        self.kind = kind
         self.world_size = world_size
         self.rank = rank
         self.memory_bytes = memory_bytes
-        self.memory = Memory()
+        self.memory = Memory(*_MEMORY[kind])
         self._records: list[Record] = []
         self._inside_kernel = False
         self._operations = Operations(self)
@@ -98,13 +113,13 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         """Count an operation."""
         if self._inside_kernel:
             return
-        on_device = [each for each in tensors_in(out) if each.is_cuda]
+        on_device = [each for each in tensors_in(out) if self.memory.holds(each)]
         self._saw_memory(on_device)
         if self._capturing.graph is not None:
             self._capturing.graph.saw(func, args, kwargs, out)
             return
         for record in self._records:
-            if on_device or any(each.is_cuda for each in tensors_in((args, kwargs))):
+            if on_device or any(map(self.memory.holds, tensors_in((args, kwargs)))):
                 record.saw(func, args, kwargs, out)
 
     def _saw_memory(self, tensors: Sequence[Tensor]) -> None:
@@ -164,6 +179,27 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """Everything that asks a driver, a process or a kernel that is not there."""
+        if self.kind == "gpu":
+            yield from self._gpu_replacements()
+        yield from _host_calls(self._operations)
+        yield nn.Module, "_apply", _apply
+        yield accelerate, "init_empty_weights", _without_memory
+        yield torch.UntypedStorage, "resize_", _resize(self.memory)
+        for holder in (dist, dist.distributed_c10d):
+            yield holder, "new_group", _new_group(dist.new_group)
+            yield holder, "all_gather_object", _all_gather_object
+            yield holder, "gather_object", _answers(None)
+            yield holder, "broadcast_object_list", _answers(None)
+            yield holder, "_coalescing_manager", _coalescing_manager
+        yield megatron, "broadcast_floats", _broadcast_floats
+        yield (
+            router,
+            "topk_routing_with_score_function",
+            _evenly(router.topk_routing_with_score_function),
+        )
+        yield from _Stages().replacements()
+
+    def _gpu_replacements(self) -> Iterator[tuple[Any, str, Any]]:
         cuda = torch.cuda
         state = torch.zeros(16, dtype=torch.uint8)
         for name, answer in {
@@ -197,29 +233,12 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         yield megatron_random, "_set_cuda_rng_state", _answers(None)
         yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
         yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)
-        yield from _host_calls(self._operations)
-        yield nn.Module, "_apply", _apply
-        yield accelerate, "init_empty_weights", _without_memory
-        yield torch.UntypedStorage, "resize_", _resize(self.memory)
-        for holder in (dist, dist.distributed_c10d):
-            yield holder, "new_group", _new_group(dist.new_group)
-            yield holder, "all_gather_object", _all_gather_object
-            yield holder, "gather_object", _answers(None)
-            yield holder, "broadcast_object_list", _answers(None)
-            yield holder, "_coalescing_manager", _coalescing_manager
         yield fusions, "missing_for_kernels", _answers(None)
         for module in (fusions, fused_bias_dropout, fused_bias_swiglu):
             for name, function in list(vars(module).items()):
                 if hasattr(function, "_torchdynamo_orig_callable"):
                     whole = function._torchdynamo_orig_callable
                     yield module, name, self._one_kernel(whole)
-        yield megatron, "broadcast_floats", _broadcast_floats
-        yield (
-            router,
-            "topk_routing_with_score_function",
-            _evenly(router.topk_routing_with_score_function),
-        )
-        yield from _Stages().replacements()
 
 
 def _host_calls(operations: Operations) -> Iterator[tuple[Any, str, Any]]:
@@ -229,6 +248,15 @@ def _host_calls(operations: Operations) -> Iterator[tuple[Any, str, Any]]:
     def item(self: Tensor, index: Any) -> Any:
         return getitem(self, operations.read(index) if _is_number(index) else index)
 
+    make = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return make(tree_map(number, data), *args, **kwargs)  # of single numbers
+
+    def number(each: Any) -> Any:
+        return operations.read(each) if isinstance(each, FakeTensor) else each
+
+    yield torch, "tensor", tensor
     yield Tensor, "__getitem__", item
     yield FakeTensor, "numpy", lambda own: operations.array(own)
     # Fake tensors have a `tolist` of their own, which reads element by element.

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import flop_registry
 import aligner
 
 _aten = torch.ops.aten
-_BLOCK = 512  # bytes; PyTorch's allocator on GPUs gives memory in multiples of it
 # In-place forms that torch's table of formulas leaves out, by the one that costs the same.
 _SAME_FLOPS = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
 _LIBRARIES = tuple(f"{Path(str(each.__file__)).parent}/" for each in (aligner, megatron.core))
@@ -200,10 +199,17 @@ class Record:
 class Memory:
     """Bytes of the device that are alive, by storages and by kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str, block: int) -> None:
+        """Tensors of ``device_type``, in blocks of ``block`` bytes."""
+        self.device_type = device_type
+        self._block = block
         self.alive_bytes = 0
         self.kinds: Counter[Kind] = Counter()
         self._known: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is on this device."""
+        return tensor.device.type == self.device_type
 
     def snapshot(self) -> Snapshot:
         """What is alive now."""
@@ -228,7 +234,7 @@ class Memory:
     def name(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
         """Say what the storages of tensors on the device are for."""
         for tensor in tensors:
-            if tensor.is_cuda:
+            if self.holds(tensor):
                 self.saw(tensor)
                 block = self._known[tensor.untyped_storage()]
                 self.kinds[block.kind] -= block.size
@@ -239,7 +245,7 @@ class Memory:
         """Collectives write into these; activations among them are theirs."""
         self.name(
             Kind.COMMUNICATION,
-            [each for each in tensors if each.is_cuda and self._kind_of(each) is Kind.ACTIVATIONS],
+            [each for each in tensors if self._kind_of(each) is Kind.ACTIVATIONS],
         )
 
     def _kind_of(self, tensor: Tensor) -> Kind | None:
@@ -247,7 +253,7 @@ class Memory:
         return None if block is None else block.kind
 
     def _set(self, block: "_Block", size: int) -> None:
-        size = -(-size // _BLOCK) * _BLOCK
+        size = -(-size // self._block) * self._block
         self.alive_bytes += size - block.size
         self.kinds[block.kind] += size - block.size
         block.size = size

@@ -1,0 +1,352 @@
+"""A run on its devices: what stands on the fullest card in every phase, how long a step takes."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from aligner.algorithms.startup import count_parameters
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.config import BaseRunConfig
+from aligner.config.plan import PlanConfig
+from aligner.distributed.parallel import describe_layout
+from aligner.dry.record import Kind
+from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
+from aligner.plan.devices import DeviceRates
+from aligner.plan.measure import MeasuredRole, measure
+from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train, planned_run
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """One phase of one role, on the rank of the role where most stands on the card.
+
+    ``peak``: the role's own bytes by kind; ``beside``: of other roles on that card meanwhile.
+    """
+
+    peak: Kinds
+    peak_at: str
+    beside: float
+    amounts: Amounts
+    seconds: float
+    time: Time
+    tokens: float  # of all ranks; drawn ones, or those that pass through the model
+    model_flops: float  # of all ranks, without recomputation: 2 or 6 a parameter and token
+    processes: int
+
+    @property
+    def card_bytes(self) -> float:
+        """Everything on the card."""
+        return total(self.peak) + self.beside
+
+
+@dataclass(frozen=True)
+class EstimatedRole:
+    """A role in every phase."""
+
+    role: PlannedRole
+    parameters: int
+    static: Kinds  # of the fullest rank, between two updates
+    phases: dict[str, PlannedPhase]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run on a number of one kind of devices."""
+
+    config: BaseRunConfig
+    device: DeviceRates
+    margin: float
+    cards: int
+    roles: dict[str, EstimatedRole]
+    step: tuple[tuple[str, str], ...]
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of a card's memory, what is not left to what nobody counts here."""
+        return self.device.memory_bytes * (1 - self.margin)
+
+    @property
+    def fullest(self) -> tuple[str, str]:
+        """Role and phase in which most stands on a card."""
+        return max(self.step, key=lambda each: self.phase(*each).card_bytes)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Most that stands on a card."""
+        return self.phase(*self.fullest).card_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether no phase needs more."""
+        return self.peak_bytes <= self.usable_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        """One step of the algorithm; run states are saved once in many."""
+        return sum(self.phase(*each).seconds for each in self.step if each[1] != "save")
+
+    @property
+    def slowest(self) -> tuple[str, str]:
+        """Role and phase that take most of a step."""
+        return max(
+            (each for each in self.step if each[1] != "save"),
+            key=lambda each: self.phase(*each).seconds,
+        )
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a step's updates of the first trained role read."""
+        trained = [self.phase(*each).tokens for each in self.step if each[1] == "train"]
+        return trained[-1] if trained else 0.0
+
+    def phase(self, role: str, phase: str) -> PlannedPhase:
+        """One cell of the table."""
+        return self.roles[role].phases[phase]
+
+    def mfu(self, phase: PlannedPhase) -> float | None:
+        """Share of the devices' peak in bf16 that the model's own arithmetic is; None: it has none.
+
+        Chowdhery et al. 2022 (PaLM), attention left out: recomputation does not count.
+        """
+        if not phase.model_flops or not phase.seconds:
+            return None
+        return phase.model_flops / phase.seconds / phase.processes / self.device.low_precision
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``plan.json=true`` prints."""
+        role, phase = self.slowest
+        return {
+            "device": self.device.name,
+            "devices": self.cards,
+            "layout": {
+                name: describe_layout(each.role.parallel, each.role.world)
+                for name, each in self.roles.items()
+            },
+            "card_bytes": self.device.memory_bytes,
+            "margin": self.margin,
+            "fits": self.fits,
+            "peak_bytes": round(self.peak_bytes),
+            "fullest": list(self.fullest),
+            "roles": {name: self._role(each) for name, each in self.roles.items()},
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens / self.step_seconds if self.step_seconds else 0.0,
+            "slowest": [role, phase],
+            "bound": self.phase(role, phase).time.bound,
+        }
+
+    def _role(self, each: EstimatedRole) -> dict[str, Any]:
+        return {
+            "parameters": each.parameters,
+            "static_bytes": round(total(each.static)),
+            "static": _by_kind(each.static),
+            "phases": {name: self._phase(phase) for name, phase in each.phases.items()},
+        }
+
+    def _phase(self, phase: PlannedPhase) -> dict[str, Any]:
+        within, across = phase.amounts.wire_bytes(self.device)
+        return {
+            "peak_bytes": round(total(phase.peak)),
+            "peak": _by_kind(phase.peak),
+            "peak_at": phase.peak_at,
+            "beside_bytes": round(phase.beside),
+            "fits": phase.card_bytes <= self.usable_bytes,
+            "flops": sum(phase.amounts.flops.values()),
+            "flops_by_dtype": phase.amounts.flops,
+            "nvlink_bytes": within,
+            "network_bytes": across,
+            "host_bytes": phase.amounts.others.get("copied_bytes", 0.0),
+            "launches": phase.amounts.launches,
+            "host_reads": phase.amounts.others.get("host_reads", 0.0),
+            "seconds": phase.seconds,
+            "tokens": phase.tokens,
+            "tokens_per_second": phase.tokens / phase.seconds if phase.seconds else 0.0,
+            "mfu": self.mfu(phase),
+            "bound": phase.time.bound,
+        }
+
+    def as_json(self) -> str:
+        """One line."""
+        return json.dumps(self.as_dict())
+
+
+class Estimator:
+    """Estimates of variants of one run; a role that did not change is not measured again."""
+
+    def __init__(
+        self,
+        plan: PlanConfig,
+        device: DeviceRates,
+        architectures: Mapping[str, GPTArchitecture],
+    ) -> None:
+        self.plan, self.device = plan, device
+        self._architectures = dict(architectures)
+        self._measured: dict[str, MeasuredRole] = {}
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of a card's memory, what is not left to what nobody counts here."""
+        return self.device.memory_bytes * (1 - self.plan.margin)
+
+    def parameters(self, config: BaseRunConfig) -> int:
+        """Of the trained model."""
+        return count_parameters(self._architectures[config.model.restore_from_path])
+
+    def estimate(self, config: BaseRunConfig) -> Estimate:
+        """What a configuration takes; errors as of `planned_run`."""
+        run = planned_run(config, self.plan, self._architectures)
+        ranks = {name: self._ranks(role) for name, role in run.roles.items()}
+        roles = {
+            name: EstimatedRole(
+                role,
+                count_parameters(role.architecture),
+                max((each.static for each in ranks[name].values()), key=total),
+                {phase.name: self._phase(run, role, phase, ranks) for phase in role.phases},
+            )
+            for name, role in run.roles.items()
+        }
+        return Estimate(config, self.device, self.plan.margin, cards_of(run), roles, run.step)
+
+    def _ranks(self, role: PlannedRole) -> dict[int, MeasuredRole]:
+        """The role on its first and its last pipeline stage; those between hold less."""
+        stages = sorted({0, role.parallel.pipeline - 1})
+        found = {}
+        for stage in stages:
+            key = repr((stage, role.architecture, role.model, role.world, role.phases))
+            if key not in self._measured:
+                self._measured[key] = self._with_reserve(role, measure(role, stage))
+            found[stage] = self._measured[key]
+        return found
+
+    def _with_reserve(self, role: PlannedRole, found: MeasuredRole) -> MeasuredRole:
+        """An engine takes its share at its start and gives nothing back."""
+        if role.reserves is None and role.reserves_share is None:
+            return found
+        weights = found.static.get(Kind.WEIGHTS, 0.0)
+        cache = float(role.reserves or 0)
+        if role.reserves_share is not None:
+            cache = max(0.0, role.reserves_share * self.device.memory_bytes - weights)
+        held: Kinds = {Kind.WEIGHTS: weights, Kind.KV_CACHE: cache}
+        phases = {
+            name: Measured(each.amounts, {"vLLM": held}, held)
+            for name, each in found.phases.items()
+        }
+        return MeasuredRole(found.parameters, held, phases)
+
+    def _phase(
+        self,
+        run: PlannedRun,
+        role: PlannedRole,
+        phase: Phase,
+        ranks: Mapping[str, Mapping[int, MeasuredRole]],
+    ) -> PlannedPhase:
+        there = [
+            each.phases[phase.name]
+            for each in ranks[role.name].values()
+            if phase.name in each.phases
+        ]
+        fullest = max(there, key=lambda each: total(each.peaks[each.peak_at]))
+        slowest = max(there, key=lambda each: time_of(each.amounts, self.device).total)
+        time = time_of(slowest.amounts, self.device)
+        beside = sum(
+            _resting(run, other, (role.name, phase.name), ranks[other.name])
+            for other in run.roles.values()
+            if other.name != role.name and other.cards == role.cards
+        )
+        tokens, flops = _work(role, phase)
+        return PlannedPhase(
+            fullest.peaks[fullest.peak_at],
+            fullest.peak_at,
+            beside,
+            slowest.amounts,
+            time.total * _bubble(role, phase),
+            time,
+            tokens,
+            flops,
+            role.world,
+        )
+
+
+def cards_of(run: PlannedRun) -> int:
+    """Devices that the roles stand on."""
+    places: dict[str, int] = {}
+    for role in run.roles.values():
+        places[role.cards] = max(role.world, places.get(role.cards, 0))
+    return sum(places.values())
+
+
+def _resting(
+    run: PlannedRun,
+    other: PlannedRole,
+    now: tuple[str, str],
+    ranks: Mapping[int, MeasuredRole],
+) -> float:
+    """Bytes of a role that waits, on its fullest rank: as its last phase before ``now`` left it."""
+    place = run.step.index(now)
+    around = [*run.step[place + 1 :], *run.step[:place]]  # the step before, and this one
+    mine = [phase for name, phase in around if name == other.name and phase != "save"]
+    rests = (
+        total(each.phases[phase].rest)
+        for each in ranks.values()
+        for phase in mine[-1:]
+        if phase in each.phases
+    )
+    return max(rests, default=max(total(each.static) for each in ranks.values()))
+
+
+def _work(role: PlannedRole, phase: Phase) -> tuple[float, float]:
+    """Tokens of all ranks, and the model's arithmetic on them."""
+    dp = role.parallel.data_size(role.world)
+    weights = _matrix_parameters(role.architecture)
+    match phase:
+        case Train(rows=rows):
+            tokens = float(dp * rows.count * rows.times * rows.length)
+            return tokens, 6.0 * weights * tokens
+        case Score(rows=rows):
+            tokens = float(dp * rows.count * rows.times * rows.length)
+            return tokens, 2.0 * weights * tokens
+        case Generate():
+            tokens = float(dp * phase.rows * phase.response)
+            return tokens, 2.0 * weights * tokens
+        case _:
+            return 0.0, 0.0
+
+
+@cache
+def _matrix_parameters(architecture: GPTArchitecture) -> int:
+    """Parameters that a token meets in products: no embedding that is looked up alone, and of the
+    experts those that it is sent to."""
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    idle = 1 - architecture.moe_router_topk / (architecture.num_moe_experts or 1)
+    embedding = architecture.vocab_size * architecture.hidden_size
+    looked_up = 0 if architecture.tie_embeddings else embedding
+    return sum(sizes.values()) - looked_up - round(experts * idle if experts else 0)
+
+
+def _bubble(role: PlannedRole, phase: Phase) -> float:
+    """How much longer a phase is for stages that wait: (m + p - 1) / m with m micro-batches.
+
+    Narayanan et al. 2021. A token is drawn once it has passed every stage.
+    """
+    stages = role.parallel.pipeline
+    match phase:
+        case Train() | Score():
+            budget = role.model.token_budgets
+            rows = phase.rows
+            size = phase.micro_batch_size
+            if budget is not None:
+                size = max(1, budget.train_mb_tokens // rows.length)
+            micro_batches = max(1, -(-rows.count // size))
+            return (micro_batches + stages - 1) / micro_batches
+        case Generate():
+            return float(stages)
+        case _:
+            return 1.0
+
+
+def _by_kind(kinds: Kinds) -> dict[str, int]:
+    return {str(kind): round(size) for kind, size in kinds.items() if round(size)}

@@ -1,0 +1,283 @@
+"""What `plan` says of an update, against the same update on this machine.
+
+    python -m benchmarks.plan
+    python -m benchmarks.plan --models tiny --layouts one --batches padded
+
+For every model, layout and way to form micro-batches there is one process that predicts, on the dry
+device in the place of a CPU, from two short runs of few layers; and the processes of the layout,
+which make the update with random weights. Compared are, on rank 0: bytes alive between updates
+(storages of every tensor that Python sees), the peak (every allocation of torch's allocator, as its
+profiler reports them), floating-point operations (torch's counter) and bytes that collectives were
+given (their calls, as they reach torch). Prints a JSON line per case; exits with 1 when a mark is
+missed. Marks: static 0.1 %, peak 10 %, operations and bytes of collectives equal.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+from benchmarks.common import ROOT
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"trainer.devices": 1},
+    "data2": {"trainer.devices": 2},
+    "tensor2": {
+        "trainer.devices": 2,
+        "model.tensor_model_parallel_size": 2,
+        "model.sequence_parallel": True,
+    },
+}
+MODELS = ("tiny", "smollm2")
+BATCHES = ("padded", "packed")
+LENGTH, MICRO_BATCH, MICRO_BATCHES = 128, 2, 3  # tokens, rows, of a rank
+MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 0.0}
+
+
+def planned(model: str, layout: str, batches: str) -> Any:
+    """The role of a fine-tuning run: `PlannedRole`, and its one phase."""
+    from aligner.architecture import GPTArchitecture
+    from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+    from aligner.config.load import parse_config
+    from aligner.config.plan import PlanConfig, varied
+    from aligner.config.run import SFTRunConfig
+    from aligner.plan.roles import Train, planned_run
+
+    smollm2 = GPTArchitecture(
+        num_layers=30,
+        hidden_size=576,
+        ffn_hidden_size=1536,
+        num_attention_heads=9 if layout != "tensor2" else 8,
+        num_query_groups=3 if layout != "tensor2" else 4,
+        kv_channels=64,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_embeddings=True,
+        family="llama",
+    )
+    shapes = {"tiny": TINY_ARCHITECTURE, "smollm2": smollm2}
+    data_size = 2 if layout == "data2" else 1
+    config = varied(
+        parse_config(
+            {
+                "model": {"restore_from_path": model},
+                "data": {"train": {"source": "none.jsonl"}},
+            },
+            SFTRunConfig,
+        ),
+        {
+            **LAYOUTS[layout],
+            "model.micro_batch_size": MICRO_BATCH,
+            "model.global_batch_size": MICRO_BATCH * MICRO_BATCHES * data_size,
+            "model.sequence_packing.enabled": batches == "packed",
+            "model.sequence_packing.train_mb_tokens": MICRO_BATCH * LENGTH,
+        },
+    )
+    role = planned_run(config, PlanConfig(length=LENGTH), shapes).roles["policy"]
+    (train,) = (phase for phase in role.phases if isinstance(phase, Train))
+    return role, train
+
+
+def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
+    """By `aligner.plan`."""
+    from aligner.dry.guard import load_guard
+
+    load_guard()
+    import dataclasses
+
+    from aligner.plan.amounts import total
+    from aligner.plan.measure import measure
+
+    role, train = planned(model, layout, batches)
+    found = measure(dataclasses.replace(role, phases=(train,)), 0, "cpu")
+    phase = found.phases["train"]
+    return {
+        "static_bytes": total(found.static),
+        "peak_bytes": total(phase.peaks[phase.peak_at]),
+        "flops": sum(phase.amounts.flops.values()),
+        "wire_bytes": sum(size for key, size in phase.amounts.wires.items() if key.group_size > 1),
+    }
+
+
+def measured(model: str, layout: str, batches: str) -> dict[str, float]:
+    """By the update itself, in one of its processes."""
+    import dataclasses
+
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    from aligner.data.byte_tokenizer import byte_level_tokenizer
+    from aligner.distributed.parallel import initialize_parallel
+    from aligner.distributed.worker_groups import LocalCluster
+    from aligner.plan.measure import share_of, without_weights
+
+    role, train = planned(model, layout, batches)
+    place = initialize_parallel(role.parallel)
+    with without_weights(role.architecture, initialize=True):
+        front = role.start(LocalCluster(place), byte_level_tokenizer())
+    worker = front.worker_group.worker
+    worker.prepare_for_training()
+
+    def update(rows: Any) -> None:
+        shard = share_of(role.model, train, rows)
+        worker.train(
+            data=shard,
+            loss_fn=train.loss,
+            gbs=rows.count * place.dp_size,
+            mbs=min(train.micro_batch_size, rows.count),
+        )
+
+    update(dataclasses.replace(train.rows, count=1, length=16))  # makes the moments
+    gc.collect()
+    static = alive_bytes()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        update(train.rows)
+    events = profile.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    changes.sort(key=lambda change: change[0])
+    above = max(itertools.accumulate(size for _, size in changes))
+    aten = torch.ops.aten
+    in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}  # left out of its table
+    counter = FlopCounterMode(
+        display=False,
+        custom_mapping={op: formula(flop_registry[same]) for op, same in in_place.items()},
+    )
+    collectives = collective_counter()
+    with counter, collectives:
+        update(train.rows)
+    return {
+        "static_bytes": static,
+        "peak_bytes": static + above,
+        "flops": counter.get_total_flops(),
+        "wire_bytes": sum(collectives.sizes.values()),
+    }
+
+
+def formula(registered: Any) -> Any:
+    """A formula of torch's table as its counter takes further ones."""
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        return int(registered(*args, **kwargs))
+
+    count._get_raw = True  # type: ignore[attr-defined]
+    return count
+
+
+def alive_bytes() -> int:
+    """Bytes of the storages of all tensors that Python's collector knows."""
+    import torch
+
+    found = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def collective_counter() -> Any:
+    """Counts what collectives among several processes are called with, by name."""
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Collectives(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: Counter[str] = Counter()
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                names = (each.name for each in func._schema.arguments)
+                given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+                group = dist.ProcessGroup.unbox(given["process_group"])
+                if group.size() > 1:
+                    self.sizes[func.overloadpacket.__name__] += max(
+                        sum(t.nbytes for t in tree_leaves(each) if isinstance(t, Tensor))
+                        for each in args
+                    )
+            return func(*args, **(kwargs or {}))
+
+    return Collectives()
+
+
+def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
+    """Both sides, and how far they are apart."""
+    case = [model, layout, batches]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    word = [sys.executable, "-m", "benchmarks.plan", "--side"]
+
+    def start(side: str, extra: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*word, side, *case],
+            cwd=ROOT,
+            env={**environment, **extra},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if not os.environ.get("PLAN_DEBUG") else None,
+            text=True,
+        )
+
+    def answer(process: subprocess.Popen[str]) -> dict[str, float]:
+        text, _ = process.communicate(timeout=1800)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(case)}: a side ended with {process.returncode}")
+        return json.loads(text.splitlines()[-1])
+
+    prediction = answer(start("predicted", {}))
+    world = LAYOUTS[layout]["trainer.devices"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    ranks = [
+        start(
+            "measured", {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
+        )
+        for rank in range(world)
+    ]
+    reading, *_ = [answer(process) for process in ranks]
+    off = {name: abs(prediction[name] - reading[name]) / max(1.0, reading[name]) for name in MARKS}
+    return {
+        "model": model,
+        "layout": layout,
+        "batches": batches,
+        "predicted": prediction,
+        "measured": reading,
+        "off": off,
+        "holds": all(off[name] <= max(mark, 1e-9) for name, mark in MARKS.items()),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--layouts", nargs="+", default=tuple(LAYOUTS), choices=tuple(LAYOUTS))
+    parser.add_argument("--batches", nargs="+", default=BATCHES, choices=BATCHES)
+    parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        side, *case = arguments.side
+        print(json.dumps({"predicted": predicted, "measured": measured}[side](*case)))
+        return
+    missed = False
+    for case in itertools.product(arguments.models, arguments.layouts, arguments.batches):
+        found = run_case(*case)
+        missed |= not found["holds"]
+        print(json.dumps(found), flush=True)
+    sys.exit(missed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What a training configuration takes on devices that are not here: memory, time, how many.
+
+python examples/plan.py --config-name recipes/NAME plan.device=h100-80g
+"""
+
+import sys
+from pathlib import Path
+
+from aligner.config import BaseRunConfig
+from aligner.config.cli import launch, report_errors
+from aligner.config.plan import plan_request
+
+
+def main() -> None:
+    """Take the command line apart, compose the configuration, plan."""
+    conf = Path(__file__).parents[1] / "conf"
+    request = plan_request(sys.argv[1:], conf)
+
+    def run(config: BaseRunConfig) -> None:
+        from aligner.dry.guard import load_guard
+
+        load_guard()  # before torch is imported
+        from aligner.plan.command import run_plan
+
+        run_plan(config, request.plan)
+
+    sys.argv[1:] = request.arguments
+    launch(run, conf_dir=conf, config_name=request.config_name, root=request.root)
+
+
+if __name__ == "__main__":
+    report_errors(main)

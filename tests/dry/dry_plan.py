@@ -1,0 +1,140 @@
+"""Cases of `aligner.plan`, which runs roles of a configuration on the dry device."""
+
+from dataclasses import replace
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config.load import parse_config
+from aligner.config.pipeline import ROOTS
+from aligner.config.plan import PlanConfig
+from aligner.config.run import DistillRunConfig
+from aligner.plan import measure
+from aligner.plan.amounts import total
+from aligner.plan.devices import DEVICES
+from aligner.plan.estimate import Estimator
+from aligner.plan.roles import Train, planned_run
+from aligner.plan.search import fastest, fewest
+
+QWEN = GPTArchitecture(  # Qwen2.5-1.5B
+    num_layers=28,
+    hidden_size=1536,
+    ffn_hidden_size=8960,
+    num_attention_heads=12,
+    num_query_groups=2,
+    kv_channels=128,
+    vocab_size=151936,
+    max_position_embeddings=32768,
+    tie_embeddings=True,
+    bias_qkv=True,
+    family="qwen2",
+)
+SIX = replace(TINY_ARCHITECTURE, num_layers=6, hidden_size=128, ffn_hidden_size=256)
+SMALL = replace(DEVICES["h100-80g"], memory_bytes=24 << 20)
+
+
+def configuration(script, **changes):
+    """A run of ``script``; ``changes`` by dotted keys, dots written as two underscores."""
+    values = {
+        "model": {"restore_from_path": "m.nemo", "micro_batch_size": 2, "global_batch_size": 8},
+        "trainer": {"precision": "bf16"},
+        "data": {"train": {"source": "t.jsonl"}},
+    }
+    if script in ("train_gpt_ppo", "train_gpt_reinforce", "train_gpt_rs"):
+        section = "rs" if script == "train_gpt_rs" else "ppo"
+        values["reward"] = {"function": "a.b:reward"}
+        values["data"]["max_prompt_length"] = 32
+        sampling = {"num_rollout_samples": 32, "rollout_micro_batch_size": 16}
+        values["model"][section] = {**sampling, "length_params": {"max_length": 32}}
+        values["critic"] = {"micro_batch_size": 2, "global_batch_size": 8}
+    if script == "train_gpt_reinforce":
+        values["critic"] = None
+        values["model"]["ppo"]["num_rollouts_per_prompt"] = 4
+        advantage = {"advantage": {"estimator": "grpo"}, "normalize_advantages": False}
+        values["trainer"]["ppo"] = advantage
+    if script == "train_gpt_rs":
+        values.pop("critic")
+    if script == "train_gpt_distill":
+        values["teacher"] = {"restore_from_path": "t.nemo"}
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        level = values
+        for name in sections:
+            level = level.setdefault(name, {})
+        level[last] = value
+    return parse_config(values, {**ROOTS, "train_gpt_distill": DistillRunConfig}[script])
+
+
+def estimated(script, length=64, **changes):
+    plan = PlanConfig(length=None if "data__max_prompt_length" in changes else length)
+    shapes = {"m.nemo": SIX, "t.nemo": SIX}
+    config = configuration(script, **changes)
+    return Estimator(plan, DEVICES["h100-80g"], shapes).estimate(config).as_dict()
+
+
+def depths(script="train_gpt_ppo", **changes):
+    """A role of six layers: as it was run, and as it follows from fewer."""
+    run = planned_run(configuration(script, **changes), PlanConfig(), {"m.nemo": SIX})
+    found = {}
+    for name, role in run.roles.items():
+        for stage in {0, role.parallel.pipeline - 1}:
+            whole = measure._measure_at(role, stage, 6 // role.parallel.pipeline)
+            few = measure.measure(role, stage)
+            found[f"{name} {stage}"] = [facts(whole), facts(few)]
+    return found
+
+
+def facts(role):
+    return {
+        "parameters": role.parameters,
+        "static": total(role.static),
+        **{
+            f"{name} {key}": value
+            for name, phase in role.phases.items()
+            for key, value in {
+                "peak": total(phase.peaks[phase.peak_at]),
+                "rest": total(phase.rest),
+                "launches": phase.amounts.launches,
+                "flops": sum(phase.amounts.flops.values()),
+                "wire": sum(phase.amounts.wires.values()),
+                "host_reads": phase.amounts.others.get("host_reads", 0.0),
+            }.items()
+        },
+    }
+
+
+def actor(recompute):
+    """Qwen2.5-1.5B's shape on one card: an update of 8 rows of 1,024 tokens, 4 at a time."""
+    config = configuration(
+        "train_gpt_ppo",
+        model__micro_batch_size=4,
+        model__activations_checkpoint_granularity=recompute,
+        trainer__ppo__initial_policy_kl_penalty=0.0,  # no reference
+        data__max_prompt_length=512,
+        model__ppo__length_params={"max_length": 512},
+    )
+    role = planned_run(config, PlanConfig(), {"m.nemo": QWEN}).roles["policy"]
+    train = replace(role.phases[-2], rows=replace(role.phases[-2].rows, times=1))
+    assert isinstance(train, Train)
+    assert train.rows.length == 1024
+    found = measure.measure(replace(role, phases=(train,)), 0)
+    phase = found.phases["train"]
+    return {
+        "parameters": found.parameters,
+        "static": total(found.static),
+        "peak": total(phase.peaks[phase.peak_at]),
+        "flops": phase.amounts.flops,
+    }
+
+
+def searched():
+    """Cards on which a batch does not fit without help."""
+    estimator = Estimator(PlanConfig(margin=0.0, length=256), SMALL, {"m.nemo": SIX})
+    config = configuration("train_gpt_sft", trainer__devices=2)
+    found = fastest(estimator, config)
+    return {"plan": found.estimate.as_dict(), "overrides": found.overrides, "tried": found.tried}
+
+
+def automatic(memory):
+    device = replace(SMALL, memory_bytes=memory)
+    estimator = Estimator(PlanConfig(margin=0.0, length=256), device, {"m.nemo": SIX})
+    return fewest(estimator, configuration("train_gpt_sft")).as_dict()

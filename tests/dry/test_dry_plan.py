@@ -1,0 +1,138 @@
+"""`plan`: what training configurations take, from their roles' real code on the dry device.
+
+1. Memory of a model that is known: Qwen2.5-1.5B's shape on one card.
+2. Few layers give many: what is carried on is what a run of all layers counts.
+3. Every kind of run has its phases, and every phase every number.
+4. A search ends in a layout that fits, and its overrides are a configuration.
+"""
+
+import pytest
+
+GIB = 1 << 30
+PHASE = {
+    *("peak_bytes", "peak", "peak_at", "beside_bytes", "fits", "flops", "flops_by_dtype"),
+    *("nvlink_bytes", "network_bytes", "host_bytes", "launches", "host_reads", "seconds"),
+    *("tokens", "tokens_per_second", "mfu", "bound"),
+}
+PLAN = {
+    *("device", "devices", "layout", "card_bytes", "margin", "fits", "peak_bytes", "fullest"),
+    *("roles", "step_seconds", "tokens_per_second", "slowest", "bound"),
+}
+RUNS = {
+    "train_gpt_ppo": {
+        "policy": ["generate", "logprobs", "reference_logprobs", "train", "save"],
+        "critic": ["values", "train", "save"],
+    },
+    "train_gpt_reinforce": {
+        "policy": ["generate", "logprobs", "reference_logprobs", "train", "save"]
+    },
+    "train_gpt_rs": {"policy": ["generate", "train", "save"]},
+    "train_gpt_sft": {"policy": ["train", "save"]},
+    "train_gpt_dpo": {"policy": ["train", "save"]},
+    "train_gpt_reward": {"reward model": ["train", "save"]},
+    "train_gpt_distill": {"policy": ["train", "save"], "teacher": ["teacher"]},
+}
+
+
+def test_memory_of_a_known_model(dry):
+    found = dry("dry_plan:actor", recompute=None)
+    assert found["parameters"] == 1_543_714_304
+    assert found["static"] == pytest.approx(18 * found["parameters"], rel=1e-3)
+    assert found["peak"] / GIB == pytest.approx(36, abs=1.5)
+    full = dry("dry_plan:actor", recompute="full")
+    assert full["peak"] / GIB == pytest.approx(29, abs=2)
+    assert full["static"] == found["static"]
+    # Recomputation is a forward pass more of the layers: 4 parts for 3.
+    assert 1.2 < full["flops"]["bfloat16"] / found["flops"]["bfloat16"] < 4 / 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"script": "train_gpt_sft"},
+        pytest.param({"script": "train_gpt_ppo"}, marks=pytest.mark.extended),
+        pytest.param(
+            {
+                "trainer__devices": 4,
+                "model__tensor_model_parallel_size": 2,
+                "model__sequence_parallel": True,
+                "model__activations_checkpoint_granularity": "full",
+                "model__sequence_packing": {"enabled": True, "train_mb_tokens": 256},
+                "critic__offload_weights": True,
+            },
+            marks=pytest.mark.extended,
+        ),
+    ],
+    ids=["one role", "PPO", "TP, DP, packed, recompute, offload"],
+)
+def test_few_layers_give_many(dry, changes):
+    found = dry("dry_plan:depths", **changes)
+    for role, (whole, few) in found.items():
+        assert whole.keys() == few.keys()
+        for name, value in whole.items():
+            assert few[name] == pytest.approx(value, rel=1e-3, abs=1e-6), f"{role}: {name}"
+
+
+EVERY_TIME = ("train_gpt_ppo", "train_gpt_sft", "train_gpt_distill")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(each, marks=[] if each in EVERY_TIME else [pytest.mark.extended])
+        for each in RUNS
+    ],
+)
+def test_every_run_has_its_phases(dry, script):
+    found = dry("dry_plan:estimated", script=script)
+    assert set(found) == PLAN
+    assert {name: list(role["phases"]) for name, role in found["roles"].items()} == RUNS[script]
+    assert found["fits"]
+    for role in found["roles"].values():
+        assert role["static_bytes"] == sum(role["static"].values())
+        for name, phase in role["phases"].items():
+            assert set(phase) == PHASE
+            assert phase["peak_bytes"] >= phase["peak"]["weights"] > 0
+            if name != "save":
+                assert phase["flops"] > 0
+                assert phase["seconds"] > 0
+                assert phase["tokens"] > 0
+                assert 0 < phase["mfu"] < 1
+    assert found["step_seconds"] == pytest.approx(
+        sum(
+            phase["seconds"]
+            for role in found["roles"].values()
+            for name, phase in role["phases"].items()
+            if name != "save"
+        )
+    )
+
+
+def test_roles_on_one_card_stand_beside_each_other(dry):
+    found = dry("dry_plan:estimated", script="train_gpt_ppo")["roles"]
+    policy, critic = found["policy"], found["critic"]
+    # The critic keeps all it has between its phases, and so does the policy; a reference stands
+    # beside the policy's own weights.
+    beside = {name: role["phases"]["train"]["beside_bytes"] for name, role in found.items()}
+    assert beside["policy"] == pytest.approx(critic["static_bytes"], rel=1e-3)
+    assert beside["critic"] == pytest.approx(policy["static_bytes"], rel=1e-3)
+    assert policy["static"]["weights"] > 1.9 * critic["static"]["weights"]
+    away = dry("dry_plan:estimated", script="train_gpt_ppo", critic__offload_weights=True)["roles"]
+    assert away["policy"]["phases"]["train"]["beside_bytes"] < 0.5 * critic["static_bytes"]
+
+
+@pytest.mark.extended
+def test_a_search_ends_in_what_fits(dry):
+    found = dry("dry_plan:searched")
+    assert found["plan"]["fits"]
+    assert found["plan"]["devices"] == 2
+    assert found["tried"] >= 1
+    assert any(each.startswith("model.tensor_model_parallel_size=") for each in found["overrides"])
+
+
+@pytest.mark.extended
+def test_as_few_devices_as_it_takes(dry):
+    assert dry("dry_plan:automatic", memory=1 << 30)["least"] == 1
+    found = dry("dry_plan:automatic", memory=16 << 20)
+    assert found["least"] > 1
+    assert found["worth"] >= found["least"]

@@ -1,0 +1,206 @@
+"""`plan` before anything runs dry: its command line, its table of devices, its arithmetic."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from aligner.config.plan import plan_request, trainer_keys, varied, with_length
+from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
+from aligner.dry.record import Collective, Kernel, Kind, Record
+from aligner.errors import AlignerError, ConfigError
+from aligner.plan.amounts import Amounts, Measured, extrapolated, time_of, total
+from aligner.plan.command import read_architecture
+from aligner.plan.devices import (
+    ARITHMETIC_REACHED,
+    DEVICES,
+    LAUNCH_SECONDS,
+    MEMORY_REACHED,
+    WIRE_REACHED,
+    device_named,
+)
+from aligner.plan.search import overrides_of
+
+CONF = Path(__file__).parents[2] / "conf"
+RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "root"),
+    [
+        (RECIPE, RunConfig),
+        (["--config-name=recipes/sft_tiny_cpu"], SFTRunConfig),
+        (["-cn", "gpt_distill"], DistillRunConfig),
+        ([], RunConfig),
+    ],
+)
+def test_the_script_of_a_configuration(arguments, root):
+    assert plan_request(arguments, CONF).root is root
+
+
+def test_keys_of_plan_are_taken_off():
+    request = plan_request(
+        [
+            *RECIPE,
+            "plan.devices=64",
+            "seed=3",
+            "plan.json=true",
+            "plan.architecture=my/config.json",
+        ],
+        CONF,
+    )
+    assert (request.plan.devices, request.plan.json) == (64, True)
+    assert request.arguments == (
+        *RECIPE,
+        "seed=3",
+        'model.restore_from_path="my/config.json"',
+        "trainer.devices=8",
+        "trainer.num_nodes=8",
+    )
+
+
+def test_data_and_rewards_need_not_be_given_where_no_recipe_gives_them():
+    given = plan_request(["model.restore_from_path=m.nemo"], CONF).arguments
+    assert {each.partition("=")[0] for each in given[1:]} == {
+        "data.train.source",
+        "reward.function",
+    }
+    kept = plan_request(["reward.function=a:b", "data.train.source=t.jsonl"], CONF).arguments
+    assert kept == ("reward.function=a:b", "data.train.source=t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("plan.device_s=8", "device"),
+        ("plan.devices=0", "plan.devices"),
+        ("plan.devices=-8", "plan.devices"),
+        ("plan.devices=many", "plan.devices"),
+        ("plan.devices=12", "8 or 16"),
+        ("plan.margin=0.9", "plan.margin"),
+        ("plan.search=perhaps", "plan.search"),
+        ("plan.device=[h200", "plan.device"),
+        ("plan.length=0", "plan.length"),
+    ],
+)
+def test_bad_values_are_refused(argument, words):
+    with pytest.raises(ConfigError, match=words):
+        plan_request([*RECIPE, argument], CONF)
+
+
+@pytest.mark.parametrize("name", ["gpt_evaluate", "gpt_generate", "recipes/nothing"])
+def test_other_configurations_are_refused(name):
+    with pytest.raises(ConfigError, match="no training configuration"):
+        plan_request(["--config-name", name], CONF)
+
+
+def test_an_unknown_device_is_corrected():
+    with pytest.raises(ConfigError, match=r"plan.device=H100-80: .*did you mean h100-80g\?"):
+        device_named("H100-80")
+    assert device_named("h200").memory_bytes > device_named("h100-80g").memory_bytes
+
+
+def test_a_shape_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such file"):
+        read_architecture(str(tmp_path / "config.json"))
+    for text in ("{", "[]", '{"model_type": "gpt5"}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(AlignerError):
+            read_architecture(str(tmp_path))
+
+
+def test_nodes_are_whole():
+    assert trainer_keys(4) == {"trainer.devices": 4, "trainer.num_nodes": 1}
+    assert trainer_keys(24) == {"trainer.devices": 8, "trainer.num_nodes": 3}
+
+
+def config_of(**model):
+    from aligner.config.load import parse_config
+
+    values = {"model": {"restore_from_path": "m", **model}, "data": {"train": {"source": "t"}}}
+    return parse_config(values, SFTRunConfig)
+
+
+def test_changes_are_a_configuration_that_is_checked():
+    config = config_of()
+    changed = varied(config, {"model.micro_batch_size": None, "model.global_batch_size": 12})
+    assert (changed.model.micro_batch_size, changed.model.global_batch_size) == (6, 12)
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        varied(config, {"model.micro_batch_size": 0})
+    words = overrides_of({"a.b": None, "c": True, "d": False, "e": 3})
+    assert words == ["a.b=null", "c=true", "d=false", "e=3"]
+
+
+def test_the_longest_sequences():
+    request = plan_request([*RECIPE, "plan.length=99"], CONF)
+    assert with_length(config_of(), request.plan) == (0, 99)
+    packing = {"enabled": True, "train_mb_tokens": 777}
+    plain = plan_request(RECIPE, CONF).plan
+    assert with_length(config_of(sequence_packing=packing), plain) == (0, 777)
+
+
+def test_what_is_counted_is_linear():
+    """Two depths give any other; the place of the peak may be another one."""
+
+    def measured(layers):
+        kernel = Kernel(torch.bfloat16, 1000, 10)
+        record = Record(kernels=Counter({kernel: 3 + 2 * layers}))
+        record.saw_collective("allreduce_", (0, 1), 100 * layers)
+        peaks = {
+            "early": {Kind.ACTIVATIONS: 50.0},
+            "late": {Kind.ACTIVATIONS: 10.0 * layers, Kind.WEIGHTS: 2.0},
+        }
+        return Measured(Amounts.of(record), peaks, {Kind.WEIGHTS: 2.0 * layers})
+
+    found, true = extrapolated({1: measured(1), 2: measured(2)}, 28), measured(28)
+    assert (found.amounts.kernels, found.amounts.wires) == (
+        true.amounts.kernels,
+        true.amounts.wires,
+    )
+    assert (found.peaks, found.rest) == (true.peaks, true.rest)
+    assert measured(2).peak_at == "early"
+    assert found.peak_at == "late"
+    assert total(found.peaks["late"]) == 282.0
+
+
+def test_the_roofline_is_the_slower_of_two():
+    device = DEVICES["h100-80g"]
+    second = int(ARITHMETIC_REACHED * device.low_precision)
+    computing = Amounts({Kernel(torch.bfloat16, second, 1): 2.0})
+    assert time_of(computing, device).arithmetic == pytest.approx(2.0)
+    assert time_of(computing, device).bound == "arithmetic"
+    moving = Amounts({Kernel(torch.float32, 0, int(MEMORY_REACHED * device.memory)): 3.0})
+    assert time_of(moving, device).total == pytest.approx(3.0)
+    small = Amounts({Kernel(torch.float32, 0, 4): 1000.0})
+    assert time_of(small, device).total == pytest.approx(1000 * LAUNCH_SECONDS)
+    assert time_of(small, device).bound == "launches"
+
+
+def test_a_ring_sends_what_it_must_over_the_wires_there_are():
+    device = DEVICES["h100-80g"]
+    within = Collective("_allgather_base_", tuple(range(8)))
+    across = Collective("allreduce_", (0, 8))
+    assert within.wire_bytes(800) == 700.0
+    assert across.wire_bytes(800) == 800.0
+    assert Collective("allreduce_", (0,)).wire_bytes(800) == 0.0
+    amounts = Amounts(wires={within: 800.0, across: 800.0})
+    assert amounts.wire_bytes(device) == (700.0, 800.0)
+    assert time_of(amounts, device).network == pytest.approx(
+        800 / (WIRE_REACHED * device.network), abs=1e-9
+    )
+
+
+def test_a_hugging_face_shape_is_enough(tmp_path):
+    values = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_architecture(str(tmp_path)).num_layers == 2
