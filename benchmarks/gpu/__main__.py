@@ -41,7 +41,13 @@ PARTS: dict[str, tuple[int, list[tuple[int, str]]]] = {
         ],
     ),
     "rates": (180, [(180, "rates")]),
-    "large": (300, [(150, "update --shape qwen2.5-7b"), (150, "offload --shape qwen2.5-7b")]),
+    "large": (
+        300,
+        [
+            (150, "update --shape qwen2.5-7b --tokens 4096 --recompute full"),
+            (150, "offload --shape qwen2.5-7b"),
+        ],
+    ),
 }
 TESTS = ("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-s", "-rA")
 
