@@ -29,7 +29,7 @@ from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller,
 from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
 
 _DEPTHS = (2, 4)  # layers of a pipeline stage that are run where there are more
-_TOKENS = 3  # of each response that are drawn
+_TOKENS = 5  # of each response that are drawn: from the third on by a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,11 @@ class _RoleRun:
     # Generation -------------------------------------------------------------------------------
 
     def _generate(self, phase: Generate) -> tuple[Amounts, dict[str, Kinds]]:
-        """The first tokens, and the last: what a token takes grows with what stands before it."""
+        """The first tokens, and the last: what a token takes grows with what stands before it.
+
+        The step that is carried on is the last one drawn, which a CUDA graph launches where the
+        generator has them. Captures, and first steps of a shape, are left out.
+        """
         worker = self.worker
         worker.prepare_for_generation()
         if not worker.parallel.is_last_stage:  # which it would be told what was drawn by
@@ -216,16 +220,17 @@ class _RoleRun:
         late = max(1, phase.prompt + phase.response - _TOKENS)
         end = self._draw(phase, late, phase.prompt + phase.response - late)
         worker.finish_generation()
-        (start, early), (_, last) = begin, end
+        (start, *_, early), (*_, last) = begin, end
         waves = phase.rows / phase.slots
         mean = Amounts().plus(Amounts.of(early), 0.5).plus(Amounts.of(last), 0.5)
-        decoded = (phase.response - 1) / (_TOKENS - 1)
-        amounts = Amounts.of(start).plus(mean, decoded)
-        peaks = fuller(fuller(peaks_of(start), peaks_of(early)), peaks_of(last))
+        amounts = Amounts.of(start).plus(mean, phase.response - 1.0)
+        peaks: dict[str, Kinds] = {}
+        for record in (*begin, *end):
+            peaks = fuller(peaks, peaks_of(record))
         return Amounts().plus(amounts, waves), peaks
 
-    def _draw(self, phase: Generate, prompt: int, response: int) -> tuple[Record, Record]:
-        """Prefill and the first token; the tokens after it."""
+    def _draw(self, phase: Generate, prompt: int, response: int) -> list[Record]:
+        """Prefill and the first token; each token after it."""
         prompts = -(-phase.slots // phase.per_prompt)
         numbers = torch.arange(prompts).repeat_interleave(phase.per_prompt)[: phase.slots]
         ids = (numbers[:, None] + torch.arange(prompt)) % 200
@@ -239,19 +244,18 @@ class _RoleRun:
         )
         sampling = phase.sampling
         with contextlib.ExitStack() as stack:
-            starting = stack.enter_context(self.device.record())
             drawn = 0
-            records: list[Record] = [starting]
+            records = [stack.enter_context(self.device.record())]
 
             def listener(row: int, token: int) -> None:
                 nonlocal drawn
                 del row, token
                 drawn += 1
-                if drawn == phase.slots:
-                    stack.close()
-                    records.append(stack.enter_context(self.device.record()))
                 if drawn == _TOKENS * phase.slots:
                     raise _Enough
+                if drawn % phase.slots == 0:
+                    stack.close()
+                    records.append(stack.enter_context(self.device.record()))
 
             with contextlib.suppress(_Enough):
                 self.worker.generate(
@@ -260,7 +264,7 @@ class _RoleRun:
                     drawing=Drawing(LengthParams(max_length=max(_TOKENS, response)), sampling),
                     listener=listener,
                 )
-        return records[0], records[-1]
+        return records
 
     # Beside the step --------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """Cases of `aligner.plan`, which runs roles of a configuration on the dry device."""
 
+import gc
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
@@ -8,6 +11,10 @@ from aligner.config.load import parse_config
 from aligner.config.pipeline import ROOTS
 from aligner.config.plan import PlanConfig
 from aligner.config.run import DistillRunConfig
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.dry.device import DryDevice
 from aligner.plan import measure
 from aligner.plan.amounts import total
 from aligner.plan.devices import DEVICES
@@ -66,7 +73,7 @@ def configuration(script, **changes):
 
 def estimated(script, length=64, **changes):
     plan = PlanConfig(length=None if "data__max_prompt_length" in changes else length)
-    shapes = {"m.nemo": SIX, "t.nemo": SIX}
+    shapes = {"m.nemo": replace(SIX, num_layers=2), "t.nemo": replace(SIX, num_layers=2)}
     config = configuration(script, **changes)
     return Estimator(plan, DEVICES["h100-80g"], shapes).estimate(config).as_dict()
 
@@ -102,11 +109,14 @@ def facts(role):
     }
 
 
-def actor(recompute):
-    """Qwen2.5-1.5B's shape on one card: an update of 8 rows of 1,024 tokens, 4 at a time."""
+def actor(recompute, first):
+    """Qwen2.5-1.5B's shape on one card: an update of 8 rows of 1,024 tokens, all at a time.
+
+    ``first``: it is the first, which makes the moments once the activations are gone.
+    """
     config = configuration(
         "train_gpt_ppo",
-        model__micro_batch_size=4,
+        model__micro_batch_size=8,
         model__activations_checkpoint_granularity=recompute,
         trainer__ppo__initial_policy_kl_penalty=0.0,  # no reference
         data__max_prompt_length=512,
@@ -116,14 +126,40 @@ def actor(recompute):
     train = replace(role.phases[-2], rows=replace(role.phases[-2].rows, times=1))
     assert isinstance(train, Train)
     assert train.rows.length == 1024
-    found = measure.measure(replace(role, phases=(train,)), 0)
+    before = mock.patch.object(measure._RoleRun, "_first_step") if first else nullcontext()
+    with before:
+        found = measure.measure(replace(role, phases=(train,)), 0)
     phase = found.phases["train"]
     return {
         "parameters": found.parameters,
         "static": total(found.static),
         "peak": total(phase.peaks[phase.peak_at]),
+        "after": total(phase.rest),
         "flops": phase.amounts.flops,
     }
+
+
+def adam_step():
+    """One step of the optimizer, once the moments are there: its kernels and their memory."""
+    role = planned_run(configuration("train_gpt_sft"), PlanConfig(length=64), {"m.nemo": SIX})
+    (policy,) = role.roles.values()
+    found = {}
+    with DryDevice() as device, measure.without_weights(SIX):
+        place = initialize_parallel(policy.parallel)
+        front = policy.start(LocalCluster(place), byte_level_tokenizer())
+        optimizer = front.worker_group.worker.model.optimizer
+        optimizer.zero_grad()
+        optimizer.step()
+        inner = optimizer.inner.chained_optimizers[0].optimizer
+        gc.collect()
+        before = device.memory.alive_bytes
+        with device.record() as record:
+            inner.step()
+        found["taken"] = record.peak_bytes - before
+        found["kernels"] = record.launches
+        found["moment"] = sum(each["exp_avg"].nbytes for each in inner.state.values())
+        found["groups"] = len(inner.param_groups)
+    return found
 
 
 def searched():
