@@ -29,7 +29,11 @@ def test_a_combination_runs(dry, case):
     assert found["scoring"]["launches"] > 50
     if case["trained"]:
         assert found["update"]["launches"] <= found["first"]["launches"]
-        assert found["update"]["kinds"]["gradients"] > 0
+        kinds = found["update"]["kinds"]
+        if case["backend"] == "megatron":
+            assert kinds["gradients"] > 0
+        elif case["dp"] > 1:  # FSDP2 keeps gradients where a reduce-scatter wrote them
+            assert kinds["communication"] > 0
 
 
 def test_no_pair_is_left_out():
