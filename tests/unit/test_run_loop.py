@@ -321,6 +321,7 @@ def test_ctrl_c_saves_and_ends_as_sigterm_does_and_what_launchers_repeat_is_no_s
     assert lines(tmp_path) == uninterrupted
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_ctrl_c_ends_at_once(tmp_path, monkeypatch):
     def interrupt_twice():
         os.kill(os.getpid(), signal.SIGINT)
