@@ -60,7 +60,7 @@ def test_a_killed_driver_of_a_cluster(tmp_path, tiny_nemo, left_alone, ray, laun
     folder = tmp_path / "run"
     joined = {**os.environ, "RAY_ADDRESS": address_of(ray)}
     path = os.pathsep.join([str(HERE / "suicide"), joined["PYTHONPATH"]])
-    for phase in ("1 generate", "2 train", "3 save_state"):
+    for phase in ("1 generate", "2 train", "3 begin_saving"):
         dying = {**joined, "PYTHONPATH": path, "ALIGNER_TEST_DIE_IN": phase}
         driver = launch(folder, tiny_nemo, ON_RAY, environment=dying)
         output, _ = driver.communicate(timeout=PATIENCE_S)
