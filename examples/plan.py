@@ -1,6 +1,6 @@
 """What a training configuration takes on devices that are not here: memory, time, how many.
 
-python examples/plan.py --config-name recipes/NAME plan.device=h100-80g
+python examples/plan.py --config-name recipes/sft_tiny_cpu plan.device=h100-80g
 """
 
 import sys

@@ -20,6 +20,7 @@ from aligner.errors import ConfigError
 
 PER_NODE = 8  # devices of a node, where more than so many are asked for
 _ROOTS: dict[str, type[BaseRunConfig]] = {**ROOTS, "train_gpt_distill": DistillRunConfig}
+_MOST_POSITIONS = 1 << 30
 # Keys without a default that say nothing about what a run takes.
 _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:reward"}
 
@@ -40,7 +41,8 @@ class PlanConfig:
     # Share of the device's memory that is left to what nobody counts here: the context, NCCL,
     # cuBLAS, fragments.
     margin: Annotated[float, Range(low=0.0, high=0.5)] = 0.1
-    # Tokens of every prompt; null: data.max_prompt_length, or 512 where that is null.
+    # Tokens of every prompt; null: data.max_prompt_length, or where that is null 512, or as many as
+    # the response leaves of the model's positions.
     prompt_length: Count | None = None
     # Tokens of every example, or of every response; null: the longest that the configuration
     # allows, or 2048 where it allows any.
@@ -121,21 +123,37 @@ def varied(config: BaseRunConfig, changes: Mapping[str, Any]) -> BaseRunConfig:
     return parse_config(values, type(config))
 
 
-def with_length(config: BaseRunConfig, plan: PlanConfig) -> tuple[int, int]:
+def with_length(
+    config: BaseRunConfig, plan: PlanConfig, positions: int | None = None
+) -> tuple[int, int]:
     """Tokens of a prompt and of what follows it, of a run's longest sequences.
 
-    Of examples the second number is the whole example, the first is 0.
+    Of examples the second number is the whole example, the first is 0. ``positions``: the model has
+    no more; None: it has any number.
+
+    Raises:
+        ConfigError: the response leaves no room for a prompt.
     """
+    most = positions or _MOST_POSITIONS
+
+    def sampled(longest_prompt: int | None) -> tuple[int, int]:
+        response = plan.length or rollout.length_params.max_length
+        prompt = plan.prompt_length or longest_prompt or max(1, min(512, most - response))
+        if prompt + response > most:
+            raise ConfigError(
+                f"a prompt of {prompt} tokens and a response of {response} are more than the "
+                f"model's {most} positions; set plan.prompt_length or plan.length"
+            )
+        return prompt, response
+
     rollout, data = config.model.rollout, config.data  # type: ignore[attr-defined]
     if hasattr(data, "max_prompt_length"):
-        prompt = plan.prompt_length or data.max_prompt_length or 512
-        return prompt, plan.length or rollout.length_params.max_length
+        return sampled(data.max_prompt_length)
     if isinstance(config, DistillRunConfig) and config.trainer.distill.on_policy:
-        prompt = plan.prompt_length or data.max_length or 512
-        return prompt, plan.length or rollout.length_params.max_length
+        return sampled(data.max_length)
     budgets = config.model.token_budgets
-    most = None if budgets is None else budgets.train_mb_tokens
-    return 0, plan.length or data.max_length or most or 2048
+    budget = 2048 if budgets is None else budgets.train_mb_tokens
+    return 0, plan.length or data.max_length or min(budget, most)
 
 
 def _samples(root: type[BaseRunConfig]) -> bool:

@@ -440,9 +440,9 @@ class _Stages:
             microbatches = list(data_iterator)
             config = unwrap_model(model[0]).config
             parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            for microbatch in microbatches:
-                rows, length = microbatch.layout.input_ids.shape
-                self._hidden.append((length // parts, rows, config.hidden_size))
+            shapes = [microbatch.layout.input_ids.shape for microbatch in microbatches]
+            self._hidden = [(length // parts, n, config.hidden_size) for n, length in shapes]
+            self._sent = []  # forward passes alone send, and get no gradients
             return real()(data_iterator=iter(microbatches), model=model, **options)
 
         return lambda: schedule

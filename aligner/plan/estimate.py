@@ -222,19 +222,23 @@ class Estimator:
         return found
 
     def _with_reserve(self, role: PlannedRole, found: MeasuredRole) -> MeasuredRole:
-        """An engine takes its share at its start and gives nothing back."""
-        if role.reserves is None and role.reserves_share is None:
+        """An engine takes its share while it draws, and keeps it unless it sleeps."""
+        given = role.engine
+        if given is None:
             return found
         weights = found.static.get(Kind.WEIGHTS, 0.0)
-        cache = float(role.reserves or 0)
-        if role.reserves_share is not None:
-            cache = max(0.0, role.reserves_share * self.device.memory_bytes - weights)
+        if given.kv_cache_mb is not None:
+            cache = float(given.kv_cache_mb << 20)
+        else:
+            share = given.gpu_memory_utilization or 0.0
+            cache = max(0.0, share * self.device.memory_bytes - weights)
         held: Kinds = {Kind.WEIGHTS: weights, Kind.KV_CACHE: cache}
+        rest: Kinds = {} if given.sleep else held
         phases = {
-            name: Measured(each.amounts, {"vLLM": held}, held)
+            name: Measured(each.amounts, {"vLLM": held}, rest)
             for name, each in found.phases.items()
         }
-        return MeasuredRole(found.parameters, held, phases)
+        return MeasuredRole(found.parameters, rest, phases)
 
     def _phase(
         self,

@@ -217,7 +217,7 @@ class _RoleRun:
         if not worker.parallel.is_last_stage:  # which it would be told what was drawn by
             return Amounts(), {"": self._alive()}
         begin = self._draw(phase, phase.prompt, phase.response)
-        late = max(1, phase.prompt + phase.response - _TOKENS)
+        late = phase.prompt + max(0, phase.response - _TOKENS)
         end = self._draw(phase, late, phase.prompt + phase.response - late)
         worker.finish_generation()
         (start, *_, early), (*_, last) = begin, end
@@ -251,7 +251,7 @@ class _RoleRun:
                 nonlocal drawn
                 del row, token
                 drawn += 1
-                if drawn == _TOKENS * phase.slots:
+                if drawn == min(_TOKENS, response) * phase.slots:
                     raise _Enough
                 if drawn % phase.slots == 0:
                     stack.close()
@@ -261,7 +261,7 @@ class _RoleRun:
                 self.worker.generate(
                     data,
                     seed=1,
-                    drawing=Drawing(LengthParams(max_length=max(_TOKENS, response)), sampling),
+                    drawing=Drawing(LengthParams(max_length=response), sampling),
                     listener=listener,
                 )
         return records

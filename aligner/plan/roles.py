@@ -32,6 +32,7 @@ from aligner.config import (
     SamplingRunConfig,
     SFTRunConfig,
     TrainedModelConfig,
+    VllmConfig,
     check_layout,
 )
 from aligner.config.plan import PlanConfig, with_length
@@ -124,9 +125,7 @@ class PlannedRole:
     start: Start
     phases: tuple[Phase, ...]
     attributes: tuple[str, ...] = ()
-    # Of an engine: bytes that it reserves on its card, beside or with its weights.
-    reserves: int | None = None
-    reserves_share: float | None = None
+    engine: VllmConfig | None = None  # what vLLM is given, of a role that stands for its engines
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -179,7 +178,8 @@ def _sampling_roles(
 ) -> list[PlannedRole]:
     """Of PPO, its kin without a critic, and rejection sampling."""
     rollout, model = config.model.rollout, config.model
-    prompt, response = with_length(config, plan)
+    own = architectures[model.restore_from_path]
+    prompt, response = with_length(config, plan, own.max_position_embeddings)
     length = prompt + response
     dp = model.parallel.data_size(config.trainer.world_size)
     share = -(-rollout.num_rollout_samples // dp)
@@ -218,7 +218,6 @@ def _sampling_roles(
         buffer = int(vllm.refit_buffer_mb * (1 << 20))
         phases.append(HandOver("refit", buffer if vllm.refit == "colocated" else 0))
     phases.append(HandOver("save"))
-    own = architectures[model.restore_from_path]
     found = [
         PlannedRole("policy", own, model, config.trainer.world_size, "policy", start, tuple(phases))
     ]
@@ -330,15 +329,17 @@ def _reward_model(
 def _engine(
     config: SamplingRunConfig, architecture: GPTArchitecture, draws: Generate
 ) -> PlannedRole:
-    """vLLM, as our own generator draws on one device, with the memory that vLLM is given."""
-    vllm = config.generation.vllm
+    """vLLM, as our own generator draws in its layout, with the memory that vLLM is given."""
+    vllm = config.generation.vllm.on_device(has_gpu=True, ahead=config.generation.async_rollouts)
     model = replace(
         config.model,
-        tensor_model_parallel_size=1,
+        tensor_model_parallel_size=vllm.tensor_parallel_size,
         pipeline_model_parallel_size=1,
         context_parallel_size=1,
+        expert_model_parallel_size=1,
         sequence_parallel=False,
     )
+    check_layout(architecture, model.parallel, vllm.workers, "generation.vllm")
     rows = -(-config.model.rollout.num_rollout_samples // vllm.engines)
 
     def start(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
@@ -351,17 +352,15 @@ def _engine(
             init_reference_model=False,
         )
 
-    megabytes = vllm.kv_cache_mb
     return PlannedRole(
         "engine",
         architecture,
         model,
-        vllm.engines,
+        vllm.workers,
         "policy" if vllm.refit == "colocated" else "engine",
         start,
         (replace(draws, rows=rows, slots=min(draws.slots, rows)),),
-        reserves=None if megabytes is None else megabytes << 20,
-        reserves_share=vllm.gpu_memory_utilization if megabytes is None else None,
+        engine=vllm,
     )
 
 
@@ -371,9 +370,9 @@ def _supervised_roles(
     """Of fine-tuning, preferences, reward models and distillation."""
     model, world = config.model, config.trainer.world_size
     dp = model.parallel.data_size(world)
-    prompt, response = with_length(config, plan)
-    length = prompt + response
     own = architectures[model.restore_from_path]
+    prompt, response = with_length(config, plan, own.max_position_embeddings)
+    length = prompt + response
     phases: list[Phase] = []
     found: list[PlannedRole] = []
     start: Start

@@ -177,14 +177,15 @@ def fewest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text: 
     while devices <= 1024:
         say(f"{devices} x {estimator.device.name}")
         row: dict[str, Any] = {"devices": devices, "fits": False}
-        rows.append(row)
         try:
             found = fastest(estimator, varied(config, trainer_keys(devices)), say)
         except (ConfigError, LayoutError):
             if least is not None:
                 break  # batches do not divide any further
+            rows.append(row)
         else:
             per_second = found.estimate.tokens / found.estimate.step_seconds
+            rows.append(row)
             row |= {
                 "fits": True,
                 "step_seconds": found.estimate.step_seconds,

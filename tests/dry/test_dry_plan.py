@@ -61,6 +61,10 @@ def test_steps_of_adam_take_no_memory(dry):
         {"script": "train_gpt_sft"},
         pytest.param({"script": "train_gpt_ppo"}, marks=pytest.mark.extended),
         pytest.param(
+            {"trainer__devices": 2, "model__pipeline_model_parallel_size": 2},
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
             {
                 "trainer__devices": 4,
                 "model__tensor_model_parallel_size": 2,
@@ -72,7 +76,7 @@ def test_steps_of_adam_take_no_memory(dry):
             marks=pytest.mark.extended,
         ),
     ],
-    ids=["one role", "PPO", "TP, DP, packed, recompute, offload"],
+    ids=["one role", "PPO", "PP", "TP, DP, packed, recompute, offload"],
 )
 def test_few_layers_give_many(dry, changes):
     found = dry("dry_plan:depths", **changes)

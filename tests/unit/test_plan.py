@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.config.load import parse_config
 from aligner.config.plan import plan_request, trainer_keys, varied, with_length
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.dry.record import Collective, Kernel, Kind, Record
@@ -117,8 +118,6 @@ def test_nodes_are_whole():
 
 
 def config_of(**model):
-    from aligner.config.load import parse_config
-
     values = {"model": {"restore_from_path": "m", **model}, "data": {"train": {"source": "t"}}}
     return parse_config(values, SFTRunConfig)
 
@@ -173,7 +172,7 @@ def test_the_roofline_is_the_slower_of_two():
     assert time_of(computing, device).bound == "arithmetic"
     moving = Amounts({Kernel(torch.float32, 0, int(MEMORY_REACHED * device.memory)): 3.0})
     assert time_of(moving, device).total == pytest.approx(3.0)
-    small = Amounts({Kernel(torch.float32, 0, 4): 1000.0})
+    small = Amounts({Kernel(torch.float32, 0, 4): 1000.0}, others={"launches": 1000.0})
     assert time_of(small, device).total == pytest.approx(1000 * LAUNCH_SECONDS)
     assert time_of(small, device).bound == "launches"
 
@@ -204,3 +203,17 @@ def test_a_hugging_face_shape_is_enough(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_architecture(str(tmp_path)).num_layers == 2
+
+
+def test_a_prompt_leaves_room_for_the_response():
+    request = plan_request(["plan.length=6", "model.restore_from_path=m"], CONF)
+    values = {
+        "model": {"restore_from_path": "m"},
+        "reward": {"function": "a.b:c"},
+        "data": {"train": {"source": "t"}, "max_prompt_length": None},
+    }
+    config = parse_config(values, RunConfig)
+    assert with_length(config, request.plan) == (512, 6)
+    assert with_length(config, request.plan, 256) == (250, 6)
+    with pytest.raises(ConfigError, match=r"plan\.length"):
+        with_length(config, request.plan, 6)
