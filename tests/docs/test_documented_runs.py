@@ -38,6 +38,7 @@ NOT_RUN = {
 # The tiny model has 256 positions, for prompt and response together.
 SHORTER = {
     r"(aligner|examples/)[ ]?(generate|chat|evaluate)\b": "sampling.max_length=64",
+    r"plan\.architecture=": "plan.prompt_length=64 model.ppo.length_params.max_length=64",
     r"distill\.length_params\.max_length=256": "model.distill.length_params.max_length=64",
     r"recipes/(ppo|grpo)\w*_smollm2": "trainer.ppo.max_steps=2",
     r"recipes/ppo_reward_model_smollm2": "trainer.ppo.max_steps=2",
