@@ -47,7 +47,8 @@ def planned(model: str, layout: str, batches: str) -> Any:
     from aligner.config.load import parse_config
     from aligner.config.plan import PlanConfig, varied
     from aligner.config.run import SFTRunConfig
-    from aligner.plan.roles import Train, planned_run
+    from aligner.plan.roles import Train
+    from aligner.plan.runs import planned_run
 
     smollm2 = GPTArchitecture(
         num_layers=30,

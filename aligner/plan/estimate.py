@@ -17,7 +17,8 @@ from aligner.dry.record import Kind
 from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner.plan.devices import DeviceRates
 from aligner.plan.measure import MeasuredRole, measure
-from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train, planned_run
+from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train
+from aligner.plan.runs import planned_run
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from aligner.plan import measure
 from aligner.plan.amounts import total
 from aligner.plan.devices import DEVICES
 from aligner.plan.estimate import Estimator
-from aligner.plan.roles import Train, planned_run
+from aligner.plan.roles import Train
+from aligner.plan.runs import planned_run
 from aligner.plan.search import fastest, fewest
 
 QWEN = GPTArchitecture(  # Qwen2.5-1.5B
