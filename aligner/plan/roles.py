@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
@@ -110,3 +111,13 @@ class PlannedRun:
     config: BaseRunConfig
     roles: dict[str, PlannedRole]
     step: tuple[tuple[str, str], ...]
+
+
+def starting(front: Callable[..., RoleFront], model: object, /, **options: Any) -> Start:
+    """How a role starts: its front with ``model``'s settings and ``options``."""
+    return lambda cluster, tokenizer: front(cluster, model, tokenizer, **options)
+
+
+def policy_scores(name: str, rows: Rows, call: str, size: int, **options: int) -> Score:
+    """Log-probs or logits of a policy, after which it goes on to the next phase as it stands."""
+    return Score(name, rows, call, size, "prepare_for_lp_inference", None, options)

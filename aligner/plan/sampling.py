@@ -24,13 +24,20 @@ from aligner.config import (
     check_layout,
 )
 from aligner.config.plan import PlanConfig, with_length
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.models.policy.lm_policy import LOGPROB_COLUMNS, Policy
 from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
-from aligner.models.role_front import RoleFront
 from aligner.models.value.lm_value import VALUE_COLUMNS, Value
-from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
+from aligner.plan.roles import (
+    Generate,
+    HandOver,
+    Phase,
+    PlannedRole,
+    Rows,
+    Score,
+    Train,
+    policy_scores,
+    starting,
+)
 from aligner.types import LossFunction
 
 
@@ -47,15 +54,9 @@ def sampling_roles(
     facts = run_facts(config, config.loop)
     reference = isinstance(config, RunConfig) and needs_reference(config)
 
-    def start(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-        return Policy(
-            cluster,
-            model,
-            tokenizer,
-            run=facts,
-            init_reference_model=reference,
-            max_optimizer_steps=1,
-        )
+    start = starting(
+        Policy, model, run=facts, init_reference_model=reference, max_optimizer_steps=1
+    )
 
     draws = Generate(
         "generate",
@@ -102,9 +103,7 @@ def _ppo_phases(config: RunConfig, share: int, length: int, dp: int) -> list[Pha
     size = ppo.forward_micro_batch_size
 
     def scores(name: str, call: str, rows: int) -> Score:
-        return Score(
-            name, Rows(rows, length, LOGPROB_COLUMNS), call, size, "prepare_for_lp_inference", None
-        )
+        return policy_scores(name, Rows(rows, length, LOGPROB_COLUMNS), call, size)
 
     if scored:
         phases.append(scores("logprobs", "get_logprobs", scored))
@@ -142,10 +141,7 @@ def _critic(
     )
     apart = config.cluster.engine == "ray" and not config.cluster.colocated
 
-    def start(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-        return Value(
-            cluster, critic, tokenizer, model=config.model, run=facts, max_optimizer_steps=1
-        )
+    start = starting(Value, critic, model=config.model, run=facts, max_optimizer_steps=1)
 
     phases: list[Phase] = [
         Score("values", scored, "get_values", critic.forward_micro_batch_size),
@@ -168,16 +164,14 @@ def _reward_model(
     world = reward.workers or config.trainer.world_size
     rows = -(-config.model.rollout.num_rollout_samples // model.parallel.data_size(world))
 
-    def start(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-        return RewardModel(
-            cluster,
-            model,
-            tokenizer,
-            run_facts(config, config.loop),
-            attributes=(),
-            init_optimizer=False,
-            offload_weights=reward.offload_weights,
-        )
+    start = starting(
+        RewardModel,
+        model,
+        run=run_facts(config, config.loop),
+        attributes=(),
+        init_optimizer=False,
+        offload_weights=reward.offload_weights,
+    )
 
     score = Score(
         "rewards", Rows(rows, length, REWARD_COLUMNS), "get_rewards", reward.micro_batch_size
@@ -203,15 +197,13 @@ def _engine(
     check_layout(architecture, model.parallel, vllm.workers, "generation.vllm")
     rows = -(-config.model.rollout.num_rollout_samples // vllm.engines)
 
-    def start(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-        return Policy(
-            cluster,
-            model,
-            tokenizer,
-            run=run_facts(config, config.loop),
-            init_optimizer=False,
-            init_reference_model=False,
-        )
+    start = starting(
+        Policy,
+        model,
+        run=run_facts(config, config.loop),
+        init_optimizer=False,
+        init_reference_model=False,
+    )
 
     return PlannedRole(
         "engine",

@@ -19,22 +19,19 @@ from aligner.config import (
     check_layout,
 )
 from aligner.config.plan import PlanConfig, with_length
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.policy.lm_policy import LOGPROB_COLUMNS, Policy
 from aligner.models.reward.reward_model import RewardModel
-from aligner.models.role_front import RoleFront
 from aligner.plan.roles import (
     Generate,
     HandOver,
     Phase,
     PlannedRole,
     Rows,
-    Score,
     Shape,
-    Start,
     Train,
+    policy_scores,
+    starting,
 )
 from aligner.types import LossFunction
 
@@ -52,7 +49,6 @@ def supervised_roles(
     length = prompt + response
     phases: list[Phase] = []
     found: list[PlannedRole] = []
-    start: Start
     columns: tuple[str, ...] = TRAIN_COLUMNS
     trailing: dict[str, Shape] = {}
     if isinstance(config, RewardRunConfig):
@@ -65,13 +61,8 @@ def supervised_roles(
             loss = BradleyTerryLoss(reward_loop.variant)
             trailing = {"preference_strengths": ("B",)}
         run = run_facts(config, reward_loop)
-
-        def start_reward(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-            return RewardModel(
-                cluster, model, tokenizer, run, attributes=attributes, max_optimizer_steps=1
-            )
-
-        start, name = start_reward, "reward model"
+        start = starting(RewardModel, model, run=run, attributes=attributes, max_optimizer_steps=1)
+        name = "reward model"
         together = config.rows_per_example
     else:
         attributes, name, together = (), "policy", 1
@@ -87,13 +78,11 @@ def supervised_roles(
             if not loop.is_paired:  # the baseline's log-probs, of as many foreign responses
                 foreign = Rows(model.global_batch_size // dp, length, LOGPROB_COLUMNS)
                 phases.append(
-                    Score(
+                    policy_scores(
                         "logprobs",
                         foreign,
                         "get_logprobs",
                         model.rollout.forward_micro_batch_size,
-                        "prepare_for_lp_inference",
-                        None,
                     )
                 )
         elif isinstance(config, DistillRunConfig):
@@ -112,18 +101,9 @@ def supervised_roles(
             found.append(_teacher(config, architectures, Rows(share, length, LOGPROB_COLUMNS)))
         else:
             raise ConfigError(f"{config.algorithm}: plan does not know this kind of run")
-
-        def start_policy(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-            return Policy(
-                cluster,
-                model,
-                tokenizer,
-                run=facts,
-                init_reference_model=False,
-                max_optimizer_steps=1,
-            )
-
-        start = start_policy
+        start = starting(
+            Policy, model, run=facts, init_reference_model=False, max_optimizer_steps=1
+        )
     rows = Rows(model.global_batch_size // dp, length, columns, 1, together, trailing)
     phases += [Train("train", rows, loss, model.micro_batch_size), HandOver("save")]
     role = PlannedRole(name, own, model, world, "policy", start, tuple(phases), attributes)
@@ -138,25 +118,20 @@ def _teacher(
     world = config.trainer.world_size
     check_layout(architecture, model.parallel, world)
     shared = min(architecture.vocab_size, architectures[config.model.restore_from_path].vocab_size)
-
-    def start(cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
-        return Policy(
-            cluster,
-            model,
-            tokenizer,
-            run=run_facts(config, loop),
-            name_prefix="teacher",
-            init_optimizer=False,
-            init_reference_model=False,
-        )
-
-    score = Score(
+    start = starting(
+        Policy,
+        model,
+        run=run_facts(config, loop),
+        name_prefix="teacher",
+        init_optimizer=False,
+        init_reference_model=False,
+    )
+    score = policy_scores(
         "teacher",
         rows,
         "get_topk_logits",
         model.rollout.forward_micro_batch_size,
-        "prepare_for_lp_inference",
-        None,
-        {"k": loop.top_k, "vocab_size": shared},
+        k=loop.top_k,
+        vocab_size=shared,
     )
     return PlannedRole("teacher", architecture, model, world, "policy", start, (score,))
