@@ -31,24 +31,11 @@ from aligner.config import LengthParams, SamplingParams
 from aligner.distributed.parallel import initialize_parallel
 from aligner.models.gpt.build import build_gpt
 from aligner.models.gpt.generation import GenerationOutput, Generator
+from benchmarks.shapes import SMOLLM2
 
-SMOLLM2 = Path("models/smollm2-135m-instruct.nemo")
+MODEL = Path("models/smollm2-135m-instruct.nemo")
 EOS = 2
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-# The same shapes, for a machine without the checkpoint.
-SHAPES = GPTArchitecture(
-    num_layers=30,
-    hidden_size=576,
-    ffn_hidden_size=1536,
-    num_attention_heads=9,
-    num_query_groups=3,
-    kv_channels=64,
-    vocab_size=49152,
-    max_position_embeddings=8192,
-    rotary_base=100_000.0,
-    tie_embeddings=True,
-    family="llama",
-)
 
 
 def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
@@ -61,7 +48,7 @@ def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
             with open_nemo(path) as nemo:
                 weights, architecture = dict(nemo.weights), nemo.architecture
         else:
-            weights, architecture = random_weights(SHAPES), SHAPES
+            weights, architecture = random_weights(SMOLLM2), SMOLLM2
         gpt = build_gpt(architecture, initialize=False)
         load_weights(gpt, weights, architecture)
         save_hf(Path(folder) / "hf", weights, architecture, {})
@@ -171,7 +158,7 @@ def measure(
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=SMOLLM2, help="a .nemo; absent: random")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a .nemo; absent: random")
     parser.add_argument("--batch", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)

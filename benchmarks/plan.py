@@ -13,6 +13,7 @@ missed. Marks: static 0.1 %, peak 10 %, operations and bytes of collectives equa
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -24,6 +25,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.common import ROOT
+from benchmarks.shapes import SMOLLM2
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"trainer.devices": 1},
@@ -42,7 +44,6 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 
 def planned(model: str, layout: str, batches: str) -> Any:
     """The role of a fine-tuning run: `PlannedRole`, and its one phase."""
-    from aligner.architecture import GPTArchitecture
     from aligner.checkpoint.tiny import TINY_ARCHITECTURE
     from aligner.config.load import parse_config
     from aligner.config.plan import PlanConfig, varied
@@ -50,18 +51,9 @@ def planned(model: str, layout: str, batches: str) -> Any:
     from aligner.plan.roles import Train
     from aligner.plan.runs import planned_run
 
-    smollm2 = GPTArchitecture(
-        num_layers=30,
-        hidden_size=576,
-        ffn_hidden_size=1536,
-        num_attention_heads=9 if layout != "tensor2" else 8,
-        num_query_groups=3 if layout != "tensor2" else 4,
-        kv_channels=64,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        tie_embeddings=True,
-        family="llama",
-    )
+    smollm2 = SMOLLM2
+    if layout == "tensor2":  # 9 heads in 3 groups cannot be cut in two
+        smollm2 = dataclasses.replace(SMOLLM2, num_attention_heads=8, num_query_groups=4)
     shapes = {"tiny": TINY_ARCHITECTURE, "smollm2": smollm2}
     data_size = 2 if layout == "data2" else 1
     config = varied(
@@ -90,8 +82,6 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
     from aligner.dry.guard import load_guard
 
     load_guard()
-    import dataclasses
-
     from aligner.plan.amounts import total
     from aligner.plan.measure import measure
 
@@ -108,8 +98,6 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
 
 def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     """By the update itself, in one of its processes."""
-    import dataclasses
-
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import ROOT, log, with_repository
-from benchmarks.gpu.machine import DEVICES, PREDICTED, SHAPES
+from benchmarks.gpu.machine import DEVICES, PREDICTED
+from benchmarks.shapes import SHAPES
 
 _DRY_LIMIT_S = 900  # of one command, on a machine that may have other work
 PYTEST = "pytest"  # the entry that is no benchmark

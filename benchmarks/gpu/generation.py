@@ -23,13 +23,14 @@ from aligner.config import Drawing, LengthParams, SamplingParams
 from aligner.distributed import accelerator
 from aligner.models.gpt import MegatronGPTActorModel
 from benchmarks.gpu import rates, roles
+from benchmarks.shapes import SHAPES
 
 _COUNTED = (4, 8)  # steps of the two rollouts whose kernels are counted
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each number in flight."""
-    shape = machine.SHAPES[options.shape]
+    shape = SHAPES[options.shape]
     sampling = SamplingParams(top_p=options.top_p)
     with machine.Machine(options).running() as here:
         actor = roles.build(

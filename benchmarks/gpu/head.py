@@ -21,13 +21,14 @@ import torch
 from aligner.distributed import accelerator
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from benchmarks.gpu import rates
+from benchmarks.shapes import SHAPES
 
 _COLUMNS = 8192  # of the weight, for the products alone
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
-    shape = machine.SHAPES[options.shape]
+    shape = SHAPES[options.shape]
     size, vocab = shape.hidden_size, shape.vocab_size
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     with machine.Machine(options).running() as here:

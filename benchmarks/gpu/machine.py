@@ -7,7 +7,6 @@ rehearsals. `choose_device` comes before torch is imported; everything else impo
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -18,48 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.architecture import GPTArchitecture
+from benchmarks.shapes import SHAPES
 
 DEVICES = ("cuda", "dry", "cpu")
 PREDICTED = Path(__file__).parent / "dry" / "results.jsonl"  # what `--device dry` said
-
-_QWEN_1_5B = GPTArchitecture(
-    num_layers=28,
-    hidden_size=1536,
-    ffn_hidden_size=8960,
-    num_attention_heads=12,
-    num_query_groups=2,
-    kv_channels=128,
-    vocab_size=151_936,
-    max_position_embeddings=32_768,
-    layernorm_epsilon=1e-6,
-    rotary_base=1_000_000.0,
-    tie_embeddings=True,
-    bias_qkv=True,
-    family="qwen2",
-)
-SHAPES = {
-    "qwen2.5-1.5b": _QWEN_1_5B,
-    "qwen2.5-7b": dataclasses.replace(
-        _QWEN_1_5B,
-        hidden_size=3584,
-        ffn_hidden_size=18_944,
-        num_attention_heads=28,
-        num_query_groups=4,
-        vocab_size=152_064,
-        tie_embeddings=False,
-    ),
-    "tiny": dataclasses.replace(
-        _QWEN_1_5B,
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=128,
-        num_attention_heads=4,
-        kv_channels=16,
-        vocab_size=512,
-        max_position_embeddings=1024,
-    ),
-}
 
 
 def choose_device(arguments: Sequence[str] | None = None) -> None:

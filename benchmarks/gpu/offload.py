@@ -19,13 +19,14 @@ from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.role_worker import RoleWorker
 from benchmarks.gpu import roles
+from benchmarks.shapes import SHAPES
 
 _TOKENS = 16  # of the update that makes the moments
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
-    shape = machine.SHAPES[options.shape]
+    shape = SHAPES[options.shape]
     with machine.Machine(options).running() as here:
         role = roles.build(
             MegatronGPTActorModel, shape, offload_adam_states=True, micro_batch_size=1

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu import machine
+from benchmarks.shapes import SHAPES
 
 if __name__ == "__main__":
     machine.choose_device()
@@ -67,7 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if here.device != "cpu":  # bfloat16 in, float32 out
             kinds["bfloat16 to float32"] = (torch.bfloat16, {"out_dtype": torch.float32})
         for kind, (dtype, how) in kinds.items():
-            for name, (inputs, outputs) in products(machine.SHAPES[options.shape]).items():
+            for name, (inputs, outputs) in products(SHAPES[options.shape]).items():
                 # Random numbers: a card draws more power for them than for ones, and is slower.
                 left = torch.randn(options.tokens, inputs, dtype=dtype, device=device)
                 right = torch.randn(inputs, outputs, dtype=dtype, device=device)

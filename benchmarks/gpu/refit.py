@@ -29,6 +29,7 @@ from aligner.models.policy.refit import group_by_bytes
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
 from benchmarks.common import ROOT, with_repository
 from benchmarks.gpu import roles
+from benchmarks.shapes import SHAPES
 
 RECEIVER = """
     import pickle, sys
@@ -52,7 +53,7 @@ RECEIVER = """
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
-    shape = machine.SHAPES[options.shape]
+    shape = SHAPES[options.shape]
 
     class RandomPolicyWorker(MegatronPolicyWorker):
         """Its policy is not read from a file."""

@@ -22,6 +22,7 @@ from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTModel
 from benchmarks.gpu import rates, roles
+from benchmarks.shapes import SHAPES
 
 # Role, loss, and the method that scores.
 ROLES: dict[str, tuple[type[MegatronGPTModel], Any, str]] = {
@@ -48,7 +49,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
     cls, loss, score = ROLES[options.role]
     rows = options.tokens // options.sequence
-    shape = machine.SHAPES[options.shape]
+    shape = SHAPES[options.shape]
     with machine.Machine(options).running() as here:
         role = roles.build(
             cls,

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
-from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config.load import parse_config
 from aligner.config.pipeline import ROOTS
@@ -22,20 +21,8 @@ from aligner.plan.estimate import Estimator
 from aligner.plan.roles import Train
 from aligner.plan.runs import planned_run
 from aligner.plan.search import fastest, fewest
+from benchmarks.shapes import QWEN_1_5B
 
-QWEN = GPTArchitecture(  # Qwen2.5-1.5B
-    num_layers=28,
-    hidden_size=1536,
-    ffn_hidden_size=8960,
-    num_attention_heads=12,
-    num_query_groups=2,
-    kv_channels=128,
-    vocab_size=151936,
-    max_position_embeddings=32768,
-    tie_embeddings=True,
-    bias_qkv=True,
-    family="qwen2",
-)
 SIX = replace(TINY_ARCHITECTURE, num_layers=6, hidden_size=128, ffn_hidden_size=256)
 SMALL = replace(DEVICES["h100-80g"], memory_bytes=24 << 20)
 
@@ -123,7 +110,7 @@ def actor(recompute, first):
         data__max_prompt_length=512,
         model__ppo__length_params={"max_length": 512},
     )
-    role = planned_run(config, PlanConfig(), {"m.nemo": QWEN}).roles["policy"]
+    role = planned_run(config, PlanConfig(), {"m.nemo": QWEN_1_5B}).roles["policy"]
     train = replace(role.phases[-2], rows=replace(role.phases[-2].rows, times=1))
     assert isinstance(train, Train)
     assert train.rows.length == 1024
