@@ -90,6 +90,11 @@ class Schedule:
         """Whether ``step`` is followed by a validation."""
         return step == self.total_steps or _due(step, self.val_check_interval)
 
+    @property
+    def saves_beside(self) -> bool:
+        """Whether run states are written while later steps are made."""
+        return self.async_save and 0 < self.save_interval < self.total_steps
+
     def saves(self, step: int) -> bool:
         """Whether ``step`` is followed by saving."""
         return step == self.total_steps or _due(step, self.save_interval)
@@ -185,6 +190,10 @@ class RunLoop:
                 elif self.store.is_saving:
                     with timers("save"):
                         self.store.check()
+                elif step == (done or 0) + 1 and self.schedule.saves_beside:
+                    # Only now does the optimizer have its state.
+                    for role in self.learner.roles.values():
+                        role.prepare_saving()
                 if (interrupted or out_of_time) and not is_last:
                     reason = stopped.name or "a signal" if interrupted else "trainer.max_time"
                     self._say_stopped(step, reason)

@@ -3,6 +3,7 @@
 No thread here takes part in a collective: those are ordered by the threads that train.
 """
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from aligner.distributed import accelerator
 from aligner.errors import AlignerError
 
 _ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache
+_TOUCHED = 16 << 20  # bytes between two looks whether to stop
 _LEAVING_S = 2.0  # for a thread that is told to stop in the middle of a file
 
 
@@ -93,6 +95,22 @@ class CopyMemory:
         if needed > self.size:
             self._memory = None  # two at a time may be too much
             self._memory = accelerator.copy_memory(needed)
+
+    def touch(self, stop: threading.Event) -> None:
+        """Write to every page that is taken: a system gives them when they are first written to.
+
+        Other threads run meanwhile.
+
+        Raises:
+            AbandonedError: ``stop`` was set before.
+        """
+        if self._memory is None:
+            return
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        for start in range(0, self.size, _TOUCHED):
+            if stop.is_set():
+                raise AbandonedError("memory for copies is no longer needed")
+            ctypes.memset(address + start, 0, min(_TOUCHED, self.size - start))
 
     def take(self, count: int) -> Tensor:
         """uint8 ``[count]``, a storage of its own."""

@@ -95,6 +95,10 @@ class SavedRole(Protocol):
         """How many."""
         ...
 
+    def prepare_saving(self) -> None:
+        """Have each take the memory of a copy of its share beforehand."""
+        ...
+
     def begin_saving(self, folder: Path, in_background: bool) -> None:
         """Have each write its share as it is now, or take a copy and write that."""
         ...

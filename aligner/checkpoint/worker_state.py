@@ -79,6 +79,22 @@ class ShareWriter:
         self._task: BackgroundTask | None = None
         self._has_warned = False
 
+    def prepare(self) -> None:
+        """Take the memory of a copy of the share in the background.
+
+        The first copy then does not wait for the system to find that much memory, which can take
+        ten times as long as copying. A share that has grown since takes it again.
+        """
+        needed = bytes_to_copy(_share_of(self._worker))
+        if self._task is not None or not self._has_memory(needed):
+            return
+
+        def take(stop: threading.Event) -> None:
+            self._memory.clear(needed)
+            self._memory.touch(stop)
+
+        self._task = BackgroundTask(take, f"memory for the run state of rank {self._rank}")
+
     def begin(self, folder: str, in_background: bool) -> None:
         """Write the share as it is now to ``folder``, which all workers have.
 
@@ -88,11 +104,15 @@ class ShareWriter:
         """
         if (failure := self.failure(wait=True)) is not None:
             raise StorageError(failure)
-        target, rank = Path(folder), self._worker.parallel.rank
+        target, rank = Path(folder), self._rank
         tree = map_tensors(_share_of(self._worker), lambda tensor: tensor, "worker")
         target.mkdir(exist_ok=True)
-        is_copied = in_background and self._has_memory(tree)
-        tree = copied(tree, self._memory) if is_copied else normalise(tree, "worker")
+        is_copied = in_background and self._has_memory(needed := bytes_to_copy(tree))
+        if is_copied:
+            self._memory.clear(needed)
+            tree = copied(tree, self._memory)
+        else:
+            tree = normalise(tree, "worker")
         require_free_space(target, estimate_bytes(tree))
         write = partial(_write_share, target, rank, tree)
         if is_copied:
@@ -118,13 +138,15 @@ class ShareWriter:
             return None if error is None else str(error)
         return f"{type(error).__name__}: {error}"
 
-    def _has_memory(self, tree: Any) -> bool:
+    @property
+    def _rank(self) -> int:
+        return self._worker.parallel.rank
+
+    def _has_memory(self, needed: int) -> bool:
         """Room for a copy; said once where there is none."""
-        needed = bytes_to_copy(tree)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._worker.parallel.world_size))
         free = available_bytes() // max(1, here)
         if needed <= free + self._memory.size:
-            self._memory.clear(needed)
             return True
         if not self._has_warned:
             self._has_warned = True

@@ -132,6 +132,10 @@ class RoleFront:
         """Workers, each of which writes a share of a run state."""
         return self.sharding_annotations.size
 
+    def prepare_saving(self) -> None:
+        """Have every worker take the memory of a copy of its share; see `ShareWriter`."""
+        run_on_all(self.worker_group, "prepare_saving")
+
     def begin_saving(self, folder: Path, in_background: bool) -> None:
         """Have every worker write its share as it is now; see `ShareWriter`.
 

@@ -196,6 +196,10 @@ class RoleWorker(Generic[Served]):
         """Write this process's share of the run state to ``folder``."""
         save_worker_state(self, folder)
 
+    def prepare_saving(self) -> None:
+        """Take the memory of a copy of the run state; see `ShareWriter.prepare`."""
+        self._share_writer.prepare()
+
     def begin_saving(self, folder: str, in_background: bool) -> None:
         """Write this process's share as it is now; see `ShareWriter.begin`."""
         self._share_writer.begin(folder, in_background)

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from test_run_loop import Counter, lines, run
@@ -59,6 +60,9 @@ class Role:
     def train(self, step: int) -> None:
         self.buffer.copy_(torch.arange(len(self.buffer)) * step)
         self.moments.fill_(step)
+
+    def prepare_saving(self):
+        self.writer.prepare()
 
     def begin_saving(self, folder, in_background):
         self.writer.begin(str(folder), in_background)
@@ -163,6 +167,37 @@ def test_the_bytes_are_those_written_in_place_and_memory_is_one_copy(tmp_path):
     assert role.writer._memory.size == bytes_to_copy(share)
     # The slice without the rest of its storage, the tied weight once, and the random states.
     assert 0 < role.writer._memory.size - 2 * 4 * NUMBERS < 100_000
+
+
+def test_memory_taken_beforehand_is_what_the_first_copy_goes_into(tmp_path):
+    role = Role(numbers=10_000_000)
+    share = 80_000_000  # bytes: the weight, and a row of the moments
+    resident = psutil.Process().memory_info
+    role.train(0)
+    before = resident().rss
+    role.prepare_saving()
+    assert role.writer._task.wait(60)
+    taken = resident().rss
+    assert 0.95 * share < taken - before < 1.2 * share
+    memory = role.writer._memory._memory
+    role.train(1)
+    store = RunStateStore(tmp_path)
+    save(store, role, 1)
+    assert resident().rss - taken < 0.1 * share
+    assert role.writer._memory._memory is memory
+    store.finish()
+    assert step_in(store.latest(), numbers=10_000_000) == 1
+
+
+def test_a_share_that_has_grown_takes_its_memory_again(tmp_path):
+    role = Role(numbers=1000)
+    role.prepare_saving()
+    role.buffer, role.moments = torch.zeros(NUMBERS), torch.zeros(2, NUMBERS)
+    role.train(1)
+    store = RunStateStore(tmp_path)
+    save(store, role, 1)
+    store.finish()
+    assert step_in(store.latest()) == 1
 
 
 def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monkeypatch, caplog):

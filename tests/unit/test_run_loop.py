@@ -71,6 +71,10 @@ class Counter:
             self._writer = ShareWriter(worker)
         return self._writer
 
+    def prepare_saving(self):
+        self.calls.append(("prepare", self.total))
+        self.writer.prepare()
+
     def begin_saving(self, folder, in_background):
         self.weight.fill_(self.total)
         self.writer.begin(str(folder), in_background)
@@ -174,6 +178,18 @@ class Killed(BaseException):
 
 def die():
     raise Killed
+
+
+@pytest.mark.parametrize(
+    ("async_save", "save", "prepares"), [(True, 2, 1), (True, 1, 0), (True, 0, 0), (False, 2, 0)]
+)
+def test_memory_of_the_first_copy_is_taken_after_the_first_step(
+    tmp_path, async_save, save, prepares
+):
+    learner = Counter()
+    run(tmp_path, learner, total=4, save=save, async_save=async_save)
+    kinds = [kind for kind, _ in learner.calls if kind in ("prepare", "step")]
+    assert kinds == ["step", *["prepare"] * prepares, "step", "step", "step"]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
