@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from aligner.config.fields import Count, FilePath, Range
+from aligner.config.lengths import longest_lengths
 from aligner.config.load import parse_config
 from aligner.config.parse import build
 from aligner.config.pipeline import ROOTS
@@ -20,7 +21,6 @@ from aligner.errors import ConfigError
 
 PER_NODE = 8  # devices of a node, where more than so many are asked for
 _ROOTS: dict[str, type[BaseRunConfig]] = {**ROOTS, "train_gpt_distill": DistillRunConfig}
-_MOST_POSITIONS = 1 << 30
 # Keys without a default that say nothing about what a run takes.
 _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:reward"}
 
@@ -123,37 +123,9 @@ def varied(config: BaseRunConfig, changes: Mapping[str, Any]) -> BaseRunConfig:
     return parse_config(values, type(config))
 
 
-def with_length(
-    config: BaseRunConfig, plan: PlanConfig, positions: int | None = None
-) -> tuple[int, int]:
-    """Tokens of a prompt and of what follows it, of a run's longest sequences.
-
-    Of examples the second number is the whole example, the first is 0. ``positions``: the model has
-    no more; None: it has any number.
-
-    Raises:
-        ConfigError: the response leaves no room for a prompt.
-    """
-    most = positions or _MOST_POSITIONS
-
-    def sampled(longest_prompt: int | None) -> tuple[int, int]:
-        response = plan.length or rollout.length_params.max_length
-        prompt = plan.prompt_length or longest_prompt or max(1, min(512, most - response))
-        if prompt + response > most:
-            raise ConfigError(
-                f"a prompt of {prompt} tokens and a response of {response} are more than the "
-                f"model's {most} positions; set plan.prompt_length or plan.length"
-            )
-        return prompt, response
-
-    rollout, data = config.model.rollout, config.data  # type: ignore[attr-defined]
-    if hasattr(data, "max_prompt_length"):
-        return sampled(data.max_prompt_length)
-    if isinstance(config, DistillRunConfig) and config.trainer.distill.on_policy:
-        return sampled(data.max_length)
-    budgets = config.model.token_budgets
-    budget = 2048 if budgets is None else budgets.train_mb_tokens
-    return 0, plan.length or data.max_length or min(budget, most)
+def with_length(config: BaseRunConfig, plan: PlanConfig, positions: int) -> tuple[int, int]:
+    """`longest_lengths` of a model with so many positions, unless ``plan`` gives others."""
+    return longest_lengths(config, positions, prompt=plan.prompt_length, length=plan.length)
 
 
 def _samples(root: type[BaseRunConfig]) -> bool:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig
+from aligner.config.changes import RECOMPUTE, overrides_of, single_changes
 from aligner.config.plan import PER_NODE, trainer_keys, varied
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner.observe.memory import RoleMemory
 from aligner.plan.estimate import Estimate, Estimator
 
 Say = Callable[[str], None]
-_RECOMPUTE = "model.activations_checkpoint_granularity"
 _GIB = 1 << 30
 _WORTH = 0.7  # share of the least devices' tokens a second and device, below which more are not
 
@@ -96,7 +96,7 @@ def advice(estimator: Estimator, now: Estimate) -> list[Advice]:
     the peak, or time.
     """
     found = []
-    for changes in _single_changes(now.config):
+    for changes in single_changes(now.config):
         try:
             other = estimator.estimate(varied(now.config, changes))
         except (ConfigError, LayoutError, DataError):
@@ -207,43 +207,6 @@ def fewest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text: 
     return Devices(least.estimate, [*trainer, *least.overrides], rows, worth)
 
 
-def overrides_of(changes: Mapping[str, Any]) -> list[str]:
-    """``key=value`` as on the command line."""
-    words = {None: "null", True: "true", False: "false"}
-    return [
-        f"{key}={words[value] if value is None or isinstance(value, bool) else value}"
-        for key, value in changes.items()
-    ]
-
-
-def _single_changes(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
-    """One thing after the other."""
-    model = config.model
-    for granularity in (None, "selective", "full"):
-        if granularity != model.activations_checkpoint_granularity:
-            yield {_RECOMPUTE: granularity}
-    budgets = model.token_budgets
-    name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
-    for factor in (0.5, 2):
-        if budgets is not None:
-            yield {f"model.{name}.train_mb_tokens": int(budgets.train_mb_tokens * factor)}
-        elif model.micro_batch_size * factor >= 1:
-            changes = {"model.micro_batch_size": int(model.micro_batch_size * factor)}
-            if isinstance(config, RunConfig) and config.critic is not None:
-                size = max(1, int(config.critic.micro_batch_size * factor))
-                changes["critic.micro_batch_size"] = size
-            yield changes
-    if isinstance(config, SamplingRunConfig) and not model.rollout.offload_adam_states:
-        yield {f"{model.rollout_key}.offload_adam_states": True}
-    critic = config.critic if isinstance(config, RunConfig) else None
-    if critic is not None and not critic.offload_weights:
-        yield {"critic.offload_weights": True, "critic.offload_adam_states": True}
-    if isinstance(config, RunConfig) and config.model.reference.mode == "keep":
-        yield {"model.reference.mode": "swap"}
-    if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
-        yield {"model.sequence_parallel": True}
-
-
 def _fitting(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
     """Nothing, then what saves memory, in the order of what it costs."""
     offload: dict[str, Any] = {}
@@ -251,18 +214,18 @@ def _fitting(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
         offload[f"{config.model.rollout_key}.offload_adam_states"] = True
     if isinstance(config, RunConfig) and config.critic is not None:
         offload |= {"critic.offload_weights": True, "critic.offload_adam_states": True}
-    yield {_RECOMPUTE: None}
-    yield {_RECOMPUTE: "selective"}
+    yield {RECOMPUTE: None}
+    yield {RECOMPUTE: "selective"}
     if offload:
-        yield {_RECOMPUTE: "selective", **offload}
-    yield {_RECOMPUTE: "full"}
+        yield {RECOMPUTE: "selective", **offload}
+    yield {RECOMPUTE: "full"}
     if offload:
-        yield {_RECOMPUTE: "full", **offload}
+        yield {RECOMPUTE: "full", **offload}
     if config.model.token_budgets is None:
         sizes: dict[str, Any] = {"model.micro_batch_size": 1}
         if isinstance(config, RunConfig) and config.critic is not None:
             sizes["critic.micro_batch_size"] = 1
-        yield {_RECOMPUTE: "full", **offload, **sizes}
+        yield {RECOMPUTE: "full", **offload, **sizes}
 
 
 def _layouts(config: BaseRunConfig, estimator: Estimator) -> Iterator[dict[str, Any]]:

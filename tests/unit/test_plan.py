@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.config.changes import overrides_of
+from aligner.config.lengths import longest_lengths
 from aligner.config.load import parse_config
-from aligner.config.plan import plan_request, trainer_keys, varied, with_length
+from aligner.config.plan import plan_request, trainer_keys, varied
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.errors import AlignerError, ConfigError
@@ -22,7 +24,6 @@ from aligner.plan.devices import (
     WIRE_REACHED,
     device_named,
 )
-from aligner.plan.search import overrides_of
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]
@@ -133,11 +134,11 @@ def test_changes_are_a_configuration_that_is_checked():
 
 
 def test_the_longest_sequences():
-    request = plan_request([*RECIPE, "plan.length=99"], CONF)
-    assert with_length(config_of(), request.plan) == (0, 99)
+    assert longest_lengths(config_of(), length=99) == (0, 99)
     packing = {"enabled": True, "train_mb_tokens": 777}
-    plain = plan_request(RECIPE, CONF).plan
-    assert with_length(config_of(sequence_packing=packing), plain) == (0, 777)
+    assert longest_lengths(config_of(sequence_packing=packing)) == (0, 777)
+    assert longest_lengths(config_of(sequence_packing=packing), read=50) == (0, 50)
+    assert longest_lengths(config_of(sequence_packing=packing), 64) == (0, 64)
 
 
 def test_what_is_counted_is_linear():
@@ -206,14 +207,14 @@ def test_a_hugging_face_shape_is_enough(tmp_path):
 
 
 def test_a_prompt_leaves_room_for_the_response():
-    request = plan_request(["plan.length=6", "model.restore_from_path=m"], CONF)
     values = {
         "model": {"restore_from_path": "m"},
         "reward": {"function": "a.b:c"},
         "data": {"train": {"source": "t"}, "max_prompt_length": None},
     }
     config = parse_config(values, RunConfig)
-    assert with_length(config, request.plan) == (512, 6)
-    assert with_length(config, request.plan, 256) == (250, 6)
+    assert longest_lengths(config, length=6) == (512, 6)
+    assert longest_lengths(config, 256, length=6) == (250, 6)
+    assert longest_lengths(config, 256, length=6, read=40) == (40, 6)
     with pytest.raises(ConfigError, match=r"plan\.length"):
-        with_length(config, request.plan, 6)
+        longest_lengths(config, 6, length=6)

@@ -1,0 +1,47 @@
+"""Single changes of a configuration that change what a run takes, and how they are written."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from aligner.config.run import BaseRunConfig, RunConfig, SamplingRunConfig
+
+RECOMPUTE = "model.activations_checkpoint_granularity"
+_GRANULARITIES = (None, "selective", "full")  # the more is recomputed, the less is kept
+
+
+def overrides_of(changes: Mapping[str, Any]) -> list[str]:
+    """``key=value`` as on the command line."""
+    words = {None: "null", True: "true", False: "false"}
+    return [
+        f"{key}={words[value] if value is None or isinstance(value, bool) else value}"
+        for key, value in changes.items()
+    ]
+
+
+def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
+    """One thing after the other; ``saving``: only what saves memory on a device."""
+    model = config.model
+    now = model.activations_checkpoint_granularity
+    for place, granularity in enumerate(_GRANULARITIES):
+        if granularity != now and not (saving and place < _GRANULARITIES.index(now)):
+            yield {RECOMPUTE: granularity}
+    budgets = model.token_budgets
+    name = "sequence_packing" if model.sequence_packing.enabled else "dynamic_batching"
+    for factor in (0.5,) if saving else (0.5, 2):
+        if budgets is not None:
+            yield {f"model.{name}.train_mb_tokens": int(budgets.train_mb_tokens * factor)}
+        elif model.micro_batch_size * factor >= 1:
+            changes = {"model.micro_batch_size": int(model.micro_batch_size * factor)}
+            if isinstance(config, RunConfig) and config.critic is not None:
+                size = max(1, int(config.critic.micro_batch_size * factor))
+                changes["critic.micro_batch_size"] = size
+            yield changes
+    if isinstance(config, SamplingRunConfig) and not model.rollout.offload_adam_states:
+        yield {f"{model.rollout_key}.offload_adam_states": True}
+    critic = config.critic if isinstance(config, RunConfig) else None
+    if critic is not None and not critic.offload_weights:
+        yield {"critic.offload_weights": True, "critic.offload_adam_states": True}
+    if isinstance(config, RunConfig) and config.model.reference.mode == "keep":
+        yield {"model.reference.mode": "swap"}
+    if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
+        yield {"model.sequence_parallel": True}
