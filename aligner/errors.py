@@ -61,6 +61,10 @@ class NonFiniteError(AlignerError, FloatingPointError):
     """A loss or a gradient is NaN or infinite and the configuration says to stop."""
 
 
+class DeviceMemoryError(AlignerError, MemoryError):
+    """A dry run took more memory than the device has; the message names the phase."""
+
+
 class WorkerError(AlignerError, RuntimeError):
     """A worker process failed or died."""
 

@@ -26,10 +26,13 @@ PRELOADED = [
 GRACE_S = 5.0  # for what the other ranks say, once one has failed
 
 
-def run_ranks(script: Path, processes: int, arguments: Sequence[object], timeout_s: float) -> None:
+def run_ranks(
+    script: Path, processes: int, arguments: Sequence[object], timeout_s: float
+) -> list[str]:
     """Run ``python script arguments ...`` as so many ranks, with torchrun's environment.
 
-    Fails with what the ranks printed when one fails or they take too long. None outlives the call.
+    Returns what each printed, and fails with that when one fails or they take too long. None
+    outlives the call.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}" for rank in range(processes)]
@@ -57,6 +60,7 @@ def run_ranks(script: Path, processes: int, arguments: Sequence[object], timeout
         f"--- rank {rank}, exit code {code}\n{text[-4000:]}"
         for rank, (code, text) in enumerate(zip(codes, texts, strict=True))
     )
+    return texts
 
 
 def start_script(

@@ -8,13 +8,14 @@ launch_run ─► load (data, before any model is built) ─► attempt ─► r
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
 from rich.console import Console
 
+from aligner.algorithms import dry_run
 from aligner.algorithms.engine import Clusters, Engine, open_engine, with_restarts
 from aligner.algorithms.run_directory import RunDirectory, RunIdentity
 from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
@@ -84,7 +85,7 @@ def launch_run(
     with ExitStack() as closing:
         engine = open_engine(config, log_dir(config), closing)
         console = Console(quiet=not is_rank_zero())
-        for note in prepare_log_dir(config, closing):
+        for note in [] if config.dry_run else prepare_log_dir(config, closing):
             console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
         inputs = load(engine, closing)
         started = time.monotonic()
@@ -98,7 +99,15 @@ def launch_run(
 
 
 def run_to_the_end(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> None:
-    """Go on from the newest run state, or begin; write the report and the trained model."""
+    """Go on from the newest run state, or begin; write the report and the trained model.
+
+    A dry run is measured instead.
+    """
+    if config.dry_run:
+        facts = run.facts(run.trained[1].device_facts(), None, list(run.notes))
+        attempt.console.print(startup_report(replace(facts, is_dry=True)))
+        dry_run.make_steps(config, run.learner, attempt.console)
+        return
     loop = build_loop(config, run, attempt)
     attempt.closing.callback(loop.metrics.close)
     attempt.closing.callback(loop.samples.close)

@@ -15,7 +15,9 @@ from aligner.algorithms.assembly import (
     total_steps,
 )
 from aligner.algorithms.build_reward import RewardSource, load_reward
+from aligner.algorithms.dry_run import may_be_dry
 from aligner.algorithms.engine import Clusters, Engine
+from aligner.algorithms.longest import longest_set
 from aligner.algorithms.ppo import PPOTrainer, needs_reference
 from aligner.algorithms.startup import (
     check_lengths,
@@ -35,6 +37,7 @@ from aligner.models.value.lm_value import Value
 from aligner.observe.startup import TrainedRole
 
 
+@may_be_dry
 def train_ppo(config: RunConfig) -> None:
     """Run PPO from start to end and say where everything is."""
     launch_run(
@@ -93,6 +96,9 @@ def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -
             check_lengths(config, architecture, prompts.max_length)
     check_validation_lengths(config, architecture, [val_prompts, *val_sets.values()])
     reward = load_reward(config, engine, tokenizer, train_prompts.column_names, closing)
+    if config.dry_run:
+        train_prompts = longest_set(config, train_prompts, tokenizer, architecture)
+        val_prompts, val_sets = None, {}
     return RunInputs(tokenizer, architecture, train_prompts, val_prompts, reward, val_sets)
 
 

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from aligner.algorithms.assembly import Attempt, describe_model, dropped_note, run_facts
+from aligner.algorithms.assembly import Attempt, dropped_note, run_facts
 from aligner.algorithms.build_supervised import Lesson, load_examples, run_lesson, start_policy
 from aligner.algorithms.distillation import Teaching
+from aligner.algorithms.dry_run import may_be_dry
+from aligner.algorithms.longest import longest_set
 from aligner.algorithms.losses.distillation import DistillationLoss
 from aligner.algorithms.rollout import prompts_batch
 from aligner.algorithms.startup import check_room
@@ -24,12 +26,12 @@ from aligner.errors import ConfigError
 from aligner.models.policy.lm_policy import Policy
 
 
+@may_be_dry
 def train_distill(config: DistillRunConfig) -> None:
     """Distil from start to end and say where everything is."""
     loop = config.trainer.distill
 
-    def lesson(tokenizer: Tokenizer) -> Lesson:
-        _, student = describe_model(config.model)
+    def lesson(tokenizer: Tokenizer, student: GPTArchitecture) -> Lesson:
         teacher = check_teacher(config, tokenizer)
         vocab_size = min(student.vocab_size, teacher.vocab_size)
         if loop.top_k > vocab_size:
@@ -42,6 +44,9 @@ def train_distill(config: DistillRunConfig) -> None:
         if config.data.validation is not None:
             sets.append(load_taught(config, config.data.validation, tokenizer))
         longest = max(each.max_length for each in sets)
+        if config.dry_run:
+            sets = [longest_set(config, train, tokenizer, student, teacher)]
+            longest = max(longest, sets[0].max_length)
         if loop.on_policy:
             response = config.model.distill.length_params.max_length
             key = "model.distill.length_params.max_length"

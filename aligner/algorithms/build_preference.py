@@ -5,10 +5,13 @@ from typing import Any
 
 from aligner.algorithms.assembly import Attempt, dropped_note, log_dir
 from aligner.algorithms.build_supervised import Lesson, run_lesson, start_policy
+from aligner.algorithms.dry_run import may_be_dry
+from aligner.algorithms.longest import longest_set
 from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
 from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 from aligner.algorithms.reference_logprobs import ReferenceLogprobs
 from aligner.algorithms.supervised import Task
+from aligner.architecture import GPTArchitecture
 from aligner.config import (
     LOSS_OPTIONS,
     DPORunConfig,
@@ -36,17 +39,21 @@ _LOSSES: dict[str, Callable[..., LossFunction]] = {
 }
 
 
+@may_be_dry
 def train_dpo(config: DPORunConfig) -> None:
     """Optimise for preferences from start to end and say where everything is."""
     loop = config.trainer.dpo
 
-    def lesson(tokenizer: Tokenizer) -> Lesson:
+    def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:
         load = load_pairs if loop.is_paired else load_labelled
         train = load(config.data, config.data.train, tokenizer)
         sets = {"training": train}
         if config.data.validation is not None:
             sets["validation"] = load(config.data, config.data.validation, tokenizer)
         longest = max(each.max_length for each in sets.values())
+        if config.dry_run:
+            sets = {"training": longest_set(config, train, tokenizer, architecture)}
+            longest = max(longest, sets["training"].max_length)
         check_longest_example(config, longest)
         task = preference_task(config, sets, tokenizer.pad_id)
 

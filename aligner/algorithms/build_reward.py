@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from aligner.algorithms.assembly import Attempt, run_facts
 from aligner.algorithms.engine import Engine
+from aligner.algorithms.longest import MadeUpRewards
 from aligner.algorithms.startup import role_memory
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.archive import named_by
@@ -59,8 +60,14 @@ class RewardSource:
     def start(self, attempt: Attempt, value: Value | None = None) -> RewardInterface:
         """The reward of the run; a reward model is started, and ends with ``attempt``.
 
-        ``value``: the run's critic, whose body it may share.
+        ``value``: the run's critic, whose body it may share. Of a dry run, which has no responses
+        worth a reward, functions and servers are not asked.
         """
+        if self.config.dry_run:
+            model = None
+            if self.scorer is None:
+                model = start_reward_model(self.config, self.tokenizer, attempt, value)
+            return MadeUpRewards(model, self.config.seed)
         scorer = self.scorer or start_reward_model(self.config, self.tokenizer, attempt, value)
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 

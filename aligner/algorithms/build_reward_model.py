@@ -7,8 +7,11 @@ import torch
 from aligner.algorithms.assembly import dropped_note, run_facts
 from aligner.algorithms.build_preference import load_pairs, single_format
 from aligner.algorithms.build_supervised import Lesson, run_lesson
+from aligner.algorithms.dry_run import may_be_dry
+from aligner.algorithms.longest import longest_set
 from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.algorithms.supervised import Examples, Task
+from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
 from aligner.config import PromptSourceConfig, RewardRunConfig
 from aligner.config.checks import check_longest_example
@@ -23,18 +26,22 @@ from aligner.models.role_front import RoleFront
 Dataset = PairDataset | RatedDataset
 
 
+@may_be_dry
 def train_reward_model(config: RewardRunConfig) -> None:
     """Train from start to end and say where everything is."""
     loop = config.trainer.reward_model
     data = config.data
 
-    def lesson(tokenizer: Tokenizer) -> Lesson:
+    def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:
         check_head(config)
         train = load_judged(config, data.train, tokenizer)
         validation = (
             None if data.validation is None else load_judged(config, data.validation, tokenizer)
         )
         longest = max(train.max_length, 0 if validation is None else validation.max_length)
+        if config.dry_run:
+            train, validation = longest_set(config, train, tokenizer, architecture), None
+            longest = max(longest, train.max_length)
         check_longest_example(config, longest)
         task = _task(config, train, validation, tokenizer.pad_id)
 

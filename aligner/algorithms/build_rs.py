@@ -11,6 +11,7 @@ from aligner.algorithms.assembly import (
     total_steps,
 )
 from aligner.algorithms.build import RunInputs, build_generation, generation_note, load_inputs
+from aligner.algorithms.dry_run import may_be_dry
 from aligner.algorithms.rs import RSTrainer
 from aligner.algorithms.startup import startup_facts, trained_policy
 from aligner.config import RSRunConfig
@@ -18,6 +19,7 @@ from aligner.data.sampler import PromptSampler
 from aligner.models.policy.lm_policy import Policy
 
 
+@may_be_dry
 def train_rs(config: RSRunConfig) -> None:
     """Run rejection sampling from start to end and say where everything is."""
     launch_run(

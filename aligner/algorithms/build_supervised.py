@@ -15,7 +15,9 @@ from aligner.algorithms.assembly import (
     run_to_the_end,
     total_steps,
 )
+from aligner.algorithms.dry_run import may_be_dry
 from aligner.algorithms.engine import Engine
+from aligner.algorithms.longest import longest_set
 from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
 from aligner.algorithms.startup import (
     dropout_in_words,
@@ -71,17 +73,21 @@ class _Inputs:
     lesson: Lesson
 
 
+@may_be_dry
 def train_sft(config: SFTRunConfig) -> None:
     """Fine-tune from start to end and say where everything is."""
     loop = config.trainer.sft
 
-    def lesson(tokenizer: Tokenizer) -> Lesson:
+    def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:
         data = config.data
         train = load_examples(data, data.train, tokenizer)
         validation = (
             None if data.validation is None else load_examples(data, data.validation, tokenizer)
         )
         longest = max(train.max_length, 0 if validation is None else validation.max_length)
+        if config.dry_run:
+            train, validation = longest_set(config, train, tokenizer, architecture), None
+            longest = max(longest, train.max_length)
         check_longest_example(config, longest)
         return Lesson(
             Task(
@@ -142,9 +148,12 @@ def run_lesson(
     loop: LoopConfig,
     limit_val_examples: int | None,
     shuffle: bool,
-    lesson_of: Callable[[Tokenizer], Lesson],
+    lesson_of: Callable[[Tokenizer, GPTArchitecture], Lesson],
 ) -> None:
-    """Run what ``lesson_of`` brings for the model's tokenizer; a step is one optimizer update."""
+    """Run what ``lesson_of`` brings for the model's tokenizer and architecture.
+
+    A step is one optimizer update.
+    """
 
     def load(engine: Engine, closing: ExitStack) -> _Inputs:
         del closing  # nothing is open
@@ -152,7 +161,7 @@ def run_lesson(
         world_size, _ = engine.worlds
         check_layout(architecture, config.model.parallel, world_size)
         check_model_shares(config, world_size)
-        lesson = lesson_of(tokenizer)
+        lesson = lesson_of(tokenizer, architecture)
         for frozen in lesson.frozen.values():
             check_layout(frozen, config.model.parallel, world_size)
         for reader in (architecture, *lesson.frozen.values()):

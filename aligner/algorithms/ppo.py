@@ -310,11 +310,12 @@ def sampler_is_exact(config: RunConfig) -> bool:
     """Whether the sampler's log-probs are the trainer's but for float32 rounding.
 
     So they are when the policy's own engine draws from the policy's own distribution: a repetition
-    penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep.
+    penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep. (That
+    of a dry run does not count: it has the phases of the run that it stands for.)
     """
     sampling = config.model.ppo.sampling_params
     restricted = sampling.top_k > 0 or sampling.top_p < 1.0
-    bans_eos = config.model.ppo.length_params.min_length > 1
+    bans_eos = config.model.ppo.length_params.min_length > 1 and not config.dry_run
     return (
         config.generation.backend == "megatron"
         and config.trainer.precision == "32"

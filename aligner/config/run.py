@@ -39,6 +39,9 @@ class BaseRunConfig:
     model: TrainedModelConfig
     trainer: ProcessConfig
     seed: Natural = 1234  # of sampling, shuffling and fresh weights
+    # Two steps on the longest batch that the run can meet, of random tokens: peak memory and time
+    # of every phase are told, and nothing is read from or written to the run's directory.
+    dry_run: bool = False
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)

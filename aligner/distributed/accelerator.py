@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from aligner.distributed.host_memory import available_bytes, keep_freed_memory, private_memory
+from aligner.distributed.host_memory import (
+    available_bytes,
+    keep_freed_memory,
+    peak_resident_bytes,
+    private_memory,
+    reset_peak_resident,
+    resident_bytes,
+    total_bytes,
+)
 
 _DETERMINISTIC = "ALIGNER_DETERMINISTIC"  # of the environment
 # Environment variable, 1 where other processes compute on this process's device, in turns.
@@ -136,6 +144,60 @@ class DeviceFacts:
 def device_facts() -> DeviceFacts:
     """Of this process's device, now."""
     return DeviceFacts(description(), has_gpu(), free_memory_bytes())
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of one process, in bytes: on its GPU by torch's count, else resident on its machine.
+
+    ``process`` and ``device`` name both among those of all machines.
+    """
+
+    process: str
+    device: str
+    has_gpu: bool
+    allocated: int  # by tensors, at most since `reset_peak_memory`; without a GPU, resident
+    reserved: int  # from the driver, at most since then; without a GPU, resident
+    held: int  # now
+    free: int  # of the device, now
+    total: int  # of the device
+
+
+def memory_use() -> MemoryUse:
+    """Of this process: its peaks since `reset_peak_memory`, and what there is now."""
+    host = os.uname().nodename
+    process = f"{host} {os.getpid()}"
+    if not has_gpu():
+        peak = peak_resident_bytes()
+        now, free = resident_bytes(), available_bytes()
+        return MemoryUse(process, host, False, peak, peak, now, free, total_bytes())
+    free, total = torch.cuda.mem_get_info()
+    return MemoryUse(
+        process,
+        f"{host} {sharing_key()}",
+        True,
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.max_memory_reserved(),
+        torch.cuda.memory_reserved(),
+        free,
+        total,
+    )
+
+
+def reset_peak_memory() -> None:
+    """Begin to look for peaks anew; on some machines without a GPU they remain those of before."""
+    if has_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak_resident()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or the words of one that was raised elsewhere, is a failed allocation."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in words for text in ("out of memory", "can't allocate memory", "memoryerror")
+    )
 
 
 def generator_state() -> Tensor | None:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import mmap
 import platform
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,16 +45,58 @@ def private_memory(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(1, size), flags=flags))
 
 
+def resident_bytes() -> int:
+    """Host memory that this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """The most that it held since `reset_peak_resident`, or where that failed, since it began."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
+    return peak
+
+
+def reset_peak_resident() -> bool:
+    """Begin anew with what is held now; False where the system does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def total_bytes() -> int:
+    """Host memory that this process could ever have: of the machine, and of its control group."""
+    limits = []
+    for group in _groups():
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((group / "memory.max").read_text()))  # "max": there is none
+    return min([psutil.virtual_memory().total, *limits])
+
+
 def available_bytes() -> int:
     """Host memory that this process can still take: of the machine, and of its control group."""
     return max(0, min([psutil.virtual_memory().available, *_left_in_groups()]))
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What the control groups (version 2) above this process still allow, a container's included.
+    """What the control groups above this process still allow.
 
     Pages of files that can be dropped do not count as taken.
     """
+    for group in _groups():
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limit = int((group / "memory.max").read_text())  # "max": there is none
+            taken = int((group / "memory.current").read_text())
+            statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+            yield limit - taken + int(statistics["inactive_file"])
+
+
+def _groups() -> Iterator[Path]:
+    """Folders of the control groups (version 2) above this process, a container's included."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         own = next(line[3:] for line in lines if line.startswith("0::"))
@@ -63,8 +106,4 @@ def _left_in_groups() -> Iterator[int]:
     for group in (folder, *folder.parents):
         if group == _CGROUPS.parent:
             return
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            limit = int((group / "memory.max").read_text())  # "max": there is none
-            taken = int((group / "memory.current").read_text())
-            statistics = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-            yield limit - taken + int(statistics["inactive_file"])
+        yield group

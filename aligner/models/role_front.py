@@ -17,7 +17,7 @@ import torch
 from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
 from aligner.algorithms.losses.interfaces import as_loss
 from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.distributed.accelerator import DeviceFacts
+from aligner.distributed.accelerator import DeviceFacts, MemoryUse
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.counter_hash import counter_hash
 from aligner.distributed.worker_groups import WorkerGroup
@@ -106,6 +106,14 @@ class RoleFront:
         """What the workers compute on: the first one's words, the least memory of all."""
         facts = run_on_all(self.worker_group, "device_facts")
         return replace(facts[0], free_bytes=min(each.free_bytes for each in facts))
+
+    def memory_use(self) -> list[MemoryUse]:
+        """Memory of every worker that is called from here, at most since `reset_peak_memory`."""
+        return run_on_all(self.worker_group, "memory_use")
+
+    def reset_peak_memory(self) -> None:
+        """Have the workers look for peaks anew."""
+        run_on_all(self.worker_group, "reset_peak_memory")
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Ready the workers to train; optimizer state returns to the device."""

@@ -317,6 +317,14 @@ class RoleWorker(Generic[Served]):
         """What this worker computes on."""
         return accelerator.device_facts()
 
+    def memory_use(self) -> accelerator.MemoryUse:
+        """Memory of this worker's process, at most since `reset_peak_memory`."""
+        return accelerator.memory_use()
+
+    def reset_peak_memory(self) -> None:
+        """Begin to look for peaks anew."""
+        accelerator.reset_peak_memory()
+
     def num_parameters(self) -> int:
         """Parameters of the whole role, over all its processes."""
         count = torch.tensor(float(self.model.num_parameters()), device=accelerator.device())

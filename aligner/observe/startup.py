@@ -67,6 +67,7 @@ class StartupFacts:
     repetition: str = ""  # what may differ when the run is repeated, in words
     restored: Restored | None = None
     notes: Sequence[str] = field(default_factory=tuple)  # e.g. prompts that were dropped
+    is_dry: bool = False  # nothing is saved
 
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:
@@ -154,7 +155,7 @@ def startup_report(facts: StartupFacts) -> Group:
     """The report for the console; ``console.print`` it."""
     return Group(
         Text(f"{facts.algorithm} on {_processes(facts)}: {facts.device.description}", "bold"),
-        Text(f"model from {facts.model}\nresults in {facts.log_dir}\n{_restored(facts.restored)}"),
+        Text(f"model from {facts.model}\n{_begins(facts)}"),
         *(Text(line) for line in (facts.dropout, facts.repetition) if line),
         *(Text(note, "yellow") for note in facts.notes),
         Text("\nBatches", "bold"),
@@ -162,7 +163,7 @@ def startup_report(facts: StartupFacts) -> Group:
         Text("\nModels, per process", "bold"),
         _role_table(facts.roles),
         _indented(_memory_line(facts)),
-        _indented(Text(facts.run_states)),
+        *(() if facts.is_dry else (_indented(Text(facts.run_states)),)),
         Text("\nOptional packages", "bold"),
         *(_indented(_package_line(status, facts.device.has_gpu)) for status in facts.packages),
         Text(),
@@ -177,11 +178,14 @@ def _indented(text: Text) -> Padding:
     return Padding(text, (0, 0, 0, 2))
 
 
-def _restored(restored: Restored | None) -> str:
+def _begins(facts: StartupFacts) -> str:
+    if facts.is_dry:
+        return "a dry run on the longest batch, of random tokens: no directory is read or written"
+    restored = facts.restored
     if restored is None:
-        return "a new run: no run state was found"
+        return f"results in {facts.log_dir}\na new run: no run state was found"
     return (
-        f"resumed after step {restored.step} from {restored.path}: "
+        f"results in {facts.log_dir}\nresumed after step {restored.step} from {restored.path}: "
         f"{', '.join(restored.items)} restored"
     )
 

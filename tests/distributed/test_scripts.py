@@ -4,6 +4,7 @@ PPO's layouts are compared number by number in `test_layouts`. Here the other al
 through the same machinery, and the launcher says how many processes there are.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,23 @@ def test_groups_drawn_again_need_not_divide_among_the_ranks(tmp_path, tiny_nemo)
     again = [line["train_rollouts/samples_drawn"] - 24 for line in one[1:]]
     assert any(count % 2 for count in again), again
     compare(one, two)
+
+
+def test_a_dry_run_of_two_processes_looks_at_both(tmp_path, tiny_nemo):
+    arguments = [
+        *("--config-name", "recipes/ppo_tiny_cpu", "dry_run=true"),
+        f"model.restore_from_path={tiny_nemo}",
+        f"exp_manager.explicit_log_dir={tmp_path / 'run'}",
+        "model.tensor_model_parallel_size=2",
+        "data.max_prompt_length=60",
+    ]
+    first, second = run_ranks(EXAMPLES / "train_gpt_ppo.py", 2, arguments, timeout_s=200)
+    assert list(tmp_path.iterdir()) == []
+    row = next(
+        line.split() for line in first.splitlines() if line.split()[:2] == ["policy", "train"]
+    )
+    resident, rank = float(row[2]), int(row[-2])
+    share = re.search(r"fullest in \w+, \w+: ([\d.]+) of", first)
+    assert rank in (0, 1)
+    assert float(share[1]) > 1.5 * resident  # both processes are on this machine
+    assert "fullest in" not in second

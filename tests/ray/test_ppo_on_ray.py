@@ -1,5 +1,7 @@
 """The small PPO run on Ray writes the local engine's numbers and weights, to the bit."""
 
+import re
+
 import pytest
 from runs import ON_RAY, finished, go_back_to, result, start, train
 
@@ -34,3 +36,16 @@ def test_a_run_goes_on_on_the_other_engine(way, local, on_ray, ray, tmp_path, ti
     folder = go_back_to(1, source[0], tmp_path / "run")
     ended = train(folder, tiny_nemo, "trainer.ppo.max_steps=2", f"cluster.engine={engine}")
     assert ended == local[1]
+
+
+def test_a_dry_run_counts_every_worker_and_leaves_nothing(on_ray, ray, tmp_path, tiny_nemo):
+    folder = tmp_path / "run"
+    done = start(folder, tiny_nemo, ON_RAY, "dry_run=true")
+    said, complained = done.communicate(timeout=300)
+    assert done.returncode == 0, complained
+    assert list(tmp_path.iterdir()) == []
+    row = next(
+        line.split() for line in said.splitlines() if line.split()[:2] == ["policy", "train"]
+    )
+    both = re.search(r"fullest in \w+, \w+: ([\d.]+) of", said)
+    assert float(both[1]) > 1.5 * float(row[2])  # the critic's process beside the policy's

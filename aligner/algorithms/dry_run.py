@@ -1,0 +1,329 @@
+"""A dry run: two steps of the real run on the longest batch, to see what they take.
+
+    configuration ─► the same set-up ─► longest batch, random tokens ─► step 1, step 2 ─► peaks
+
+The first step makes what later ones find (an optimizer's moments, CUDA graphs, workspaces); peaks
+are those of both, seconds those of the second. Nothing of the run's directory is read or written.
+"""
+
+import contextlib
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from aligner.algorithms.distillation import Teaching
+from aligner.algorithms.longest import MadeUpRewards
+from aligner.algorithms.ppo import PPOTrainer, needs_reference
+from aligner.algorithms.rs import RSTrainer
+from aligner.algorithms.run_loop import Learner
+from aligner.algorithms.supervised import SupervisedTrainer
+from aligner.config import (
+    BaseRunConfig,
+    DistillRunConfig,
+    DPORunConfig,
+    RewardRunConfig,
+    RunConfig,
+    SamplingRunConfig,
+)
+from aligner.config.changes import overrides_of, single_changes
+from aligner.config.lengths import draws_responses
+from aligner.distributed import accelerator
+from aligner.distributed.accelerator import MemoryUse
+from aligner.distributed.agreement import gather_objects, this_rank
+from aligner.errors import DeviceMemoryError, WorkerError
+from aligner.models.role_front import RoleFront
+from aligner.observe.nonfinite import training_step
+from aligner.observe.timers import PhaseTimers
+
+Config = TypeVar("Config", bound=BaseRunConfig)
+STEPS = 2
+_GIB = 1 << 30
+_OF_A_CARD = (
+    "GiB of the card: what tensors took, what torch took for them, and beside it contexts, NCCL "
+    "and other programs"
+)
+_OF_A_PROCESS = (
+    "GiB resident in the fullest process, libraries included; what one phase frees is kept for "
+    "the next. The share is that of all processes of the machine"
+)
+
+
+# Before the run --------------------------------------------------------------------------------
+
+
+def may_be_dry(train: Callable[[Config], None]) -> Callable[[Config], None]:
+    """``train``, which with ``dry_run=true`` is told to write elsewhere, and nothing for long.
+
+    Logs of workers on Ray stay where one of them failed.
+
+    Raises:
+        DeviceMemoryError: the run took more memory than there is; where, and what saves some.
+    """
+
+    @functools.wraps(train)
+    def run(config: Config) -> None:
+        if not config.dry_run:
+            train(config)
+            return
+        folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
+        try:
+            with explained(config, lambda: "setting up"):
+                train(dry_config(config, folder))
+        except (WorkerError, DeviceMemoryError):
+            if not (folder / "workers").exists():
+                shutil.rmtree(folder)
+            raise  # else the message names a log in the folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return run
+
+
+def dry_config(config: Config, folder: Path) -> Config:
+    """``config`` as a dry run has it: `STEPS` steps that train every role, responses that do not
+    end before ``max_length``, no loggers, and ``folder`` for what is written on the way.
+    """
+    exp = replace(
+        config.exp_manager,
+        explicit_log_dir=str(folder),
+        create_tensorboard_logger=False,
+        create_wandb_logger=False,
+    )
+    loop_name = config.section.partition(".")[2]
+    loop = replace(getattr(config.trainer, loop_name), max_epochs=STEPS, max_steps=STEPS)
+    if isinstance(config, RunConfig):  # else nobody would learn from responses that do not end
+        improper_end = replace(loop.improper_end, mode="keep")
+        loop = replace(loop, critic_warmup_steps=0, improper_end=improper_end)
+    model = config.model
+    if draws_responses(config):
+        name = model.rollout_key.partition(".")[2]
+        section = getattr(model, name)
+        lengths = section.length_params
+        whole = replace(lengths, min_length=lengths.max_length)
+        model = replace(model, **{name: replace(section, length_params=whole)})
+    return replace(
+        config,
+        model=model,
+        exp_manager=exp,
+        cluster=replace(config.cluster, max_restarts=0),
+        trainer=replace(config.trainer, **{loop_name: loop}),
+    )
+
+
+@contextlib.contextmanager
+def explained(config: BaseRunConfig, doing: Callable[[], str]) -> Iterator[None]:
+    """A failed allocation in the block is raised as an error that says what to change."""
+    try:
+        yield
+    except DeviceMemoryError:
+        raise
+    except Exception as error:
+        if not accelerator.is_out_of_memory(error):
+            raise
+        savers = [" ".join(overrides_of(each)) for each in single_changes(config, saving=True)]
+        changes = "; ".join(savers) or "a smaller batch or model"
+        lines = str(error).strip().splitlines()
+        words = lines[0] if lines else type(error).__name__
+        raise DeviceMemoryError(
+            f"out of memory in {doing()}, on rank {this_rank()} ({accelerator.description()}): "
+            f"{words}\nEach of these saves memory: {changes}. So do more devices, LoRA "
+            "(model.peft.peft_scheme=lora) and shorter sequences; `aligner plan` says how much"
+        ) from error
+
+
+# The run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """The fullest device of a phase: a GPU, or without GPUs a machine; bytes."""
+
+    has_gpu: bool
+    allocated: int  # by the tensors of all processes there
+    reserved: int  # by all processes there
+    beside: int  # on a GPU, by what torch does not count: contexts, NCCL, other programs
+    total: int
+    rank: int  # of the process that took most
+    largest: int  # what it reserved
+
+    @property
+    def taken(self) -> int:
+        """Everything there."""
+        return self.reserved + self.beside
+
+    @property
+    def share(self) -> float:
+        """Of the device."""
+        return self.taken / self.total
+
+
+def fullest(uses: Sequence[tuple[int, MemoryUse]]) -> Place:
+    """The device on which the processes, each with its rank, took the largest share of memory."""
+    devices: dict[str, dict[str, tuple[int, MemoryUse]]] = {}
+    for rank, use in uses:  # roles that share a process see the same
+        devices.setdefault(use.device, {})[use.process] = (rank, use)
+    return max((_place(list(there.values())) for there in devices.values()), key=lambda p: p.share)
+
+
+def _place(there: Sequence[tuple[int, MemoryUse]]) -> Place:
+    uses = [use for _, use in there]
+    rank, most = max(there, key=lambda each: each[1].reserved)
+    total = most.total
+    beside = total - min(use.free for use in uses) - sum(use.held for use in uses)
+    return Place(
+        most.has_gpu,
+        sum(use.allocated for use in uses),
+        sum(use.reserved for use in uses),
+        max(0, beside) if most.has_gpu else 0,
+        total,
+        rank,
+        most.reserved,
+    )
+
+
+class MeasuredPhases(PhaseTimers):
+    """Timers that also look at the memory of every phase, on all ranks."""
+
+    def __init__(self, fronts: Sequence[RoleFront]) -> None:
+        super().__init__(synchronize=accelerator.synchronize)
+        self._fronts = fronts
+        self.current = "between phases"
+        self.peaks: dict[str, Place] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measure the block, unless it raises."""
+        for front in self._fronts:
+            front.reset_peak_memory()
+        self.current = phase
+        with super().__call__(phase):
+            yield
+        self.current = f"what follows {phase}"
+        mine = [
+            (this_rank() if len(workers) == 1 else place, use)
+            for workers in [front.memory_use() for front in self._fronts]
+            for place, use in enumerate(workers)
+        ]
+        found = fullest([use for rank in gather_objects(mine) for use in rank])
+        before = self.peaks.get(phase)
+        self.peaks[phase] = found if before is None or found.taken > before.taken else before
+
+
+def make_steps(config: BaseRunConfig, learner: Learner, console: Console) -> None:
+    """Make `STEPS` steps and say what each phase took.
+
+    Raises:
+        DeviceMemoryError: a phase took more than there is.
+    """
+    phases = MeasuredPhases(fronts_of(learner))
+    names = roles_of_phases(config, learner)
+
+    def doing() -> str:
+        role, name = names.get(phases.current, ("run", phases.current))
+        return f"{role}, {name}"
+
+    seconds: Mapping[str, float] = {}
+    idle: tuple[str, ...] = ()
+    with explained(config, doing):
+        for step in range(1, STEPS + 1):
+            console.print(f"dry run: step {step} of {STEPS}", highlight=False)
+            phases.flush()
+            with training_step(step):
+                idle += learner.step(step, phases).idle_roles
+            seconds = phases.flush()
+    console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
+
+
+def fronts_of(learner: Learner) -> list[RoleFront]:
+    """The models of a run; of those that share a process any one would do."""
+    found: list[object] = [*learner.roles.values()]
+    if isinstance(learner, PPOTrainer | RSTrainer):
+        if isinstance(learner.reward, MadeUpRewards) and learner.reward.model is not None:
+            found.append(learner.reward.model.model)
+    elif isinstance(learner, SupervisedTrainer) and isinstance(learner.task.complete, Teaching):
+        found.append(learner.task.complete.teacher)
+    return [front for front in found if isinstance(front, RoleFront)]
+
+
+def roles_of_phases(config: BaseRunConfig, learner: Learner) -> dict[str, tuple[str, str]]:
+    """Role and phase, as `plan` calls them, of every phase in which a model runs; in their order.
+
+    ``learner``: what the configuration was made into.
+    """
+    if not isinstance(config, SamplingRunConfig):
+        trained = "reward model" if isinstance(config, RewardRunConfig) else "policy"
+        found = {}
+        if isinstance(config, DistillRunConfig):
+            found["complete"] = ("teacher", "teacher")
+        elif isinstance(config, DPORunConfig) and not config.trainer.dpo.is_paired:
+            found["complete"] = (trained, "logprobs")
+        return {**found, "train": (trained, "train")}
+    found = {"generate": ("policy", "generate")}
+    if config.reward.model is not None:
+        found["reward"] = ("reward model", "rewards")
+    if isinstance(config, RunConfig) and isinstance(learner, PPOTrainer):
+        if config.critic is not None:
+            found["values"] = ("critic", "values")
+            found["train_critic"] = ("critic", "train")
+        if learner.rows_scored_by_training() < config.model.ppo.num_rollout_samples:
+            found["logprobs"] = ("policy", "logprobs")
+        if needs_reference(config):
+            found["reference_logprobs"] = ("policy", "reference_logprobs")
+    found["train_policy"] = ("policy", "train")
+    order = ("generate", "reward", "values", "logprobs", "reference_logprobs")
+    return {
+        phase: found[phase] for phase in (*order, "train_critic", "train_policy") if phase in found
+    }
+
+
+# What is said of it ----------------------------------------------------------------------------
+
+
+def report(
+    names: Mapping[str, tuple[str, str]],
+    peaks: Mapping[str, Place],
+    seconds: Mapping[str, float],
+    idle: Sequence[str],
+    device: str,
+) -> Group:
+    """A row for every phase, and what they come to."""
+    shown = {phase: peaks[phase] for phase in names if phase in peaks}
+    has_gpu = any(place.has_gpu for place in shown.values())
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=True)
+    memory = ("allocated", "reserved", "beside", "of card")
+    for name in ("role", "phase", *(memory if has_gpu else ("resident", "of memory")), "rank", "s"):
+        table.add_column(name, justify="left" if name in ("role", "phase") else "right")
+    for phase, place in shown.items():
+        sizes = [place.allocated, place.reserved, place.beside] if has_gpu else [place.largest]
+        table.add_row(
+            *names[phase],
+            *(f"{size / _GIB:.2f}" for size in sizes),
+            f"{place.share:.0%}",
+            str(place.rank),
+            f"{seconds.get(f'timers/{phase}', 0.0):.2f}",
+        )
+    phase = max(shown, key=lambda each: shown[each].taken)
+    place, (role, name) = shown[phase], names[phase]
+    what = _OF_A_CARD if has_gpu else _OF_A_PROCESS
+    lines = [
+        f"peaks on the fullest device in {what}",
+        f"fullest in {role}, {name}: {place.taken / _GIB:.2f} of {place.total / _GIB:.2f} GiB of "
+        f"{device if has_gpu else 'the machine'}",
+        f"a step on this batch takes {seconds.get('timers/total', 0.0):.2f} s; nothing was saved",
+    ]
+    skipped = [
+        f"updates of the {role} were skipped, for they were not finite: peaks lack its optimizer"
+        for role in dict.fromkeys(idle)
+    ]
+    return Group(table, *map(Text, lines), *(Text(line, "bold red") for line in skipped))
