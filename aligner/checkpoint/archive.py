@@ -1,27 +1,28 @@
 """The `.nemo` container: a tar read in place and written in one atomic pass.
 
-Nothing is ever unpacked: members are read through the tar, so a hostile member name has nowhere to
-go and a failure leaves nothing behind. A gzip archive is inflated into an anonymous temporary file,
-which vanishes with the process. An already unpacked directory reads the same way.
+Nothing is ever unpacked: members are read, or mapped into memory, where they are in the tar, so a
+hostile member name has nowhere to go. A gzip archive is inflated into one temporary file that all
+processes of the machine share (`aligner.checkpoint.inflated`). An already unpacked directory reads
+the same way.
 """
 
 import contextlib
-import gzip
+import mmap
 import os
-import shutil
 import tarfile
-import tempfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Self
 
-from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from aligner.checkpoint.inflated import open_inflated
+from aligner.errors import CheckpointError, CheckpointNotFoundError
 
 _KEY = "model.restore_from_path"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
+# Pages that nobody writes need no memory of their own; older Pythons lack Linux's name for that.
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @contextlib.contextmanager
@@ -47,6 +48,7 @@ class ArchiveReader:
         self.path = Path(path)
         self._tar: tarfile.TarFile | None = None
         self._members: dict[str, tarfile.TarInfo] = {}
+        self._mapped: memoryview | None = None
         if not self.path.exists():
             raise CheckpointNotFoundError(
                 f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
@@ -68,23 +70,8 @@ class ArchiveReader:
         if stream.read(2) != _GZIP_MAGIC:
             stream.seek(0)
             return stream
-        inflated = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        try:
-            with stream, gzip.open(self.path) as packed:
-                shutil.copyfileobj(packed, inflated, 1 << 20)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            inflated.close()
-            raise CheckpointError(
-                f"{str(self.path)!r} is a truncated or damaged gzip archive ({error}); copy it anew"
-            ) from error
-        except OSError as error:
-            inflated.close()
-            raise StorageError(
-                f"no room to inflate {str(self.path)!r} under {tempfile.gettempdir()!r}: {error}; "
-                "free space or set TMPDIR"
-            ) from error
-        inflated.seek(0)
-        return inflated
+        stream.close()
+        return open_inflated(self.path)
 
     def _open_tar(self) -> tarfile.TarFile:
         try:
@@ -152,8 +139,22 @@ class ArchiveReader:
             )
         return data
 
+    def map(self, name: str) -> memoryview:
+        """Bytes of member ``name``, read when they are touched, from memory that processes share.
+
+        Valid while the view is held, after `close` too. What is written stays this process's.
+        """
+        if self._tar is None:
+            with self.open(name) as stream:
+                return memoryview(_mapping(stream))
+        info = self._members[name]
+        if self._mapped is None:
+            self._mapped = memoryview(_mapping(self._stream))
+        return self._mapped[info.offset_data : info.offset_data + info.size]
+
     def close(self) -> None:
         """Release the file."""
+        self._mapped = None
         if self._tar is not None:
             self._tar.close()
             self._stream.close()
@@ -168,6 +169,16 @@ class ArchiveReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _mapping(stream: IO[bytes]) -> mmap.mmap:
+    """All of a file, which is not empty."""
+    return mmap.mmap(
+        stream.fileno(),
+        0,
+        flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+    )
 
 
 def _directory_names(root: Path) -> Iterator[str]:

@@ -10,6 +10,7 @@ query heads, its key, its value, ``kv_channels`` rows each), gated fc1 is ``[gat
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,15 @@ _TRANSFORMER_ENGINE = (
 # Buffers and engine state that carry nothing a model needs.
 _IGNORED = re.compile(r"_extra_state|rotary_pos_emb|(^|\.)inv_freq$|core_attention")
 _PREFIX = re.compile(r"^(model\.)?(module\.)*(?=\D)")
+
+
+@runtime_checkable
+class SharedWeights(Protocol):
+    """Canonical weights of which a part can be read by itself."""
+
+    def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
+        """What `split` makes of a tensor, its shape checked."""
+        ...
 
 
 def canonical_name(key: str) -> str | None:

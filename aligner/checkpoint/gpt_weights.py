@@ -15,6 +15,7 @@ from aligner.checkpoint.canonical import (
     LORA_B,
     OUTPUT_LAYER,
     REWARD_HEAD,
+    SharedWeights,
     Weights,
     canonical_name,
     check_names,
@@ -109,12 +110,16 @@ def load_weights(
         source = EMBEDDING if name == OUTPUT_LAYER and architecture.tie_embeddings else name
         if source not in weights:
             raise CheckpointError(f"the model has {name}, which the checkpoint lacks")
-        tensor = weights[source]
-        check_shape(source, tensor.shape, shapes[source])
         # Experts may be whole where other layers are split; a share of a padded vocabulary may have
         # the whole one's shape.
-        if tensor.shape != parameter.shape or source in (EMBEDDING, OUTPUT_LAYER):
-            tensor = split(source, tensor, architecture, tp_rank, tp_size)
+        is_whole = shapes[source] == parameter.shape and source not in (EMBEDDING, OUTPUT_LAYER)
+        place = (0, 1) if is_whole else (tp_rank, tp_size)
+        if isinstance(weights, SharedWeights):
+            tensor = weights.share(source, *place)
+        else:
+            tensor = weights[source]
+            check_shape(source, tensor.shape, shapes[source])
+            tensor = split(source, tensor, architecture, *place)
         check_shape(f"{name} on tensor rank {tp_rank}", tensor.shape, tuple(parameter.shape))
         parameter.copy_(tensor)
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,9 +19,12 @@ from aligner.checkpoint.canonical import (
     check_shape,
     expected_shapes,
     merge,
+    split,
     unpad_vocabulary,
 )
-from aligner.checkpoint.torch_dist import TorchDistSource, load_tensor_file
+from aligner.checkpoint.mapped_tensors import load_mapped
+from aligner.checkpoint.resplit import resplit
+from aligner.checkpoint.torch_dist import TorchDistSource
 from aligner.checkpoint.zarr_v2 import ZarrSource
 from aligner.errors import CheckpointError
 
@@ -35,6 +39,28 @@ _STACKED_EXPERTS = ".experts.experts."
 _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 
+Reader = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class JoinedParts:
+    """Reads a tensor that tensor parallelism split: ``parts`` in the order of their ranks."""
+
+    name: str
+    parts: list[Tensor]
+    architecture: GPTArchitecture
+
+    def __call__(self) -> Tensor:
+        """The whole tensor."""
+        return merge(self.name, self.parts, self.architecture)
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Its shape, for which nothing is read."""
+        parts = [torch.empty_like(part, device="meta") for part in self.parts]
+        return merge(self.name, parts, self.architecture).shape
+
+
 class LazyWeights(Mapping[str, Tensor]):
     """Canonical weights that are read when asked for; names and shapes are checked.
 
@@ -43,7 +69,7 @@ class LazyWeights(Mapping[str, Tensor]):
 
     def __init__(
         self,
-        readers: Mapping[str, Callable[[], Tensor]],
+        readers: Mapping[str, Reader],
         architecture: GPTArchitecture,
         source: str,
     ) -> None:
@@ -59,6 +85,14 @@ class LazyWeights(Mapping[str, Tensor]):
         if name not in REWARD_HEAD:
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
+
+    def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
+        """This rank's part of a tensor (`split`), of which no more is read where it is mapped."""
+        reader = self._readers[name]
+        if not isinstance(reader, JoinedParts):
+            return split(name, self[name], self._architecture, tp_rank, tp_size)
+        check_shape(name, reader.whole_shape, self._shapes[name])
+        return resplit(name, reader.parts, self._architecture, tp_rank=tp_rank, tp_size=tp_size)
 
     def __contains__(self, name: object) -> bool:
         return name in self._readers  # without reading it
@@ -115,16 +149,14 @@ def _distributed_source(archive: ArchiveReader) -> TensorSource:
     return sources[backend](archive, WEIGHTS_FOLDER)
 
 
-def _stacked_readers(
-    source: TensorSource, architecture: GPTArchitecture
-) -> dict[str, Callable[[], Tensor]]:
+def _stacked_readers(source: TensorSource, architecture: GPTArchitecture) -> dict[str, Reader]:
     """Undo the stacking: one reader for each layer (and expert) of each stacked tensor.
 
     Of more layers than the model has only the first surplus one is named, which is refused.
     """
     most_layers = architecture.num_layers + 1
     most_experts = (architecture.num_moe_experts or 0) + 1
-    readers: dict[str, Callable[[], Tensor]] = {}
+    readers: dict[str, Reader] = {}
 
     def add(name: str, key: str, index: tuple[int, ...]) -> None:
         readers[name] = lambda: source.read(key, index)
@@ -155,8 +187,7 @@ RankState = dict[str, Tensor]
 
 def _load_rank(archive: ArchiveReader, name: str) -> RankState:
     """Canonical names (layer numbers local to the stage) and tensors of one rank file."""
-    with archive.open(name) as stream:
-        state = load_tensor_file(stream, f"{name} of {str(archive.path)!r}")
+    state = load_mapped(archive, name)
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{name} holds a {type(state).__name__}, not a state dict")
     result: RankState = {}
@@ -199,13 +230,9 @@ def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:
 
 def _rank_readers(
     stages: list[list[RankState]], architecture: GPTArchitecture
-) -> dict[str, Callable[[], Tensor]]:
+) -> dict[str, Reader]:
     """One reader for each tensor, merging its tensor-parallel parts; layers renumbered globally."""
-    readers: dict[str, Callable[[], Tensor]] = {}
-
-    def add(name: str, parts: list[Tensor]) -> None:
-        readers[name] = lambda: merge(name, parts, architecture)
-
+    readers: dict[str, Reader] = {}
     first_layer = 0
     for stage, ranks in enumerate(stages):
         layers = 0
@@ -215,6 +242,7 @@ def _rank_readers(
             match = _LAYER.match(name)
             layers = max(layers, int(match[1]) + 1 if match else 0)
             unique = f"decoder.layers.{int(match[1]) + first_layer}.{match[2]}" if match else name
-            add(unique, [rank[name] for rank in ranks])
+            parts = [rank[name] for rank in ranks]
+            readers[unique] = JoinedParts(unique, parts, architecture)
         first_layer += layers
     return readers

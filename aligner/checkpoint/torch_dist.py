@@ -99,11 +99,11 @@ def read_metadata(data: bytes) -> dcp.Metadata:
     return metadata
 
 
-def load_tensor_file(stream: IO[bytes], name: str) -> Any:
+def load_tensor_file(stream: IO[bytes], name: str, device: str = "cpu") -> Any:
     """`torch.load` without running code; ``io.BytesIO`` is admitted for ``_extra_state``."""
     try:
         with torch.serialization.safe_globals([io.BytesIO]):
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            return torch.load(stream, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{name} is damaged or holds more than tensors; refused ({_first_line(error)})"

@@ -18,9 +18,8 @@ does; on a GPU gradients are added in varying order unless ``trainer.determinist
 What is frozen beside adapters is no part of it: the model's file has it.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -40,12 +39,11 @@ from aligner.checkpoint.canonical import (
     check_names,
     check_shape,
     expected_shapes,
-    merge,
     misfits,
-    split,
     split_axis,
 )
 from aligner.checkpoint.gpt_weights import canonical_parameters
+from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.config import LoraConfig
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
@@ -256,7 +254,9 @@ class _SavedRole:
             return self._saved(name, kind, part.index, place)
         axis, before = split_axis(name), list(piece["shape"])
         assert axis is not None, "what is not split is one part of one"
-        origin = self._origin(name, axis, before, count, part)
+        origin = origin_of_rows(
+            name, before, count, self._architecture, tp_rank=part.index, tp_size=part.count
+        )
         found = [origin.numel() if dim == axis else size for dim, size in enumerate(before)]
         check_shape(f"{name} of the run state", found, shape)
         columns = math.prod(shape[1:])
@@ -265,7 +265,7 @@ class _SavedRole:
         wide = math.prod(before[1:])
         along_rows = axis == 0
         wanted = origin[rows.start : rows.stop] if along_rows else origin
-        for first, index, start, length in _runs(wanted, before[axis]):
+        for first, index, start, length in runs_of_rows(wanted, before[axis]):
             if along_rows:
                 source = range(start * wide, (start + length) * wide)
                 target = result[first : first + length]
@@ -276,19 +276,6 @@ class _SavedRole:
             target.copy_(block if along_rows else block[:, start : start + length])
         skipped = place.start - rows.start * columns
         return result.view(-1)[skipped : skipped + len(place)]
-
-    def _origin(
-        self, name: str, axis: int, before: Sequence[int], count: int, part: TensorPart
-    ) -> Tensor:
-        """Where each row (or column) of a part was, int64: old part * its size + place; -1: new.
-
-        The rules of `merge` and `split` are asked, with the numbers of rows instead of rows.
-        """
-        size = before[axis]
-        one = [size if dim == axis else 1 for dim in range(len(before))]
-        numbers = [torch.arange(1, size + 1).add(old * size).view(one) for old in range(count)]
-        whole = merge(name, numbers, self._architecture)
-        return split(name, whole, self._architecture, part.index, part.count).reshape(-1) - 1
 
     def _pieces(self, name: str) -> list[Mapping[str, Any]]:
         while name not in self._slices:
@@ -327,16 +314,6 @@ class _SavedRole:
         if filled != place.stop:
             raise _incomplete(f"{kind} of {name} from element {filled} on")
         return result
-
-
-def _runs(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of rows that were together: (first now, part, first in the part, how many)."""
-    part = torch.div(origin, size, rounding_mode="floor")
-    together = (origin.diff() == 1) & (part.diff() == 0)
-    edges = [0, *((~together).nonzero().view(-1) + 1).tolist(), len(origin)]
-    for first, end in itertools.pairwise(edges):
-        if first < end and (number := int(origin[first])) >= 0:
-            yield first, number // size, number % size, end - first
 
 
 def _incomplete(what: str) -> CheckpointError:
