@@ -177,10 +177,10 @@ def test_memory_taken_beforehand_is_what_the_first_copy_goes_into(tmp_path):
     before = resident().rss
     role.prepare_saving()
     assert role.writer._task.wait(60)
-    taken = resident().rss
-    assert 0.95 * share < taken - before < 1.2 * share
+    assert 0.95 * share < resident().rss - before < 1.2 * share
     memory = role.writer._memory._memory
     role.train(1)
+    taken = resident().rss
     store = RunStateStore(tmp_path)
     save(store, role, 1)
     assert resident().rss - taken < 0.1 * share
@@ -206,9 +206,7 @@ def test_without_memory_for_a_copy_the_step_waits_and_it_is_said(tmp_path, monke
     for step in (1, 2):
         role.train(step)
         save(store, role, step)
-        assert (tmp_path / f".tmp-step_00000{step}/role/rank_00000.done").exists() or (
-            step_in(store.path(step)) == step
-        )
+        assert role.writer._task is None  # the share is on the disk
         role.train(9)
     store.finish()
     assert step_in(store.latest()) == 2
