@@ -124,7 +124,7 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
         storage = tensor.untyped_storage()
         if storage._cdata not in copies:
             copies[storage._cdata] = target = memory.take(storage.nbytes())
-            _copy_bytes(storage_bytes(storage), target)
+            _copy_bytes(storage_bytes(storage, tensor.device), target)
         return torch.empty(0, dtype=tensor.dtype).set_(
             copies[storage._cdata].untyped_storage(),
             tensor.storage_offset(),

@@ -10,15 +10,16 @@ from typing import Any
 
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.record import Record
+from aligner.dry.streams import Order
 from aligner.errors import DryDeviceError
 
 
 class Graph:
     """In the place of `torch.cuda.CUDAGraph`."""
 
-    def __init__(self, records: list[Record], known: KnownValues) -> None:
-        """``records``: of the device's blocks. ``known``: its values."""
-        self._records, self._known = records, known
+    def __init__(self, records: list[Record], known: KnownValues, order: Order) -> None:
+        """``records``: of the device's blocks. ``known``: its values. ``order``: of its streams."""
+        self._records, self._known, self._order = records, known, order
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._counts: list[Callable[[Record], None]] = []
 
@@ -43,6 +44,7 @@ class Graph:
         """All captured operations, as one launch."""
         for call in self._calls:
             self._known.follow(*call)
+            self._order.saw(*call)
         for record in self._records:
             before = record.launches
             for count in self._counts:
@@ -50,12 +52,12 @@ class Graph:
             record.graphed += record.launches - before - 1
 
 
-def graph_class(records: list[Record], known: KnownValues) -> type[Graph]:
+def graph_class(records: list[Record], known: KnownValues, order: Order) -> type[Graph]:
     """The class of graphs of a device; a class, for libraries name it in annotations."""
 
     class CUDAGraph(Graph):
         def __init__(self) -> None:
-            super().__init__(records, known)
+            super().__init__(records, known, order)
 
     return CUDAGraph
 

@@ -34,9 +34,13 @@ class KnownValues:
             return None
         return value
 
-    def set(self, tensor: Tensor, value: Tensor | None) -> None:
+    def set(self, tensor: Any, value: Tensor | None) -> None:
         """Say what a fake tensor holds."""
         tensor._known = value
+        if value is not None and isinstance(tensor, FakeTensor):
+            storage, twin = tensor.untyped_storage(), value.untyped_storage()
+            if storage.nbytes() == twin.nbytes():
+                storage._dry_twin = twin  # for tensors that are made of the storage
 
     def forget(self, tensor: Tensor) -> None:
         """What the tensor holds, and its views hold there, became unknown."""
@@ -48,6 +52,9 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Do on the host what was done on the device, where all of its inputs are known."""
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
+        if func.overloadpacket is _aten.set_:
+            self._follow_storage(args[1], out)
+            return
         if func.overloadpacket in _OVERWRITING and self.of(args[0]) is None:
             inputs = inputs[1:]  # what it was does not matter
         values = {id(each): self.of(each) for each in inputs}
@@ -58,7 +65,7 @@ class KnownValues:
             and all(each.numel() <= _LIMIT for each in outputs)
         )
         if not computable:
-            for tensor in _written(func, args, kwargs):
+            for tensor in written_by(func, args, kwargs):
                 self.forget(tensor)
             return
         with _disable_current_modes():
@@ -71,13 +78,24 @@ class KnownValues:
         for tensor, value in zip(outputs, tensors_in(host), strict=True):
             self.set(tensor, value)
 
+    def _follow_storage(self, storage: Any, out: Tensor) -> None:
+        """What a tensor holds that was made of a storage."""
+        twin = vars(storage).get("_dry_twin")
+        if twin is None:
+            self.set(out, None)
+            return
+        with _disable_current_modes():
+            empty = torch.empty(0, dtype=out.dtype)
+            value = empty.set_(twin, out.storage_offset(), out.shape, out.stride())
+        self.set(out, value)
+
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """The tensors among nested arguments or results."""
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Arguments that the operation writes to."""
     if not func._schema.is_mutable:
         return []

@@ -92,8 +92,6 @@ class Operations(TorchDispatchMode):
         if self.observer.runs:
             self.known.follow(func, args, kwargs, out)
         self.observer.saw(func, args, kwargs, out)
-        if func is _aten._to_copy.default and not out.is_cuda and not kwargs.get("non_blocking"):
-            self.observer.saw_host_read(args[0])
         return out
 
     # What the host reads ----------------------------------------------------------------------
@@ -117,8 +115,11 @@ class Operations(TorchDispatchMode):
             return value.tolist()
 
     def array(self, tensor: Tensor) -> Any:
-        """`Tensor.numpy`, of a tensor on the host."""
-        value = self.known.of(tensor)
+        """`Tensor.numpy`, of a tensor on the host; unknown bytes, which are only copied, are 0."""
+        value = self.known.of(tensor)  # no read: the array shares the tensor's memory
+        if value is None and tensor.dtype is torch.uint8:
+            with _disable_current_modes():
+                value = torch.zeros(tensor.shape, dtype=torch.uint8)
         if value is None:
             raise DryDeviceError(
                 f"numpy() of a {list(tensor.shape)} {tensor.dtype} tensor, whose values the dry "

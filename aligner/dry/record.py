@@ -159,7 +159,7 @@ class Record:
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count one operation on the device."""
-        if not _is_kernel(func):
+        if not is_kernel(func):
             return
         operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
@@ -314,7 +314,9 @@ def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
     return sum(map(_bytes, operands)) + sum(map(_bytes, results))
 
 
-def _is_kernel(func: Any) -> bool:
+@cache
+def is_kernel(func: Any) -> bool:
+    """Whether an operation is a kernel, no view or allocation."""
     if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS:
         return False
     returns = func._schema.returns
@@ -331,4 +333,5 @@ _ALLOCATIONS = {
     _aten.detach,
     _aten.lift_fresh,
     _aten._unsafe_view,
+    _aten.set_,
 }

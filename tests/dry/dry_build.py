@@ -41,28 +41,33 @@ def batch():
     return {name: column.to("cuda") for name, column in columns.items()}
 
 
+def updated(architecture, **settings):
+    """An actor in bfloat16 after its first update, and the batch of it."""
+    role = MegatronGPTActorModel(
+        {"vocab_size": architecture.vocab_size},
+        settings=RoleSettings(
+            precision="bf16",
+            optim=OptimConfig(lr=1e-5),
+            micro_batch_size=ROWS,
+            global_batch_size=ROWS,
+            **settings,
+        ),
+        architecture=architecture,
+        tokenizer=byte_level_tokenizer(),
+        initialize=False,
+    )
+    data = batch()
+    role.loss_fn = PPOPolicyLoss()
+    role.prepare_for_training()
+    role.training_update(data)
+    return role, data
+
+
 def actor(biased, fusions):
     """Launches of an update and of scoring, and bytes at the update's peak."""
-    settings = RoleSettings(
-        precision="bf16",
-        layers=LayerOptions(fusions=fusions),
-        optim=OptimConfig(lr=1e-5),
-        micro_batch_size=ROWS,
-        global_batch_size=ROWS,
-    )
     architecture = BIASED if biased else TINY_ARCHITECTURE
     with DryDevice() as device:
-        role = MegatronGPTActorModel(
-            {"vocab_size": architecture.vocab_size},
-            settings=settings,
-            architecture=architecture,
-            tokenizer=byte_level_tokenizer(),
-            initialize=False,
-        )
-        data = batch()
-        role.loss_fn = PPOPolicyLoss()
-        role.prepare_for_training()
-        role.training_update(data)
+        role, data = updated(architecture, layers=LayerOptions(fusions=fusions))
         with device.record() as update:
             role.training_update(data)
         role.prepare_for_inference()
@@ -73,26 +78,12 @@ def actor(biased, fusions):
 
 def residence(offload):
     """Bytes that training keeps, those while others work, and those after it goes on."""
-    settings = RoleSettings(
-        precision="bf16",
-        optim=OptimConfig(lr=1e-5),
-        micro_batch_size=ROWS,
-        global_batch_size=ROWS,
-        offload_gradients=offload,
-        length_params=LengthParams(max_length=4),
-    )
     with DryDevice() as device:
-        role = MegatronGPTActorModel(
-            {"vocab_size": TINY_ARCHITECTURE.vocab_size},
-            settings=settings,
-            architecture=TINY_ARCHITECTURE,
-            tokenizer=byte_level_tokenizer(),
-            initialize=False,
+        role, data = updated(
+            TINY_ARCHITECTURE,
+            offload_gradients=offload,
+            length_params=LengthParams(max_length=4),
         )
-        data = batch()
-        role.loss_fn = PPOPolicyLoss()
-        role.prepare_for_training()
-        role.training_update(data)
         role.finish_training()
         found = {
             "parameters": sum(each.numel() for each in role.gpt.parameters()),

@@ -1,11 +1,13 @@
 """Cases of `test_dry_handover`.
 
-What needs a driver is replaced here: exporting memory to another process, and vLLM. The rest is the
-library's own code on fake GPU tensors.
+vLLM is replaced here by an engine that copies weights, in a process, a thread and on a stream of
+its own, as vLLM does. The rest is the library's own code on fake GPU tensors.
 """
 
 import contextlib
+import gc
 import os
+import sys
 from unittest import mock
 
 import torch
@@ -14,85 +16,107 @@ from aligner.config import LengthParams, SamplingParams, VllmConfig
 from aligner.distributed import accelerator
 from aligner.distributed.refit_ends import RefitEnd
 from aligner.dry.device import DryDevice
+from aligner.dry.streams import Process
+from aligner.errors import DryDeviceError
 from aligner.models.generation import vllm_worker
+from aligner.models.policy.refit import Refit, group_by_bytes
 from aligner.models.policy.workers.refit_worker import RefitWorker
 from aligner.models.role_worker import RoleWorker
 
-HERE = "GPU here"
+NAMES, SIZE = ["a", "b", "c"], 1024
 
 
 class Weights(RefitWorker):
-    """A worker with two weights."""
+    """A worker with three weights, which are made whole for whoever asks."""
 
     def hf_weight_names(self):
-        return ["a", "b"]
+        return NAMES
 
     def hf_weights(self, names):
-        return ((name, torch.ones(1024, device="cuda")) for name in names)
+        return ((name, torch.ones(SIZE, device="cuda")) for name in names)
 
 
 class Engine:
-    """In vLLM's place: writes down what is asked of it."""
+    """In vLLM's place."""
 
-    log: list = []  # noqa: RUF012 - one log, as there is one device
+    def __init__(self, device, process, loads):
+        self._device, self._process, self._loads = device, process, loads
+        self._kept, self._stream = {}, None
 
-    def __init__(self, *_, **__):
-        pass
+    @contextlib.contextmanager
+    def _at_work(self):
+        with self._device.here(self._process):
+            self._stream = self._stream or torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                yield
 
     def begin_refit(self):
-        self.log.append("begin")
+        with self._at_work():
+            for name in NAMES:
+                self._kept[name] = torch.zeros(SIZE, device="cuda")
 
     def load_weights(self, weights):
-        assert all(tensor.is_cuda for _, tensor in weights)
-        self.log.append("load")
+        with self._at_work():
+            for name, tensor in weights:
+                self._kept[name].copy_(tensor)
+                self._loads.append(name)
 
     def finish_refit(self):
-        self.log.append("finish")
+        with self._at_work():
+            for name in NAMES:
+                self._kept[name].mul_(2)
 
 
-class Trained:
-    """A role that has nothing to do when training ends, as the real ones."""
+class Called:
+    """An object of another process, whose methods are called from this one."""
 
-    def finish_training(self):
-        pass
+    def __init__(self, device, process, there):
+        self._order, self._process, self._there = device.order, process, there
+
+    def __getattr__(self, name):
+        method = getattr(self._there, name)
+
+        def call(*arguments, **options):
+            with self._order.in_process(self._process):
+                return method(*arguments, **options)
+
+        return call
 
 
-@contextlib.contextmanager
-def one_gpu():
-    """The dry device, with a log of what the host waits for and gives back."""
+class Source:
+    """The controller's view of a policy's only worker."""
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    def prepare_weights_for_ipc(self, budget_gb):
+        sizes, _ = self._worker.prepare_weights_for_ipc()
+        return group_by_bytes(sizes, int(budget_gb * 1024**3))
+
+    def __getattr__(self, name):
+        return getattr(self._worker, name)
+
+
+class Target:
+    """The controller's view of an only engine."""
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    def sharing_keys(self):
+        return [self._worker.sharing_key()]
+
+    def __getattr__(self, name):
+        return getattr(self._worker, name)
+
+
+def engine_worker(device, process, loads):
+    """The real worker around an `Engine`."""
     with (
-        DryDevice() as device,
-        mock.patch.multiple(
-            accelerator,
-            sharing_key=lambda: HERE,
-            nccl_version=lambda: (2, 29, 3),
-            export_tensor=lambda tensor: tensor,
-            import_tensor=lambda tensor: tensor,
-        ),
-        mock.patch.multiple(
-            torch.cuda,
-            synchronize=lambda *_: Engine.log.append("synchronize"),
-            empty_cache=lambda: Engine.log.append("release"),
-        ),
-        mock.patch.object(vllm_worker, "VllmEngine", Engine),
+        mock.patch.object(vllm_worker, "VllmEngine", return_value=Engine(device, process, loads)),
+        device.order.in_process(process),
     ):
-        yield device
-
-
-def exports(readers):
-    """What a policy worker offers to ``readers``, and the bytes that it holds for them."""
-    with one_gpu() as device:
-        policy = Weights()
-        policy.prepare_refit_info()
-        before = device.memory.alive_bytes
-        handles = policy.get_weights_ipc_handles(["a", "b"], readers)
-        return [list(handles), device.memory.alive_bytes - before]
-
-
-def order():
-    """What happens on the device in a refit, one after the other."""
-    with one_gpu():
-        engine = vllm_worker.VllmWorker(
+        return vllm_worker.VllmWorker(
             architecture=None,
             tokenizer_files={},
             eos_ids=[0],
@@ -105,14 +129,119 @@ def order():
             settings=VllmConfig(),
             weights_from=[RefitEnd.here("policy rank 0")],
         )
-        engine.begin_refit()
-        engine.load_weights_from_ipc(Weights().get_weights_ipc_handles(["a"], [HERE]))
-        engine.finish_refit()
-        return Engine.log
+
+
+def exports(readers):
+    """What a policy worker offers to ``readers``, and the bytes that it holds for them."""
+    with DryDevice() as device:
+        policy = Weights()
+        policy.prepare_refit_info()
+        before = device.memory.alive_bytes
+        handles = policy.get_weights_ipc_handles(["a", "b"], readers)
+        return [list(handles), device.memory.alive_bytes - before]
+
+
+def unopened():
+    """Bytes that stay when an offer is withdrawn that nobody has opened."""
+    with DryDevice() as device:
+        policy = Weights()
+        policy.prepare_refit_info()
+        before = device.memory.alive_bytes
+        policy.get_weights_ipc_handles(["a"])
+        policy.offload_after_refit()
+        gc.collect()
+        return device.memory.alive_bytes - before
+
+
+def refit(without=None):
+    """Two refits in groups of two weights; ``without``: a wait that is left out, by its place.
+
+    Returns what the dry device says of it, what was loaded, the bytes that stay on the device, and
+    how often the host waits.
+    """
+    loads, left = [], None
+    with DryDevice() as device:
+        engine, policy = Process("the engine"), Process("the policy")
+        worker = engine_worker(device, engine, loads)
+        push = Refit(
+            Source(Called(device, policy, Weights())),
+            Target(Called(device, engine, worker)),
+            separate=False,
+            buffer_bytes=2 * 4 * SIZE,
+            world_size=1,
+            timeout_s=1.0,
+        )
+        try:
+            with leaving_out(without):
+                push()
+                kept = device.memory.alive_bytes
+                with device.record() as record:
+                    push()
+                torch.ones(1, device="cuda")
+                left = device.memory.alive_bytes - kept
+        except DryDeviceError as error:
+            return {"error": str(error)}
+    return {"loads": loads, "left": left, "waits": dict(record.host_waits)}
+
+
+class Broadcast:
+    """Receives on the stream of whoever asks."""
+
+    def send(self, tensor):
+        tensor.fill_(1.0)
+
+
+def received(without=None):
+    """What the dry device says of a group of weights that come by broadcast."""
+    with DryDevice() as device:
+        engine = Process("the engine")
+        worker = engine_worker(device, engine, [])
+        worker._broadcast = Broadcast()
+        there = Called(device, engine, worker)
+        try:
+            with leaving_out(without):
+                there.begin_refit()
+                there.receive_weights([(name, ((SIZE,), torch.float32)) for name in NAMES])
+                there.finish_refit()
+                torch.ones(1, device="cuda")
+        except DryDeviceError as error:
+            return str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def leaving_out(place):
+    """Without the calls of `accelerator.synchronize` whose number in a function is ``place[1]``."""
+    if place is None:
+        yield
+        return
+    function, number, each = *place, [0]
+    real = accelerator.synchronize
+
+    def synchronize():
+        if sys._getframe(1).f_code.co_name == function:
+            each[0] += 1
+            if (each[0] - 1) % 2 == number or function != "_in_order":
+                return
+        real()
+
+    with mock.patch.object(accelerator, "synchronize", synchronize):
+        yield
+
+
+class Trained:
+    """A role that has nothing to do when training ends, as the real ones."""
+
+    def finish_training(self):
+        pass
 
 
 def after_training(shared):
-    """What a worker gives back when it leaves training; ``shared``: others use its device."""
-    with one_gpu(), mock.patch.dict(os.environ, {accelerator.SHARED_DEVICE: str(int(shared))}):
+    """How often a worker gives memory back after training; ``shared``: others use its device."""
+    with (
+        DryDevice(),
+        mock.patch.dict(os.environ, {accelerator.SHARED_DEVICE: str(int(shared))}),
+        mock.patch.object(torch.cuda, "empty_cache") as release,
+    ):
         RoleWorker(Trained(), None).finish_training()
-        return Engine.log
+    return release.call_count

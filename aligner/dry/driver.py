@@ -1,0 +1,152 @@
+"""The driver of the GPU that is not there: what `torch.cuda` and the kernels of a GPU are asked."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
+from megatron.core.tensor_parallel import random as megatron_random
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing import reductions
+
+from aligner.dry.graphs import Capturing, graph_class
+from aligner.dry.known import KnownValues
+from aligner.dry.record import Record
+from aligner.dry.replacements import Replacement, answers
+from aligner.dry.sharing import Exports
+from aligner.dry.streams import Order, stream_classes
+from aligner.models.gpt import fusions
+
+_aten = torch.ops.aten
+
+
+class Gpu(Protocol):
+    """What the driver must know of the device."""
+
+    memory_bytes: int
+    order: Order
+    records: list[Record]
+    capturing: Capturing
+
+    @property
+    def known(self) -> KnownValues:
+        """Values of tensors."""
+        ...
+
+    def saw_host_wait(self) -> None:
+        """The host waits for all that was launched."""
+        ...
+
+    def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that `torch.compile` would make one kernel of."""
+        ...
+
+
+def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
+    """What is replaced on a GPU."""
+    cuda = torch.cuda
+    state = torch.zeros(16, dtype=torch.uint8)
+    properties = SimpleNamespace(uuid="dry", total_memory=gpu.memory_bytes)
+    for name, answer in {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "empty_cache": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "set_rng_state": None,
+        "_lazy_init": None,
+        "get_device_name": "dry GPU",
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
+    }.items():
+        yield cuda, name, answers(answer)
+    for holder in (cuda, cuda.random):
+        yield holder, "get_rng_state", lambda device=None: state.clone()
+    yield cuda.nccl, "version", answers((2, 29, 3))
+    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order)
+    yield cuda, "graph", gpu.capturing.into
+    yield cuda, "graph_pool_handle", answers(None)
+    for name in ("range_push", "range_pop"):
+        yield cuda.nvtx, name, answers(None)
+    yield from _stream_calls(gpu)
+    exports = Exports(gpu.order)
+    yield reductions, "reduce_tensor", exports.reduce
+    yield megatron_random, "_set_cuda_rng_state", answers(None)
+    yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
+    yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)
+    yield fusions, "missing_for_kernels", answers(None)
+    for module in (fusions, fused_bias_dropout, fused_bias_swiglu):
+        for name, function in list(vars(module).items()):
+            if hasattr(function, "_torchdynamo_orig_callable"):
+                whole = function._torchdynamo_orig_callable
+                yield module, name, gpu.one_kernel(whole)
+
+
+def _stream_calls(gpu: Gpu) -> Iterator[Replacement]:
+    """Streams, events, and what orders the host and them."""
+    cuda, order = torch.cuda, gpu.order
+    stream_class, event_class = stream_classes(order, gpu.saw_host_wait)
+
+    def synchronize(device: Any = None) -> None:
+        gpu.saw_host_wait()
+        order.host_waits()
+
+    def lock(location: int, size: int, flags: int) -> int:
+        del flags
+        order.lock(range(location, location + size))
+        return 0  # success
+
+    yield cuda, "synchronize", synchronize
+    yield cuda, "Stream", stream_class
+    yield cuda, "Event", event_class
+    yield cuda, "current_stream", lambda device=None: stream_class(lane=order.stream)
+    yield cuda, "default_stream", lambda device=None: stream_class(lane=order.process.default)
+    yield cuda, "stream", lambda each: order.on_stream(None if each is None else each.lane)
+    yield cuda, "cudart", answers(SimpleNamespace(cudaHostRegister=lock))
+    yield Tensor, "record_stream", lambda own, stream: order.record_stream(own, stream.lane)
+
+
+def _attention(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda query, *args, **kwargs: (_attend if query.is_cuda else real)(
+        query, *args, **kwargs
+    )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernel that a GPU takes; a CPU build of PyTorch would choose the one without a kernel."""
+    groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
+    flash = attn_mask is None and query.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and not flash:  # the other kernels know no grouped queries
+        return _aten._scaled_dot_product_attention_math(
+            *(query, key, value, attn_mask, dropout_p, is_causal), scale=scale, enable_gqa=True
+        )[0]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if flash:
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # becomes a bias
+            attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]

@@ -1,0 +1,85 @@
+"""Run states on the dry device: from its memory to files beside training, and back.
+
+1. Bytes that cross to the host are the closed form: a float32 weight and two moments for each
+   element that a process updates. They come back as bytes of the same number.
+2. Nothing of it stays on the device, and tensors are there again as they were.
+3. What is written has come to the host before, though training has gone on by then.
+4. The host waits for the device as often as is recorded here.
+"""
+
+import pytest
+
+CASES = {
+    "actor": {"role": "actor", "precision": "bf16"},
+    "actor, DP": {"role": "actor", "world": 2, "precision": "bf16"},
+    "actor, TP, PP": {"role": "actor", "world": 4, "tp": 2, "pp": 2, "precision": "bf16"},
+    "actor, offload": {"role": "actor", "precision": "bf16", "offload": True},
+    "critic, TP": {"role": "critic", "world": 2, "tp": 2},
+    "dtensor actor, DP": {"role": "actor", "backend": "dtensor", "world": 2},
+    "dtensor critic, TP": {"role": "critic", "backend": "dtensor", "world": 2, "tp": 2},
+}
+ELEMENT = 4  # bytes of a weight, and of each of its two moments
+SAVING_WAITS = {"megatron": 2, "dtensor": 1}  # for parked gradients, and for the copies
+LOADING_WAITS = 5  # of each parameter, at most: its tensors come one by one, and count of steps
+
+
+@pytest.fixture(scope="module")
+def kept(dry, tmp_path_factory):
+    """What every process found, by case."""
+    found = {}
+
+    def run(case, in_background=True):
+        key = (case, in_background)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("state")
+            arguments = {"in_background": in_background, **CASES[case]}
+            found[key] = dry("dry_state:round_trip", folder=str(folder), **arguments)
+        return found[key]
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_share_is_what_a_process_updates(kept, case):
+    # FSDP2 shares parameters out too, megatron-core's optimizer what it updates alone.
+    shares, copies = kept(case), 2 if case == "actor, DP" else 1
+    assert copies * sum(share["owned"] for share in shares) == sum(
+        share["parameters"] for share in shares
+    )
+    tensors = 1 if "offload" in case else 3  # moments wait on the host
+    for share in shares:
+        assert share["failure"] is None
+        assert share["saved_bytes"] == tensors * ELEMENT * share["owned"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_are_on_the_device_again(kept, case):
+    # Where no other process updates the weights, those are copied beside what is updated.
+    whole = not case.endswith("DP") and "dtensor" not in case
+    for share in kept(case):
+        assert share["places"] == ["cuda:0 torch.float32 True"]
+        assert share["loaded_bytes"] == (4 if whole else 3) * ELEMENT * share["owned"]
+        assert share["alive_bytes"] == pytest.approx(2 * ELEMENT * share["owned"], rel=0.05)
+        assert share["steps"] == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_stays_on_the_device(kept, case):
+    for share in kept(case):
+        assert share["left_bytes"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_no_more_than_recorded(kept, case):
+    budget = SAVING_WAITS["dtensor" if "dtensor" in case else "megatron"]
+    for share in kept(case):
+        assert sum(share["saving_waits"].values()) <= budget, share["saving_waits"]
+        assert share["loading_waits"] <= LOADING_WAITS * share["tensors"] + 1
+
+
+def test_a_whole_state_is_written_beside_an_update(dry, tmp_path):
+    found = dry("dry_state:stored", folder=str(tmp_path))
+    assert found["left_bytes"] == 0
+    assert found["progress"] == {"step": 1}
+    assert found["mean"] == [2.0, 2.0, 2.0]
+    assert found["steps"] == 1
