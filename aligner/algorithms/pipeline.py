@@ -149,6 +149,11 @@ def plan(pipeline: PipelineConfig, conf_dir: Path, scripts: Path) -> list[Stage]
         settings = {**models, "exp_manager.explicit_log_dir": folder}
         overrides = [*run.overrides, *(f"{key}={value}" for key, value in settings.items())]
         config = compose_run(conf_dir, run, overrides)
+        if config.dry_run:
+            raise ConfigError(
+                f"recipe {run.recipe}: dry_run=true leaves nothing for later stages; leave it out, "
+                f"and give it to {run.script} alone"
+            )
         if config.exp_manager.save_nemo != trains:
             raise ConfigError(
                 f"recipe {run.recipe}: exp_manager.save_nemo={config.exp_manager.save_nemo}; "

@@ -20,8 +20,10 @@ from aligner.config import (
     SFTRunConfig,
     load_config,
 )
+from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse, is_out_of_memory
 from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
+from aligner.distributed.host_memory import private_memory, reset_peak_resident
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
@@ -301,6 +303,21 @@ def test_other_errors_stay_what_they_are(tmp_path, tiny_nemo, monkeypatch):
     with pytest.raises(RuntimeError, match="shapes"):
         train(config, "sft_tiny_cpu")
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_the_peak_of_a_process_is_that_since_it_was_asked_last():
+    if not reset_peak_resident():
+        pytest.skip("this system keeps the peak of a process's whole life")
+    before = accelerator.memory_use()
+    block = torch.frombuffer(private_memory(100 << 20), dtype=torch.uint8)
+    block.fill_(1)
+    del block  # it goes back to the system itself
+    after = accelerator.memory_use()
+    assert after.reserved > before.reserved + (90 << 20)
+    assert after.held < after.reserved
+    accelerator.reset_peak_memory()
+    assert accelerator.memory_use().reserved < before.reserved + (50 << 20)
+    assert 0 < after.free < after.total
 
 
 def gpu(process, device, allocated, reserved, held, free):

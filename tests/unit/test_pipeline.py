@@ -218,6 +218,7 @@ def test_a_directory_with_a_run_of_its_own_is_not_taken_over(place):
         ("script: train_gpt_reward", "script: train_gpt_rewards", "did you mean train_gpt_reward"),
         ("recipe: reward_tiny_cpu", "recipe: no_such", "recipe no_such"),
         ("data.validation.arguments.size=10", "sed=1", "recipe reward_tiny_cpu with sed=1"),
+        ("data.validation.arguments.size=10", "dry_run=true", "leaves nothing for later stages"),
         ("size=10", "size=[", "expected ',' or ']'"),
         ("start: start.nemo", "begin: start.nemo", "begin: unknown key"),
         (", exp_manager.save_nemo=false", "", "an evaluation leaves no model"),
