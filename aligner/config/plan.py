@@ -48,6 +48,7 @@ class PlanConfig:
     # allows, or 2048 where it allows any.
     length: Count | None = None
     advise: bool = True  # also measure what would save memory, or time
+    processes: Count | None = None  # that measure at a time; null: one a CPU core, at most 8
 
 
 @dataclass(frozen=True)

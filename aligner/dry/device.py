@@ -20,6 +20,7 @@ from aligner.distributed import accelerator
 from aligner.dry.driver import gpu_replacements
 from aligner.dry.files import file_calls
 from aligner.dry.graphs import Capturing
+from aligner.dry.kernels import RememberedKernel
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.operations import Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
@@ -121,8 +122,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             return
         if self.order.saw(func, args, kwargs, out):
             self.saw_host_wait()
-        for record in self.records:
-            if on_device or any(map(self.memory.holds, tensors_in((args, kwargs)))):
+        if self.records and (on_device or any(map(self.memory.holds, tensors_in((args, kwargs))))):
+            for record in self.records:
                 record.saw(func, args, kwargs, out)
 
     def _saw_memory(self, tensors: Sequence[Tensor]) -> None:
@@ -134,13 +135,14 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     def one_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that `torch.compile` would make one kernel of."""
+        remembered = RememberedKernel(function, self._operations.known)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             if self._inside_kernel:
                 return function(*args, **kwargs)
             self._inside_kernel = True
             try:
-                out = function(*args, **kwargs)
+                out = remembered(*args, **kwargs)
             finally:
                 self._inside_kernel = False
             operands, results = tensors_in((args, kwargs)), tensors_in(out)

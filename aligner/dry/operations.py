@@ -60,6 +60,11 @@ class Operations(TorchDispatchMode):
         self.observer = observer
         self.known = KnownValues()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled on the dry device, so dynamo need not be kept out of every operation.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

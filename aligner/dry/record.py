@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import megatron.core
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import aligner
+from aligner.dry.known import tensors_in
 
 _aten = torch.ops.aten
 # In-place forms that torch's table of formulas leaves out, by the one that costs the same.
@@ -46,6 +46,9 @@ _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
     "aligner/models/gpt/kv_cache.py": ("__init__", Kind.KV_CACHE),
     "aligner/models/gpt/optimizer.py": (None, Kind.OPTIMIZER),
     "aligner/models/gpt/dtensor_optimizer.py": (None, Kind.OPTIMIZER),
+    # FSDP2: what is gathered for a pass, and gradients before and after they are scattered.
+    "_fully_shard/_fsdp_param.py": ("init_all_gather_outputs", Kind.WEIGHTS),
+    "_fully_shard/_fsdp_collectives.py": ("foreach_reduce", Kind.GRADIENTS),
     "aligner/models/gpt/sampling.py": (None, Kind.LOGITS),
     "aligner/models/gpt/token_logprobs.py": (None, Kind.LOGITS),
     "aligner/models/gpt/candidates.py": (None, Kind.LOGITS),
@@ -161,8 +164,7 @@ class Record:
         """Count one operation on the device."""
         if not is_kernel(func):
             return
-        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        operands, results = tensors_in((args, kwargs)), tensors_in(out)
         packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
         formula = _FORMULAS.get(packet) or flop_registry.get(packet)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
@@ -314,6 +316,7 @@ def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
     return sum(map(_bytes, operands)) + sum(map(_bytes, results))
 
 
+@cache
 @cache
 def is_kernel(func: Any) -> bool:
     """Whether an operation is a kernel, no view or allocation."""

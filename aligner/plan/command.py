@@ -1,5 +1,6 @@
 """The command: a configuration and a device in, a table or a line of JSON out."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from aligner.config.plan import PlanConfig
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from aligner.plan.devices import device_named
 from aligner.plan.estimate import Estimate, Estimator
+from aligner.plan.measurements import Measurements
 from aligner.plan.search import Advice, advice, fastest, fewest
 from aligner.plan.table import show
 
@@ -28,7 +30,13 @@ def run_plan(config: BaseRunConfig, plan: PlanConfig) -> None:
         CheckpointError: the model's description cannot be read.
     """
     device = device_named(plan.device)
-    estimator = Estimator(plan, device, architectures_of(config, plan))
+    measurements = Measurements(plan.processes)
+    with contextlib.closing(measurements):
+        estimator = Estimator(plan, device, architectures_of(config, plan), measurements)
+        _answer(config, plan, estimator)
+
+
+def _answer(config: BaseRunConfig, plan: PlanConfig, estimator: Estimator) -> None:
     console = Console(width=220, highlight=False, soft_wrap=True)
     say = (lambda text: None) if plan.json else console.print
     if plan.devices == "auto":

@@ -1,24 +1,23 @@
 """A run on its devices: what stands on the fullest card in every phase, how long a step takes."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from aligner.algorithms.startup import count_parameters
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import BaseRunConfig
-from aligner.config.plan import PlanConfig
+from aligner.config.plan import PlanConfig, with_length
 from aligner.distributed.parallel import describe_layout
 from aligner.dry.record import Kind
 from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner.plan.devices import DeviceRates
-from aligner.plan.measure import MeasuredRole, measure
-from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train
+from aligner.plan.measure import MeasuredRole
+from aligner.plan.measurements import Measurements
+from aligner.plan.roles import Phase, PlannedRole, PlannedRun
 from aligner.plan.runs import planned_run
+from aligner.plan.work import Least, bubble_of, least_of, work_of
 
 
 @dataclass(frozen=True)
@@ -182,24 +181,35 @@ class Estimator:
         plan: PlanConfig,
         device: DeviceRates,
         architectures: Mapping[str, GPTArchitecture],
+        measurements: Measurements | None = None,
     ) -> None:
+        """``measurements``: who measures, and what was; default a measurer in this process."""
         self.plan, self.device = plan, device
         self._architectures = dict(architectures)
-        self._measured: dict[str, MeasuredRole] = {}
+        self.measurements = measurements or Measurements()
 
     @property
     def usable_bytes(self) -> float:
         """Of a card's memory, what is not left to what nobody counts here."""
         return self.device.memory_bytes * (1 - self.plan.margin)
 
-    def parameters(self, config: BaseRunConfig) -> int:
+    def architecture(self, config: BaseRunConfig) -> GPTArchitecture:
         """Of the trained model."""
-        return count_parameters(self._architectures[config.model.restore_from_path])
+        return self._architectures[config.model.restore_from_path]
+
+    def longest(self, config: BaseRunConfig) -> int:
+        """Tokens of the longest sequence; errors as of `with_length`."""
+        positions = self.architecture(config).max_position_embeddings
+        return sum(with_length(config, self.plan, positions))
+
+    def least(self, config: BaseRunConfig) -> Least:
+        """What it takes at least, by arithmetic; errors as of `planned_run`."""
+        return least_of(planned_run(config, self.plan, self._architectures), self.device)
 
     def estimate(self, config: BaseRunConfig) -> Estimate:
         """What a configuration takes; errors as of `planned_run`."""
         run = planned_run(config, self.plan, self._architectures)
-        ranks = {name: self._ranks(role) for name, role in run.roles.items()}
+        ranks = self._ranks(run.roles)
         roles = {
             name: EstimatedRole(
                 role,
@@ -211,16 +221,17 @@ class Estimator:
         }
         return Estimate(config, self.device, self.plan.margin, cards_of(run), roles, run.step)
 
-    def _ranks(self, role: PlannedRole) -> dict[int, MeasuredRole]:
-        """The role on its first and its last pipeline stage; those between hold less."""
-        stages = sorted({0, role.parallel.pipeline - 1})
-        found = {}
-        for stage in stages:
-            key = repr((stage, role.architecture, role.model, role.world, role.phases))
-            if key not in self._measured:
-                self._measured[key] = self._with_reserve(role, measure(role, stage))
-            found[stage] = self._measured[key]
-        return found
+    def _ranks(self, roles: Mapping[str, PlannedRole]) -> dict[str, dict[int, MeasuredRole]]:
+        """Roles on their first and last pipeline stages; those between hold less."""
+        places = [
+            (role, stage)
+            for role in roles.values()
+            for stage in sorted({0, role.parallel.pipeline - 1})
+        ]
+        ranks: dict[str, dict[int, MeasuredRole]] = {name: {} for name in roles}
+        for (role, stage), found in zip(places, self.measurements.of(places), strict=True):
+            ranks[role.name][stage] = self._with_reserve(role, found)
+        return ranks
 
     def _with_reserve(self, role: PlannedRole, found: MeasuredRole) -> MeasuredRole:
         """An engine takes its share while it draws, and keeps it unless it sleeps."""
@@ -261,13 +272,13 @@ class Estimator:
             for other in run.roles.values()
             if other.name != role.name and other.cards == role.cards
         )
-        tokens, flops = _work(role, phase)
+        tokens, flops = work_of(role, phase)
         return PlannedPhase(
             fullest.peaks[fullest.peak_at],
             fullest.peak_at,
             beside,
             slowest.amounts,
-            time.total * _bubble(role, phase),
+            time.total * bubble_of(role, phase),
             time,
             tokens,
             flops,
@@ -300,57 +311,6 @@ def _resting(
         if phase in each.phases
     )
     return max(rests, default=max(total(each.static) for each in ranks.values()))
-
-
-def _work(role: PlannedRole, phase: Phase) -> tuple[float, float]:
-    """Tokens of all ranks, and the model's arithmetic on them."""
-    dp = role.parallel.data_size(role.world)
-    weights = _matrix_parameters(role.architecture)
-    match phase:
-        case Train(rows=rows):
-            tokens = float(dp * rows.count * rows.times * rows.length)
-            return tokens, 6.0 * weights * tokens
-        case Score(rows=rows):
-            tokens = float(dp * rows.count * rows.times * rows.length)
-            return tokens, 2.0 * weights * tokens
-        case Generate():
-            tokens = float(dp * phase.rows * phase.response)
-            return tokens, 2.0 * weights * tokens
-        case _:
-            return 0.0, 0.0
-
-
-@cache
-def _matrix_parameters(architecture: GPTArchitecture) -> int:
-    """Parameters that a token meets in products: no embedding that is looked up alone, and of the
-    experts those that it is sent to."""
-    sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    idle = 1 - architecture.moe_router_topk / (architecture.num_moe_experts or 1)
-    embedding = architecture.vocab_size * architecture.hidden_size
-    looked_up = 0 if architecture.tie_embeddings else embedding
-    return sum(sizes.values()) - looked_up - round(experts * idle if experts else 0)
-
-
-def _bubble(role: PlannedRole, phase: Phase) -> float:
-    """How much longer a phase is for stages that wait: (m + p - 1) / m with m micro-batches.
-
-    Narayanan et al. 2021. A token is drawn once it has passed every stage.
-    """
-    stages = role.parallel.pipeline
-    match phase:
-        case Train() | Score():
-            budget = role.model.token_budgets
-            rows = phase.rows
-            size = phase.micro_batch_size
-            if budget is not None:
-                size = max(1, budget.train_mb_tokens // rows.length)
-            micro_batches = max(1, -(-rows.count // size))
-            return (micro_batches + stages - 1) / micro_batches
-        case Generate():
-            return float(stages)
-        case _:
-            return 1.0
 
 
 def _by_kind(kinds: Kinds) -> dict[str, int]:

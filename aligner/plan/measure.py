@@ -3,16 +3,19 @@
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import Drawing, LengthParams, TrainedModelConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
@@ -21,10 +24,10 @@ from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
-from aligner.models.policy.workers import megatron_policy_worker
+from aligner.models.policy.workers import dtensor_policy_worker_v2, megatron_policy_worker
 from aligner.models.reward.workers import megatron_reward_worker
 from aligner.models.sharded import micro_batching
-from aligner.models.value.workers import megatron_value_worker
+from aligner.models.value.workers import dtensor_value_worker_v2, megatron_value_worker
 from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
 from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
 
@@ -47,15 +50,26 @@ def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> Measured
     Layers beyond a few are not run: what they take is what the others do. ``kind``: that of the
     `DryDevice`.
     """
+    runs = {layers: measure_at(role, stage, layers, kind) for layers in depths_of(role)}
+    return joined(runs, role.architecture.num_layers // role.parallel.pipeline)
+
+
+def depths_of(role: PlannedRole) -> list[int]:
+    """Numbers of layers of a pipeline stage that tell what all of them take."""
     layers = role.architecture.num_layers // role.parallel.pipeline
-    depths = [layers] if layers <= _DEPTHS[-1] else list(_DEPTHS)
-    runs = {depth: _measure_at(role, stage, depth, kind) for depth in depths}
+    return [layers] if layers <= _DEPTHS[-1] else list(_DEPTHS)
+
+
+def joined(runs: Mapping[int, MeasuredRole], layers: int) -> MeasuredRole:
+    """The role with ``layers`` layers on a pipeline stage, from what it took with others."""
     static = {depth: Measured(Amounts(), {}, run.static) for depth, run in runs.items()}
-    some = next(iter(runs.values()))
-    counts = [runs[depth].parameters for depth in depths]
-    slope = 0.0 if len(depths) == 1 else (counts[1] - counts[0]) / (depths[1] - depths[0])
+    (low, some), *more = sorted(runs.items())
+    slope = 0.0
+    if more:
+        high, other = more[0]
+        slope = (other.parameters - some.parameters) / (high - low)
     return MeasuredRole(
-        counts[0] + slope * (layers - depths[0]),
+        some.parameters + slope * (layers - low),
         extrapolated(static, layers).rest,
         {
             name: extrapolated({depth: run.phases[name] for depth, run in runs.items()}, layers)
@@ -64,19 +78,31 @@ def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> Measured
     )
 
 
-def _measure_at(
-    role: PlannedRole, stage: int, layers: int, kind: DeviceKind = "gpu"
+def measure_at(
+    role: PlannedRole,
+    stage: int,
+    layers: int,
+    kind: DeviceKind = "gpu",
+    names: Collection[str] | None = None,
 ) -> MeasuredRole:
-    """The role with ``layers`` layers on each pipeline stage."""
+    """The role with ``layers`` layers on each pipeline stage.
+
+    ``names``: of the phases to measure; None: all.
+    """
     parallel = role.parallel
     architecture = replace(role.architecture, num_layers=layers * parallel.pipeline)
     rank = stage * (role.world // parallel.pipeline)
     dry = DryDevice(role.world, rank, kind=kind)
-    with dry as device, without_weights(architecture, role.attributes):
+    with _little_garbage(), dry as device, without_weights(architecture, role.attributes):
         place = initialize_parallel(parallel)
         front = role.start(LocalCluster(place), byte_level_tokenizer())
         run = _RoleRun(device, front.worker_group.worker, role)  # type: ignore[attr-defined]
-        phases = {phase.name: run.measure(phase) for phase in role.phases}
+        phases = {}
+        for phase in role.phases:
+            if names is None or phase.name in names:
+                phases[phase.name] = run.measure(phase)
+            elif isinstance(phase, Score):
+                run.touch(phase)
         return MeasuredRole(float(run.role.num_parameters()), run.static, phases)
 
 
@@ -85,6 +111,12 @@ def without_weights(
     architecture: GPTArchitecture, attributes: tuple[str, ...] = (), initialize: bool = False
 ) -> Iterator[None]:
     """Workers build their model of this shape, and read no file; weights are random or unset."""
+    unread = SimpleNamespace(architecture=architecture, weights=_UnsetWeights(architecture))
+
+    @contextlib.contextmanager
+    def opened(path: object) -> Iterator[object]:
+        del path
+        yield unread
 
     def build(cls: Any, settings: Any, *, restore_path: Any, tokenizer: Any) -> Any:
         del restore_path
@@ -101,7 +133,35 @@ def without_weights(
     with contextlib.ExitStack() as stack:
         for module in (megatron_policy_worker, megatron_value_worker, megatron_reward_worker):
             stack.enter_context(mock.patch.object(module, "load_from_nemo", build))
+        for module in (dtensor_policy_worker_v2, dtensor_value_worker_v2):
+            stack.enter_context(mock.patch.object(module, "open_model", opened))
         yield
+
+
+class _UnsetWeights(Mapping[str, Tensor]):
+    """Canonical weights of an architecture, whose values are whatever is in memory."""
+
+    def __init__(self, architecture: GPTArchitecture) -> None:
+        self._shapes = expected_shapes(architecture)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+@contextlib.contextmanager
+def _little_garbage() -> Iterator[None]:
+    """Collections look at what is made inside alone, not at all that was imported."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Enough(Exception):
@@ -116,9 +176,8 @@ class _RoleRun:
         self.role = worker.model
         self.dp_size = worker.parallel.dp_size
         self._name_memory()
-        for phase in role.phases:
-            if isinstance(phase, Train):
-                self._first_step()
+        if role.learns:
+            self._first_step()
         self._name_memory()
         self.static: Kinds = self._alive()
 
@@ -136,18 +195,32 @@ class _RoleRun:
         gc.collect()
         return Measured(amounts, peaks, self._alive())
 
+    def touch(self, phase: Score) -> None:
+        """One micro-batch: megatron-core keeps its largest buffer for what it gathers."""
+        size = min(self._rows_of_micro_batch(phase), phase.rows.count)
+        self._score(phase, replace(phase.rows, count=size))
+
     def _first_step(self) -> None:
         """Moments are made in the first update."""
         self.worker.prepare_for_training()
         self.role.optimizer.zero_grad()
+        for parameter in self.role.model.parameters():
+            if isinstance(parameter, DTensor):  # whose gradients stay until the next update
+                parameter.grad = torch.zeros_like(parameter)
         self.role.optimizer.step()
         self.worker.finish_training()
 
     def _name_memory(self) -> None:
-        self.device.holds(self.role.model)
         reference = self.role.__dict__.get("_reference")
-        if reference is not None and reference.gpt is not None:
-            self.device.holds(reference.gpt)
+        generator = getattr(self.role, "_generator", None)
+        copies = (
+            getattr(reference, "gpt", None),
+            getattr(reference, "copy", None),
+            getattr(generator, "_gpt", None),
+        )
+        for model in (self.role.model, *copies):
+            if model is not None:
+                self.device.holds(model)
 
     def _alive(self) -> Kinds:
         return {k: float(size) for k, size in self.device.memory.snapshot().kinds.items()}
@@ -155,19 +228,20 @@ class _RoleRun:
     # Micro-batches ----------------------------------------------------------------------------
 
     def _in_parts(self, phase: Train | Score, do: Any) -> tuple[Amounts, dict[str, Kinds]]:
-        """One and two micro-batches (as many as pipeline stages, and one more) give all of them."""
+        """One micro-batch, and one more than pipeline stages, give all of them."""
         rows = phase.rows
         size = self._rows_of_micro_batch(phase)
         number = -(-rows.count // size)
-        few = min(number, self.planned.parallel.pipeline)
-        first: Record = do(phase, replace(rows, count=min(rows.count, few * size)))
-        amounts, peaks = Amounts.of(first), peaks_of(first)
+        few = self.planned.parallel.pipeline  # micro-batches that are on their way at once
+        first, whole = do(phase, replace(rows, count=rows.count if number <= few else size))
+        amounts, peaks = Amounts.of(first), peaks_of(whole)
+        moved = Amounts.of(whole).plus(amounts, -1.0)
         if number > few:
-            more: Record = do(phase, replace(rows, count=(few + 1) * size))
+            more, whole = do(phase, replace(rows, count=(few + 1) * size))
             step = Amounts.of(more).plus(amounts, -1.0)
-            amounts = amounts.plus(step, rows.count / size - few)
-            peaks = fuller(peaks, peaks_of(more))
-        return Amounts().plus(amounts, rows.times), peaks
+            amounts = amounts.plus(step, (rows.count / size - 1) / few)
+            peaks = fuller(peaks, peaks_of(whole))
+        return moved.plus(amounts, rows.times), peaks
 
     def _rows_of_micro_batch(self, phase: Train | Score) -> int:
         rows = phase.rows
@@ -182,27 +256,32 @@ class _RoleRun:
             size = options["max_tokens_per_microbatch"] // length // rows.together * rows.together
         return max(rows.together, min(size, rows.count))
 
-    def _train(self, phase: Train, rows: Rows) -> Record:
-        self.worker.prepare_for_training()
-        with self.device.record() as record:
-            self.worker.train(
-                data=share_of(self.planned.model, phase, rows),
-                loss_fn=phase.loss,
-                gbs=rows.count * self.dp_size,
-                mbs=min(phase.micro_batch_size, rows.count),
-            )
-        self.worker.finish_training()
-        return record
+    def _train(self, phase: Train, rows: Rows) -> tuple[Record, Record]:
+        """The passes; and they with what moves before and after them."""
+        with self.device.record() as whole:
+            self.worker.prepare_for_training()
+            with self.device.record() as passes:
+                self.worker.train(
+                    data=share_of(self.planned.model, phase, rows),
+                    loss_fn=phase.loss,
+                    gbs=rows.count * self.dp_size,
+                    mbs=min(phase.micro_batch_size, rows.count),
+                )
+            self._name_memory()
+            self.worker.finish_training()
+        return passes, whole
 
-    def _score(self, phase: Score, rows: Rows) -> Record:
-        with self.device.record() as record:
+    def _score(self, phase: Score, rows: Rows) -> tuple[Record, Record]:
+        """As `_train`."""
+        with self.device.record() as whole:
             getattr(self.worker, phase.enter)()
-            data = share_of(self.planned.model, phase, rows)
-            size = None if _batching(self.planned.model, phase) else phase.micro_batch_size
-            getattr(self.worker, phase.call)(data=data, micro_batch_size=size, **phase.options)
-        if phase.leave is not None:
-            getattr(self.worker, phase.leave)()
-        return record
+            with self.device.record() as passes:
+                data = share_of(self.planned.model, phase, rows)
+                size = None if _batching(self.planned.model, phase) else phase.micro_batch_size
+                getattr(self.worker, phase.call)(data=data, micro_batch_size=size, **phase.options)
+            if phase.leave is not None:
+                getattr(self.worker, phase.leave)()
+        return passes, whole
 
     # Generation -------------------------------------------------------------------------------
 
@@ -213,21 +292,26 @@ class _RoleRun:
         generator has them. Captures, and first steps of a shape, are left out.
         """
         worker = self.worker
-        worker.prepare_for_generation()
+        with self.device.record() as ready:
+            worker.prepare_for_generation()
+        moved = Amounts.of(ready)
+        self._name_memory()
         if not worker.parallel.is_last_stage:  # which it would be told what was drawn by
-            return Amounts(), {"": self._alive()}
+            return moved, {"": self._alive()}
         begin = self._draw(phase, phase.prompt, phase.response)
         late = phase.prompt + max(0, phase.response - _TOKENS)
         end = self._draw(phase, late, phase.prompt + phase.response - late)
-        worker.finish_generation()
+        with self.device.record() as left:
+            worker.finish_generation()
+        moved = moved.plus(Amounts.of(left))
         (start, *_, early), (*_, last) = begin, end
         waves = phase.rows / phase.slots
         mean = Amounts().plus(Amounts.of(early), 0.5).plus(Amounts.of(last), 0.5)
         amounts = Amounts.of(start).plus(mean, phase.response - 1.0)
-        peaks: dict[str, Kinds] = {}
+        peaks = peaks_of(ready)
         for record in (*begin, *end):
             peaks = fuller(peaks, peaks_of(record))
-        return Amounts().plus(amounts, waves), peaks
+        return moved.plus(amounts, waves), peaks
 
     def _draw(self, phase: Generate, prompt: int, response: int) -> list[Record]:
         """Prefill and the first token; each token after it."""

@@ -7,6 +7,7 @@ from typing import Any
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
+    CriticConfig,
     ParallelConfig,
     SamplingParams,
     TrainedModelConfig,
@@ -18,7 +19,22 @@ from aligner.models.role_front import RoleFront
 from aligner.types import LossFunction
 
 Shape = tuple[str | int, ...]
-Start = Callable[[LocalCluster, Tokenizer], RoleFront]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a role starts: its front with ``model``'s settings and ``options``.
+
+    Two that print alike start alike.
+    """
+
+    front: Callable[..., RoleFront]
+    model: TrainedModelConfig | CriticConfig
+    options: Mapping[str, Any]
+
+    def __call__(self, cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
+        """The role, on this process."""
+        return self.front(cluster, self.model, tokenizer, **self.options)
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,11 @@ class PlannedRole:
     phases: tuple[Phase, ...]
     attributes: tuple[str, ...] = ()
     engine: VllmConfig | None = None  # what vLLM is given, of a role that stands for its engines
+    learns: bool = False  # has an optimizer; always where updates are among the phases
+
+    def __post_init__(self) -> None:
+        updates = any(isinstance(phase, Train) for phase in self.phases)
+        object.__setattr__(self, "learns", self.learns or updates)
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -113,9 +134,11 @@ class PlannedRun:
     step: tuple[tuple[str, str], ...]
 
 
-def starting(front: Callable[..., RoleFront], model: object, /, **options: Any) -> Start:
-    """How a role starts: its front with ``model``'s settings and ``options``."""
-    return lambda cluster, tokenizer: front(cluster, model, tokenizer, **options)
+def starting(
+    front: Callable[..., RoleFront], model: TrainedModelConfig | CriticConfig, /, **options: Any
+) -> Start:
+    """`Start` with ``options`` as keywords."""
+    return Start(front, model, options)
 
 
 def policy_scores(name: str, rows: Rows, call: str, size: int, **options: int) -> Score:

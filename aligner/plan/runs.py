@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
 from aligner.config.plan import PlanConfig
-from aligner.errors import ConfigError
 from aligner.plan.roles import PlannedRun
 from aligner.plan.sampling import sampling_roles
 from aligner.plan.supervised import supervised_roles
@@ -19,15 +18,10 @@ def planned_run(
     ``architectures``: by the path of each model that the configuration names.
 
     Raises:
-        ConfigError: a kind of run that cannot be looked at before.
+        ConfigError: a kind of run that cannot be looked at before, or lengths that do not fit.
         LayoutError: a model cannot be cut so.
     """
     own = architectures[config.model.restore_from_path]
-    if config.policy.backend != "megatron":
-        raise ConfigError(
-            f"policy.backend={config.policy.backend}: plan runs the roles of megatron-core alone; "
-            "set policy.backend=megatron, whose memory is near where layouts are the same"
-        )
     check_layout(own, config.model.parallel, config.trainer.world_size)
     if isinstance(config, SamplingRunConfig):
         roles = sampling_roles(config, plan, architectures)

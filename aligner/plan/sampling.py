@@ -55,7 +55,12 @@ def sampling_roles(
     reference = isinstance(config, RunConfig) and needs_reference(config)
 
     start = starting(
-        Policy, model, run=facts, init_reference_model=reference, max_optimizer_steps=1
+        Policy,
+        model,
+        run=facts,
+        backend=config.policy.backend,
+        init_reference_model=reference,
+        max_optimizer_steps=1,
     )
 
     draws = Generate(
@@ -141,7 +146,14 @@ def _critic(
     )
     apart = config.cluster.engine == "ray" and not config.cluster.colocated
 
-    start = starting(Value, critic, model=config.model, run=facts, max_optimizer_steps=1)
+    start = starting(
+        Value,
+        critic,
+        model=config.model,
+        run=facts,
+        backend=config.policy.backend,
+        max_optimizer_steps=1,
+    )
 
     phases: list[Phase] = [
         Score("values", scored, "get_values", critic.forward_micro_batch_size),

@@ -1,15 +1,15 @@
 """Layouts, recomputation and offload: which fit, which is fastest, and how many cards it takes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig
-from aligner.config.changes import RECOMPUTE, overrides_of, single_changes
-from aligner.config.plan import PER_NODE, trainer_keys, varied
+from aligner.config import BaseRunConfig
+from aligner.config.changes import overrides_of, single_changes
+from aligner.config.plan import trainer_keys, varied
 from aligner.errors import ConfigError, DataError, LayoutError
-from aligner.observe.memory import RoleMemory
 from aligner.plan.estimate import Estimate, Estimator
+from aligner.plan.layouts import Layout, batch_sizes, layouts, savings
 
 Say = Callable[[str], None]
 _GIB = 1 << 30
@@ -130,39 +130,79 @@ def fastest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text:
     Raises:
         ConfigError: nothing fits.
     """
-    best: Found | None = None
-    closest = float("inf")
-    tried = 0
-    for layout in _layouts(config, estimator):
-        for changes in _fitting(config):
-            changes = {**layout, **changes}
-            try:
-                found = estimator.estimate(varied(config, changes))
-            except (ConfigError, LayoutError, DataError):
-                continue
-            tried += 1
-            closest = min(closest, found.peak_bytes)
-            say(
-                f"{'fits ' if found.fits else 'full '} {found.peak_bytes / _GIB:6.1f} GiB "
-                f"{found.step_seconds:8.1f} s  {' '.join(overrides_of(changes))}"
-            )
-            if not found.fits:
-                continue
-            if best is None or found.step_seconds < best.estimate.step_seconds:
-                best = Found(found, overrides_of(changes), tried)
-            break  # what follows is slower
-    if best is None:
+    search = _Search(estimator, config, say)
+    for layout in layouts(estimator, config):
+        search.try_layout(layout)
+    if search.best is None:
         raise ConfigError(
             f"no layout of {config.trainer.world_size} x {estimator.device.name} holds this run; "
             + (
-                f"the smallest peak of {tried} that were tried is {closest / _GIB:.1f} GiB"
-                if tried
+                f"the smallest peak of {search.tried} that were tried is "
+                f"{search.closest / _GIB:.1f} GiB"
+                if search.tried
                 else "weights, gradients and optimizer alone are too much"
             )
             + "; take more devices (plan.devices=auto says how many), larger ones, LoRA, or "
             "shorter responses"
         )
-    return replace(best, tried=tried)
+    return replace(search.best, tried=search.tried)
+
+
+class _Search:
+    """The best so far, and what it is compared with."""
+
+    def __init__(self, estimator: Estimator, config: BaseRunConfig, say: Say) -> None:
+        self.estimator, self.config, self.say = estimator, config, say
+        self.best: Found | None = None
+        self.closest = float("inf")
+        self.tried = 0
+
+    def try_layout(self, layout: Layout) -> None:
+        """What saves memory, until the layout fits; then smaller micro-batches while stages wait
+        less for them.
+        """
+        if self._is_beaten(layout.least_seconds):
+            return
+        batches = batch_sizes(self.estimator, self.config, layout)
+        quickest = len(batches) - 1 if layout.has_stages else 0
+        for place, saving in savings(self.config, len(batches)):
+            found = self._try({**layout.changes, **saving, **batches[place]})
+            if found is None or not found.fits:
+                # One that is no faster than the best before anything is saved never will be.
+                if found is not None and place == quickest and self._is_beaten(found.step_seconds):
+                    return
+                continue
+            for smaller in batches[place + 1 :] if layout.has_stages else []:
+                another = self._try({**layout.changes, **saving, **smaller})
+                if another is None or another.step_seconds >= found.step_seconds:
+                    break
+                found = another
+            return
+
+    def _is_beaten(self, seconds: float) -> bool:
+        return self.best is not None and seconds >= self.best.estimate.step_seconds
+
+    def _try(self, changes: dict[str, Any]) -> Estimate | None:
+        """Measure a variant; None: it cannot be, or cannot fit."""
+        try:
+            varied_config = varied(self.config, changes)
+            least = self.estimator.least(varied_config)
+            if least.card_bytes > self.estimator.usable_bytes:
+                self.closest = min(self.closest, least.card_bytes)
+                return None
+            found = self.estimator.estimate(varied_config)
+        except (ConfigError, LayoutError, DataError):
+            return None
+        self.tried += 1
+        self.closest = min(self.closest, found.peak_bytes)
+        words = overrides_of(changes)
+        self.say(
+            f"{'fits ' if found.fits else 'full '} {found.peak_bytes / _GIB:6.1f} GiB "
+            f"{found.step_seconds:8.1f} s  {' '.join(words)}"
+        )
+        if found.fits and not self._is_beaten(found.step_seconds):
+            self.best = Found(found, words, self.tried)
+        return found
 
 
 def fewest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text: None) -> Devices:
@@ -205,62 +245,3 @@ def fewest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text: 
         )
     trainer = overrides_of(trainer_keys(least.estimate.cards))
     return Devices(least.estimate, [*trainer, *least.overrides], rows, worth)
-
-
-def _fitting(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
-    """Nothing, then what saves memory, in the order of what it costs."""
-    offload: dict[str, Any] = {}
-    if isinstance(config, SamplingRunConfig):
-        offload[f"{config.model.rollout_key}.offload_adam_states"] = True
-    if isinstance(config, RunConfig) and config.critic is not None:
-        offload |= {"critic.offload_weights": True, "critic.offload_adam_states": True}
-    yield {RECOMPUTE: None}
-    yield {RECOMPUTE: "selective"}
-    if offload:
-        yield {RECOMPUTE: "selective", **offload}
-    yield {RECOMPUTE: "full"}
-    if offload:
-        yield {RECOMPUTE: "full", **offload}
-    if config.model.token_budgets is None:
-        sizes: dict[str, Any] = {"model.micro_batch_size": 1}
-        if isinstance(config, RunConfig) and config.critic is not None:
-            sizes["critic.micro_batch_size"] = 1
-        yield {RECOMPUTE: "full", **offload, **sizes}
-
-
-def _layouts(config: BaseRunConfig, estimator: Estimator) -> Iterator[dict[str, Any]]:
-    """Tensor and pipeline sizes that may hold weights, gradients and optimizer.
-
-    Pipeline stages come where a node's tensor parallelism is not enough.
-    """
-    devices = config.trainer.world_size
-    trained = 2 if isinstance(config, RunConfig) and config.critic is not None else 1
-    parameters = estimator.parameters(config)
-    for pipeline in (1, 2, 4, 8, 16):
-        some = False
-        for tensor in (1, 2, 4, 8):
-            size = tensor * pipeline
-            if tensor > PER_NODE or devices % size:
-                continue
-            role = RoleMemory(
-                "",
-                parameters,
-                trainable=config.model.peft.lora is None,
-                model_parallel_size=size,
-                optimizer_shards=devices // size,
-                weight_bytes=2 if config.trainer.precision == "bf16" else 4,
-                optimizer_bytes=12 if config.trainer.precision == "bf16" else 8,
-            )
-            offloads = isinstance(config, SamplingRunConfig)
-            if role.total * (1 if offloads else trained) > estimator.usable_bytes:
-                continue
-            some = True
-            yield {
-                "model.tensor_model_parallel_size": tensor,
-                "model.pipeline_model_parallel_size": pipeline,
-                "model.sequence_parallel": tensor > 1,
-                "model.micro_batch_size": None,
-                **({"critic.micro_batch_size": None} if trained == 2 else {}),
-            }
-        if some and pipeline > 1:
-            return

@@ -102,7 +102,12 @@ def supervised_roles(
         else:
             raise ConfigError(f"{config.algorithm}: plan does not know this kind of run")
         start = starting(
-            Policy, model, run=facts, init_reference_model=False, max_optimizer_steps=1
+            Policy,
+            model,
+            run=facts,
+            backend=config.policy.backend,
+            init_reference_model=False,
+            max_optimizer_steps=1,
         )
     rows = Rows(model.global_batch_size // dp, length, columns, 1, together, trailing)
     phases += [Train("train", rows, loss, model.micro_batch_size), HandOver("save")]

@@ -1,7 +1,7 @@
 """Cases of `aligner.plan`, which runs roles of a configuration on the dry device."""
 
 import gc
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -18,12 +18,30 @@ from aligner.plan import measure
 from aligner.plan.amounts import total
 from aligner.plan.devices import DEVICES
 from aligner.plan.estimate import Estimator
+from aligner.plan.measurements import Measurements
 from aligner.plan.roles import Train
 from aligner.plan.runs import planned_run
 from aligner.plan.search import fastest, fewest
 from benchmarks.shapes import QWEN_1_5B
 
 SIX = replace(TINY_ARCHITECTURE, num_layers=6, hidden_size=128, ffn_hidden_size=256)
+MANY = replace(SIX, num_layers=2, hidden_size=256, vocab_size=259)
+EXPERTS = replace(
+    MANY, num_moe_experts=4, moe_ffn_hidden_size=128, ffn_hidden_size=128, family="mixtral"
+)
+LLAMA_70B = replace(
+    QWEN_1_5B,
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_attention_heads=64,
+    num_query_groups=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    tie_embeddings=False,
+    bias_qkv=False,
+    family="llama",
+)
 SMALL = replace(DEVICES["h100-80g"], memory_bytes=24 << 20)
 
 
@@ -72,7 +90,7 @@ def depths(script="train_gpt_ppo", **changes):
     found = {}
     for name, role in run.roles.items():
         for stage in {0, role.parallel.pipeline - 1}:
-            whole = measure._measure_at(role, stage, 6 // role.parallel.pipeline)
+            whole = measure.measure_at(role, stage, 6 // role.parallel.pipeline)
             few = measure.measure(role, stage)
             found[f"{name} {stage}"] = [facts(whole), facts(few)]
     return found
@@ -148,6 +166,89 @@ def adam_step():
         found["moment"] = sum(each["exp_avg"].nbytes for each in inner.state.values())
         found["groups"] = len(inner.param_groups)
     return found
+
+
+def shared():
+    """Variants of one run by one measurer, and each alone; and how many parts were new."""
+    plain = {"trainer__devices": 2, "model__tensor_model_parallel_size": 2}
+    plain |= {"model__sequence_parallel": True, "trainer__ppo__initial_policy_kl_penalty": 0.0}
+    packing = {"enabled": True, "train_mb_tokens": 128, "logprob_mb_tokens": 512}
+    plain["model__sequence_packing"] = packing
+    variants = {
+        "plain": {},
+        "recompute": {"model__activations_checkpoint_granularity": "full"},
+        "budget": {"model__sequence_packing": {**packing, "train_mb_tokens": 256}},
+        "offload": {"critic__offload_weights": True},
+    }
+    plan, shapes = PlanConfig(length=32), {"m.nemo": replace(SIX, num_layers=2)}
+    device, found = DEVICES["h100-80g"], {}
+    together = Estimator(plan, device, shapes)
+    for name, changes in variants.items():
+        config = configuration("train_gpt_ppo", **{**plain, **changes})
+        before = together.measurements.measured
+        one = together.estimate(config).as_dict()
+        new = together.measurements.measured - before
+        alone = whole(config, plan, device, shapes)
+        found[name] = {"new": new, "together": one, "alone": alone}
+    return found
+
+
+def whole(config, plan, device, shapes):
+    """An estimate whose roles are measured in one piece, all phases in the order of a step."""
+
+    class Whole(Measurements):
+        def of(self, places):
+            return [measure.measure(role, stage) for role, stage in places]
+
+    return Estimator(plan, device, shapes, Whole()).estimate(config).as_dict()
+
+
+def in_processes():
+    """An estimate by this process, and by two others."""
+    plan, shapes = PlanConfig(length=32), {"m.nemo": SIX}
+    config = configuration("train_gpt_sft")
+    found = []
+    for processes in (2, 1):  # forks come before this process has run a backward pass
+        with closing(Measurements(processes)) as measurements:
+            estimator = Estimator(plan, DEVICES["h100-80g"], shapes, measurements)
+            found.append(estimator.estimate(config).as_dict())
+    return found
+
+
+def bounded(script, **changes):
+    """What an estimate comes to, and its bounds by arithmetic."""
+    plan, shapes = PlanConfig(length=64), {"m.nemo": MANY, "t.nemo": MANY}
+    if changes.get("model__expert_model_parallel_size"):
+        shapes = {"m.nemo": EXPERTS}
+    estimator = Estimator(plan, DEVICES["h100-80g"], shapes)
+    config = configuration(script, **changes)
+    found, least = estimator.estimate(config), estimator.least(config)
+    return {
+        "seconds": [least.step_seconds, found.step_seconds],
+        "bytes": [least.card_bytes, found.peak_bytes],
+    }
+
+
+def seventy():
+    """A policy and a critic of Llama-70B's shape on 64 cards, one layout."""
+    changes = {
+        "trainer__devices": 8,
+        "trainer__num_nodes": 8,
+        "model__tensor_model_parallel_size": 8,
+        "model__pipeline_model_parallel_size": 2,
+        "model__sequence_parallel": True,
+        "model__global_batch_size": 256,
+        "critic__global_batch_size": 256,
+        "model__ppo__num_rollout_samples": 1024,
+        "trainer__ppo__initial_policy_kl_penalty": 0.0,
+        "model__sequence_packing": {"enabled": True, "train_mb_tokens": 4096},
+        "critic__offload_weights": True,
+        "model__ppo__offload_gradients": True,
+        "model__ppo__offload_adam_states": True,
+    }
+    config = configuration("train_gpt_ppo", **changes)
+    estimator = Estimator(PlanConfig(length=512), DEVICES["h100-80g"], {"m.nemo": LLAMA_70B})
+    return estimator.estimate(config).as_dict()
 
 
 def searched():

@@ -75,8 +75,11 @@ def test_steps_of_adam_take_no_memory(dry):
             },
             marks=pytest.mark.extended,
         ),
+        pytest.param(
+            {"trainer__devices": 2, "policy__backend": "dtensor"}, marks=pytest.mark.extended
+        ),
     ],
-    ids=["one role", "PPO", "PP", "TP, DP, packed, recompute, offload"],
+    ids=["one role", "PPO", "PP", "TP, DP, packed, recompute, offload", "DTensor"],
 )
 def test_few_layers_give_many(dry, changes):
     found = dry("dry_plan:depths", **changes)
@@ -137,6 +140,95 @@ def test_what_waits_in_host_memory_stands_beside_nobody(dry):
     critic = dry("dry_plan:estimated", script="train_gpt_ppo")["roles"]["critic"]
     away = dry("dry_plan:estimated", script="train_gpt_ppo", critic__offload_weights=True)["roles"]
     assert away["policy"]["phases"]["train"]["beside_bytes"] < 0.5 * critic["static_bytes"]
+
+
+def test_variants_share_what_does_not_change(dry):
+    """Shared or not, in parts or in one piece: the numbers are the same."""
+    found = dry("dry_plan:shared")
+    for name, each in found.items():
+        assert each["together"] == each["alone"], name
+    # Generation and scoring of the policy, values of the critic, updates of both and their saves.
+    assert [each["new"] for each in found.values()] == [4, 2, 2, 2]
+    beside = [
+        found[name]["together"]["roles"]["policy"]["phases"]["train"]["beside_bytes"]
+        for name in ("plain", "offload")
+    ]
+    assert beside[1] < 0.5 * beside[0]
+    # What leaves the card and comes back takes time.
+    moved = [
+        found[name]["together"]["roles"]["critic"]["phases"]["train"]["host_bytes"]
+        for name in ("plain", "offload")
+    ]
+    assert moved[1] > moved[0] + found["plain"]["together"]["roles"]["critic"]["static"]["weights"]
+
+
+def test_other_processes_measure_the_same(dry):
+    first, second = dry("dry_plan:in_processes")
+    assert first == second
+
+
+def test_roles_of_fsdp_gather_and_reduce(dry):
+    """Two ranks hold half of everything; each micro-batch gathers weights twice, and reduces."""
+    found = dry(
+        "dry_plan:estimated", script="train_gpt_sft", trainer__devices=2, policy__backend="dtensor"
+    )["roles"]["policy"]
+    parameters = found["parameters"]
+    assert found["static_bytes"] == pytest.approx(16 * parameters / 2, rel=0.01)
+    train = found["phases"]["train"]
+    micro_batches = 2
+    sent = (2 * 2 + 4) * parameters / 2
+    assert train["nvlink_bytes"] == pytest.approx(micro_batches * sent, rel=0.02)
+    assert train["peak"]["gradients"] >= 4 * parameters / 2
+
+
+@pytest.mark.parametrize(
+    ("script", "changes"),
+    [
+        ("train_gpt_ppo", {}),
+        pytest.param("train_gpt_distill", {}, marks=pytest.mark.extended),
+        pytest.param(
+            "train_gpt_ppo",
+            {"policy__backend": "dtensor", "trainer__devices": 2},
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "train_gpt_sft",
+            {
+                "trainer__devices": 2,
+                "model__context_parallel_size": 2,
+                "model__sequence_packing": {"enabled": True, "train_mb_tokens": 256},
+            },
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "train_gpt_ppo",
+            {"trainer__devices": 2, "model__expert_model_parallel_size": 2},
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            "train_gpt_ppo",
+            {
+                "trainer__devices": 2,
+                "model__pipeline_model_parallel_size": 2,
+                "critic__offload_weights": True,
+                "model__ppo__offload_gradients": True,
+            },
+            marks=pytest.mark.extended,
+        ),
+    ],
+    ids=["one card", "two models", "DTensor", "CP", "EP", "PP, offload"],
+)
+def test_bounds_are_bounds(dry, script, changes):
+    for least, found in dry("dry_plan:bounded", script=script, **changes).values():
+        assert 0 < least <= found
+
+
+@pytest.mark.extended
+def test_seventy_billion_parameters_on_64_cards(dry):
+    found = dry("dry_plan:seventy")
+    assert found["devices"] == 64
+    assert found["roles"]["policy"]["parameters"] == pytest.approx(70.6e9, rel=0.01)
+    assert found["roles"]["policy"]["phases"]["train"]["flops"] > 1e15
 
 
 @pytest.mark.extended

@@ -2,15 +2,17 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config.changes import overrides_of
 from aligner.config.lengths import longest_lengths
 from aligner.config.load import parse_config
-from aligner.config.plan import plan_request, trainer_keys, varied
+from aligner.config.plan import PlanConfig, plan_request, trainer_keys, varied
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.errors import AlignerError, ConfigError
@@ -24,6 +26,8 @@ from aligner.plan.devices import (
     WIRE_REACHED,
     device_named,
 )
+from aligner.plan.estimate import Estimator
+from aligner.plan.layouts import batch_sizes, layouts
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]
@@ -139,6 +143,61 @@ def test_the_longest_sequences():
     assert longest_lengths(config_of(sequence_packing=packing)) == (0, 777)
     assert longest_lengths(config_of(sequence_packing=packing), read=50) == (0, 50)
     assert longest_lengths(config_of(sequence_packing=packing), 64) == (0, 64)
+
+
+def layouts_of(script=SFTRunConfig, shape=None, length=2048, devices=8, **sections):
+    """Sizes of the layouts of a search: (tensor, pipeline, context, expert)."""
+    values = {"model": {"restore_from_path": "m"}, "data": {"train": {"source": "t"}}}
+    values["trainer"] = {"devices": devices, "precision": "bf16"}
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    shape = shape or replace(TINY_ARCHITECTURE, max_position_embeddings=1 << 17)
+    estimator = Estimator(PlanConfig(length=length), DEVICES["h100-80g"], {"m": shape})
+    axes = ("tensor", "pipeline", "context", "expert")
+    keys = [f"model.{axis}_model_parallel_size" for axis in axes]
+    keys[2] = "model.context_parallel_size"
+    found = layouts(estimator, parse_config(values, script))
+    bounds = [layout.least_seconds for layout in found]
+    assert bounds == sorted(bounds)
+    return {tuple(layout.changes.get(key, 1) for key in keys) for layout in found}
+
+
+def test_layouts_of_a_search_are_those_that_work():
+    """Four query groups are shared out over four ranks at most, four layers over four stages."""
+    assert (TINY_ARCHITECTURE.num_query_groups, TINY_ARCHITECTURE.num_layers) == (4, 4)
+    sizes = [(tensor, stages) for tensor in (1, 2, 4) for stages in (1, 2, 4)]
+    assert layouts_of() == {(*each, 1, 1) for each in sizes if each != (4, 4)}  # 8 devices
+
+
+def test_long_sequences_are_shared_out():
+    packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 16384}}
+    found = layouts_of(length=16384, model=packing)
+    assert {context for _, _, context, _ in found} == {1, 2, 4}
+
+
+def test_experts_are_shared_out():
+    shape = replace(TINY_ARCHITECTURE, num_moe_experts=4, moe_ffn_hidden_size=32, family="mixtral")
+    found = layouts_of(shape=shape)
+    assert {expert for *_, expert in found} == {1, 2, 4}
+    assert {tensor for tensor, *_ in found} == {1, 2, 4}
+
+
+def test_dtensor_has_tensor_parallelism_alone():
+    assert layouts_of(policy={"backend": "dtensor"}) == {(tensor, 1, 1, 1) for tensor in (1, 2, 4)}
+
+
+def test_sizes_of_micro_batches():
+    values = {"model": {"restore_from_path": "m", "global_batch_size": 16}}
+    values["data"] = {"train": {"source": "t"}}
+    estimator = Estimator(PlanConfig(length=96), DEVICES["h100-80g"], {"m": TINY_ARCHITECTURE})
+    config = parse_config(values, SFTRunConfig)
+    (layout, *_) = layouts(estimator, config)
+    sizes = batch_sizes(estimator, config, layout)
+    assert [each["model.micro_batch_size"] for each in sizes] == [8, 4, 2, 1]
+    values["model"]["dynamic_batching"] = {"enabled": True, "train_mb_tokens": 400}
+    sizes = batch_sizes(estimator, parse_config(values, SFTRunConfig), layout)
+    assert [each["model.dynamic_batching.train_mb_tokens"] for each in sizes] == [400, 200, 100]
+    assert {each["model.dynamic_batching.logprob_mb_tokens"] for each in sizes} == {400}
 
 
 def test_what_is_counted_is_linear():

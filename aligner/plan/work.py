@@ -1,0 +1,180 @@
+"""What phases come to by arithmetic, and what no layout of a run can do without."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from aligner.architecture import GPTArchitecture
+from aligner.checkpoint.canonical import expected_shapes
+from aligner.config import CriticConfig
+from aligner.config.model import RolloutConfig
+from aligner.observe.memory import RoleMemory
+from aligner.plan.devices import MEMORY_REACHED, DeviceRates
+from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train
+
+
+def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:
+    """Tokens of all ranks, and the model's arithmetic on them."""
+    dp = role.parallel.data_size(role.world)
+    weights = matrix_parameters(role.architecture)
+    match phase:
+        case Train(rows=rows):
+            tokens = float(dp * rows.count * rows.times * rows.length)
+            return tokens, 6.0 * weights * tokens
+        case Score(rows=rows):
+            tokens = float(dp * rows.count * rows.times * rows.length)
+            return tokens, 2.0 * weights * tokens
+        case Generate():
+            tokens = float(dp * phase.rows * phase.response)
+            return tokens, 2.0 * weights * tokens
+        case _:
+            return 0.0, 0.0
+
+
+@cache
+def matrix_parameters(architecture: GPTArchitecture) -> int:
+    """Parameters that a token meets in products: no embedding that is looked up alone, and of the
+    experts those that it is sent to."""
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    idle = 1 - architecture.moe_router_topk / (architecture.num_moe_experts or 1)
+    embedding = architecture.vocab_size * architecture.hidden_size
+    looked_up = 0 if architecture.tie_embeddings else embedding
+    return sum(sizes.values()) - looked_up - round(experts * idle if experts else 0)
+
+
+def bubble_of(role: PlannedRole, phase: Phase) -> float:
+    """How much longer a phase is for stages that wait: (m + p - 1) / m with m micro-batches.
+
+    Narayanan et al. 2021. A token is drawn once it has passed every stage.
+    """
+    stages = role.parallel.pipeline
+    match phase:
+        case Train() | Score():
+            budget = role.model.token_budgets
+            rows = phase.rows
+            size = phase.micro_batch_size
+            if budget is not None:
+                size = max(1, budget.train_mb_tokens // rows.length)
+            micro_batches = max(1, -(-rows.count // size))
+            return (micro_batches + stages - 1) / micro_batches
+        case Generate():
+            return float(stages)
+        case _:
+            return 1.0
+
+
+@dataclass(frozen=True)
+class Least:
+    """Bounds of a run from below, of arithmetic alone: nothing is measured."""
+
+    step_seconds: float
+    card_bytes: float
+
+
+def least_of(run: PlannedRun, device: DeviceRates) -> Least:
+    """Time of the layers' products, and bytes of weights, gradients and optimizers."""
+    seconds = sum(
+        _least_seconds(run.roles[role], phase, device)
+        for role, name in run.step
+        for phase in run.roles[role].phases
+        if phase.name == name
+    )
+    return Least(seconds, max(_least_bytes(run, role) for role in run.roles.values()))
+
+
+def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> float:
+    """Products of the layers; of decoding, the reading of their weights for every token."""
+    layers = matrix_parameters(role.architecture)
+    layers -= role.architecture.vocab_size * role.architecture.hidden_size  # of answers alone
+    _, flops = work_of(role, phase)
+    itemsize = _weight_bytes(role)
+    rate = device.flops(torch.bfloat16 if itemsize == 2 else torch.float32)
+    share = layers / matrix_parameters(role.architecture)
+    seconds = flops * share / role.world / rate
+    if isinstance(phase, Generate) and role.architecture.num_moe_experts is None:
+        parts = role.parallel.tensor * role.parallel.pipeline
+        reads = phase.rows / phase.slots * max(0, phase.response - 1)
+        seconds = max(seconds, reads * layers * itemsize / parts / (MEMORY_REACHED * device.memory))
+    return seconds * bubble_of(role, phase)
+
+
+def _least_bytes(run: PlannedRun, role: PlannedRole) -> float:
+    """Of a card while ``role`` learns, or works: its own, and what of others stays there."""
+    own = _memory(role)
+    beside = [
+        _resting(other)
+        for other in run.roles.values()
+        if other.name != role.name and other.cards == role.cards
+    ]
+    return sum(each.total for each in own) + _reference(role, own) + sum(beside)
+
+
+def _resting(role: PlannedRole) -> float:
+    """What stays on the card for certain while others work."""
+    if role.engine is not None:
+        return 0.0
+    memory, section = _memory(role), role.start.model
+    options: CriticConfig | RolloutConfig
+    if isinstance(section, CriticConfig):
+        leaves, options = section.offload_weights, section
+    else:
+        leaves, options = role.start.options.get("offload_weights", False), section.rollout
+    if leaves:
+        return 0.0
+    stays = sum(float(each.weights) for each in memory)
+    if not options.offload_gradients:
+        stays += sum(each.gradients for each in memory)
+        if not options.offload_adam_states:
+            stays += sum(each.optimizer for each in memory)
+    return stays + _reference(role, memory)
+
+
+def _reference(role: PlannedRole, memory: list[RoleMemory]) -> float:
+    """Frozen weights beside the policy's own; with adapters there are none."""
+    if not role.start.options.get("init_reference_model") or role.model.peft.lora is not None:
+        return 0.0
+    if role.model.reference_mode != "keep":
+        return 0.0
+    return float(sum(each.weights for each in memory))
+
+
+def _memory(role: PlannedRole) -> list[RoleMemory]:
+    """Of the average rank: of what all ranks of a stage share, and of experts."""
+    sizes = {name: math.prod(shape) for name, shape in expected_shapes(role.architecture).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    layout = role.parallel
+    learns = role.learns and role.model.peft.lora is None
+    sharded = _backend(role) == "dtensor"  # weights and gradients too, in float32
+    itemsize = _weight_bytes(role)
+    moments = 8 if role.start.model.optim.name == "adam" else 0
+    found = []
+    for parameters, parts in (
+        (sum(sizes.values()) - experts, layout.tensor * layout.pipeline),
+        (experts, layout.pipeline * (layout.expert if layout.expert > 1 else layout.tensor)),
+    ):
+        parts = role.world if sharded else parts
+        found.append(
+            RoleMemory(
+                "",
+                parameters,
+                trainable=learns,
+                model_parallel_size=parts,
+                optimizer_shards=max(1, role.world // parts),
+                weight_bytes=4 if sharded else itemsize,
+                gradient_bytes=0 if sharded else 4,
+                optimizer_bytes=moments if sharded or itemsize == 4 else moments + 4,
+            )
+        )
+    return found
+
+
+def _weight_bytes(role: PlannedRole) -> int:
+    """In the forward pass."""
+    return 2 if role.start.options["run"].precision == "bf16" else 4
+
+
+def _backend(role: PlannedRole) -> str:
+    return str(role.start.options.get("backend", "megatron"))
