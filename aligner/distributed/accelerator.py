@@ -268,9 +268,12 @@ def copy_memory(size: int) -> memoryview:
     return memory
 
 
-def to_device(tensor: Tensor) -> Tensor:
-    """Move a tensor to `device`; a tensor that is there already is returned as is."""
-    return tensor.to(device(), non_blocking=True)
+def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
+    """Move a tensor to ``where``, by default `device`; one that is there is returned as is.
+
+    The host does not wait for the device.
+    """
+    return tensor.to(where or device(), non_blocking=True)
 
 
 class HostCopy:

@@ -206,8 +206,8 @@ def rollout(role, batch):
     if isinstance(role, DTensorActorModel):
         role.prepare_for_generation()
     prompts = batch["input_ids"][:, :PROMPT].contiguous()
-    lengths = torch.full((prompts.shape[0],), PROMPT).to("cuda")
-    numbers = torch.arange(prompts.shape[0]).to("cuda")
+    lengths = torch.full((prompts.shape[0],), PROMPT, device="cuda")
+    numbers = torch.arange(prompts.shape[0], device="cuda")
     return role.generate(prompts, lengths, numbers, seed=1)
 
 

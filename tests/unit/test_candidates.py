@@ -59,7 +59,7 @@ def test_logprobs_and_gradients(packed, rows_at_a_time, monkeypatch):
         hidden,
         weight,
         ids,
-        mask,
+        mask.numpy(),
         layout,
         vocab_size=VOCABULARY,
         tp_group=None,
@@ -84,7 +84,7 @@ def test_the_best_of_a_part_of_the_vocabulary(rows_at_a_time, monkeypatch):
     logits, ids = best_candidates(
         hidden,
         weight,
-        mask,
+        mask.numpy(),
         layout,
         count=3,
         vocab_size=9,

@@ -5,22 +5,14 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.algorithms.losses.interfaces import reads_logits
-from aligner.config import (
-    Drawing,
-    LengthParams,
-    ModelConfig,
-    RSModelConfig,
-    SamplingParams,
-    TrainedModelConfig,
-)
-from aligner.errors import ConfigError
+from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
-from aligner.models.gpt.generation import GenerationOutput, Generator
+from aligner.models.gpt.drawing_policy import DrawingPolicy
+from aligner.models.gpt.generation import Generator
 from aligner.models.gpt.given_settings import SectionType
 from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.megatron import MegatronGPTModel
@@ -32,13 +24,12 @@ from aligner.models.gpt.pipeline import (
     loss_head,
 )
 from aligner.models.gpt.reference import ReferencePolicy
-from aligner.models.gpt.rollout import TokenListener
 from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
-class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
+class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerativeInterface):
     """PPO's actor.
 
     ``loss_fn`` is any `aligner.types.LossFunction` over log-probs; with another loss the same
@@ -56,11 +47,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
         """Arguments as of `MegatronGPTModel`; the settings say how it draws, too."""
         super().__init__(cfg, trainer, **options)
-        self.__dict__["_reference"] = None  # not a module of this one: it is not trained with it
-        settings = self.settings
-        self.configure_generation(
-            settings.length_params, settings.sampling_params, settings.rollout_micro_batch_size
-        )
+        self.configure_drawing()
 
     # Scoring ----------------------------------------------------------------------------------
 
@@ -75,7 +62,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
                 rows,
                 output_weight(gpt),
                 columns["teacher_topk_indices"],
-                columns["token_mask"],
+                microbatch.selected,
                 microbatch.layout,
                 vocab_size=self.architecture.vocab_size,
                 tp_group=tp_group,
@@ -86,7 +73,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             rows,
             output_weight(gpt),
             columns["input_ids"],
-            columns["token_mask"],
+            microbatch.selected,
             microbatch.layout,
             vocab_size=self.architecture.vocab_size,
             tp_group=tp_group,
@@ -113,44 +100,6 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
 
         return partial(forward_step, head=loss_head(outputs, loss_fn, denominators))
 
-    @property
-    def vocab_group(self) -> dist.ProcessGroup | None:
-        """Spreads the vocabulary; None: it is whole."""
-        return self.parallel.tp_group if self.parallel.config.tensor > 1 else None
-
-    def get_logprobs(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
-    ) -> Tensor:
-        """Log-probs under the current weights.
-
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]``, ``input_lengths`` int64 ``[B]``, ``token_mask``
-                ``[B, S]`` (1 where a log-prob is wanted).
-            micro_batches: sequences per forward pass, or the rows of each; default
-                ``forward_micro_batch_size``.
-
-        Returns:
-            float32 ``[B, S]``, 0 where ``token_mask`` is 0.
-        """
-        return self.infer_tokens(batch, micro_batches)
-
-    def get_reference_logprobs(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
-    ) -> Tensor:
-        """As `get_logprobs`, under the weights that training began with."""
-        return self.reference.get_logprobs(batch, micro_batches)
-
-    @property
-    def reference(self) -> ReferencePolicy:
-        """The policy that training began with; `ConfigError` before `keep_reference`."""
-        found: ReferencePolicy | None = self.__dict__["_reference"]
-        if found is None:
-            raise ConfigError(
-                "no reference policy was kept: call keep_reference() right after the weights are "
-                "loaded (a run does so when a KL coefficient is above 0)"
-            )
-        return found
-
     def get_topk_logits(
         self,
         batch: Mapping[str, Tensor],
@@ -170,7 +119,7 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             return best_candidates(
                 full_hidden_states(gpt, hidden, vocab_parallel=True),
                 output_weight(gpt),
-                microbatch.columns["token_mask"],
+                microbatch.selected,
                 microbatch.layout,
                 count=k,
                 vocab_size=vocab_size,
@@ -201,38 +150,10 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
 
     # Generating -------------------------------------------------------------------------------
 
-    def configure_generation(
-        self, length: LengthParams, sampling: SamplingParams, rollout_micro_batch_size: int
-    ) -> None:
-        """Set how `infer` generates; the sampling temperature also applies to all log-probs."""
-        self.length_params = length
-        self.sampling_params = sampling
-        self.rollout_micro_batch_size = rollout_micro_batch_size
-        self._generator = None
-
-    def generate(
-        self,
-        prompts: Tensor,
-        prompt_lengths: Tensor,
-        sample_ids: Tensor,
-        *,
-        seed: int,
-        greedy: bool | None = None,
-        drawing: Drawing | None = None,
-        listener: TokenListener | None = None,
-    ) -> GenerationOutput:
-        """Continue right-padded prompts; see `aligner.models.gpt.generation.Generator`."""
+    def _ready_generator(self) -> Generator:
         if self._generator is None:
-            self._generator = self._build_generator()
-        return self._generator.generate(
-            prompts,
-            prompt_lengths,
-            sample_ids,
-            seed=seed,
-            greedy=greedy,
-            drawing=drawing,
-            listener=listener,
-        )
+            self._generator = self._make_generator(self.gpt)
+        return self._generator
 
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
@@ -261,21 +182,6 @@ class MegatronGPTActorModel(MegatronGPTModel, AlignableGenerativeInterface):
             "prompt_lengths": output.prompt_lengths,
             "is_end": output.is_end,
         }
-
-    def _build_generator(self) -> Generator:
-        if self.tokenizer is None:
-            raise ConfigError("tokenizer: the model was built without one; generation needs it")
-        return Generator(
-            self.gpt,
-            self.architecture,
-            tokenizer=self.tokenizer,
-            eos_ids=self.tokenizer.with_end_tokens(self.sampling_params.end_tokens).end_ids,
-            pad_id=self.tokenizer.pad_id,
-            length=self.length_params,
-            sampling=self.sampling_params,
-            max_batch_size=self.rollout_micro_batch_size,
-            cuda_graphs=self.settings.cuda_graphs,
-        )
 
 
 def _all_positions(tokens: Tensor) -> dict[str, Tensor]:

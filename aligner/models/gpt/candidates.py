@@ -16,7 +16,7 @@ from aligner.distributed.distillation import logprobs_of, mean_logprob
 from aligner.distributed.model_utils import distributed_vocab_topk
 from aligner.distributed.vocab_shard import VocabShard
 from aligner.distributed.wide_product import wide_linear
-from aligner.models.gpt.token_layout import TokenLayout
+from aligner.models.gpt.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
 _LOGIT_BYTES = 256 * 2**20  # of the logits that exist at a time
@@ -26,7 +26,7 @@ def candidate_logprobs(
     hidden: Tensor,
     weight: Tensor,
     candidates: Tensor,
-    selected: Tensor,
+    selected: BoolArray,
     layout: TokenLayout,
     *,
     vocab_size: int,
@@ -41,7 +41,7 @@ def candidate_logprobs(
             rank's part.
         weight: ``[V / tp, H]`` of the output layer; every rank has as many rows.
         candidates: int64 ``[B, S, K]``, token ids; position t speaks of token t.
-        selected: bool or float ``[B, S]``, true where log-probs are wanted; never position 0.
+        selected: ``[B, S]`` on the host, true where log-probs are wanted; never position 0.
         layout: which row holds which token.
         vocab_size: unpadded vocabulary, over which the log-probs are normalised.
         tp_group: spreads the vocabulary; None: it is whole.
@@ -52,7 +52,7 @@ def candidate_logprobs(
         float32 ``[B, S, K]``, and the entropy ``[B, S]``.
     """
     shard = VocabShard.of(weight, vocab_size, tp_group)
-    rows, tokens = _selected(layout, selected)
+    rows, tokens = layout.predicted_tokens(selected)
     ids = candidates.flatten(0, 1)[tokens]
 
     def outputs(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ def candidate_logprobs(
 def best_candidates(
     hidden: Tensor,
     weight: Tensor,
-    selected: Tensor,
+    selected: BoolArray,
     layout: TokenLayout,
     *,
     count: int,
@@ -94,7 +94,7 @@ def best_candidates(
     ``[B, S, count]`` in descending order, and their ids, int64 ``[B, S, count]``; 0 elsewhere.
     """
     shard = VocabShard.of(weight, vocab_size, tp_group)
-    rows, tokens = _selected(layout, selected)
+    rows, tokens = layout.predicted_tokens(selected)
     chosen = hidden[rows]
     found = [
         distributed_vocab_topk(
@@ -108,13 +108,6 @@ def best_candidates(
     ]
     logits, ids = (torch.cat([piece[0] for piece in pieces]) for pieces in zip(*found, strict=True))
     return layout.to_frame(logits, tokens), layout.to_frame(ids, tokens)
-
-
-def _selected(layout: TokenLayout, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose next token is selected, and its place in the frame."""
-    rows, tokens = layout.predicted_tokens()
-    chosen = selected.flatten()[tokens].bool()
-    return rows[chosen], tokens[chosen]
 
 
 def _slices(rows: int, weight: Tensor) -> Iterator[slice]:

@@ -23,9 +23,11 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.config import Drawing, LengthParams, SamplingParams
 from aligner.data.tokenizer import Tokenizer
+from aligner.distributed.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.expert_lockstep import experts_in_step
 from aligner.models.gpt.incremental import IncrementalModel
+from aligner.models.gpt.responses import Prompts, RolloutRules
 from aligner.models.gpt.rollout import Rollout, TokenListener, WideNucleusError
 from aligner.models.gpt.stop_strings import StopStrings
 
@@ -119,24 +121,29 @@ class Generator:
         stop = self._stop if drawing is None else self._stop_strings(drawing)
         drawing = drawing or self._drawing
         length, sampling = drawing.length, drawing.sampling
-        self._check_prompts(prompts, prompt_lengths, length)
         device = next(self._gpt.parameters()).device
-        prompts, prompt_lengths = prompts.to(device), prompt_lengths.to(device)
+        batch = Prompts(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
+        # The only wait for the device before the first token.
+        here, lengths = HostCopy(prompts, prompt_lengths).wait()
+        self._check_prompts(here, lengths, length)
+        rows = [tuple(row[:n]) for row, n in zip(here.tolist(), lengths.tolist(), strict=True)]
+        rules = RolloutRules(
+            seed=seed,
+            greedy=sampling.use_greedy if greedy is None else greedy,
+            vocab_size=self._architecture.vocab_size,
+            eos_ids=self._eos_ids,
+            pad_id=self._pad_id,
+            length=length,
+            sampling=sampling,
+        )
         pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
         ahead = _runs_ahead(device) and not pipeline
 
         def begin(waits: bool) -> Rollout:
             return Rollout(
-                prompts,
-                prompt_lengths,
-                sample_ids.to(device),
-                seed=seed,
-                greedy=sampling.use_greedy if greedy is None else greedy,
-                vocab_size=self._architecture.vocab_size,
-                eos_ids=self._eos_ids,
-                pad_id=self._pad_id,
-                length=length,
-                sampling=sampling,
+                batch,
+                rows,
+                rules,
                 stop=stop,
                 listener=listener,
                 runs_ahead=ahead,
@@ -146,14 +153,14 @@ class Generator:
 
         # A listener must not hear of tokens twice.
         rollout = begin(waits=not ahead or self._waits or listener is not None)
-        num_slots = min(self._max_batch_size, prompts.shape[0])
+        num_slots = min(self._max_batch_size, len(rows))
         with experts_in_step(self._gpt):
             if num_slots > 0:
                 model = IncrementalModel(
                     self._gpt,
                     self._architecture,
                     num_slots=num_slots,
-                    capacity=int(prompt_lengths.max()) + length.max_length,
+                    capacity=max(map(len, rows)) + length.max_length,
                     tp_group=self._tp_group,
                 )
                 with model.session():
@@ -168,7 +175,7 @@ class Generator:
         return GenerationOutput(
             rollout.tokens[:, :longest].clone(),
             rollout.lengths.clone(),
-            prompt_lengths,
+            batch.lengths,
             rollout.logprobs[:, :longest].clone(),
             rollout.is_end,
         )
@@ -193,6 +200,7 @@ class Generator:
         return StopStrings(self._tokenizer, drawing.sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
+        """Refuse prompts, which are on the host; errors as of `generate`."""
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())
@@ -208,7 +216,7 @@ class Generator:
                 f"tokens the response does not fit the model's {room} positions; use at most "
                 f"{room - longest} or drop longer prompts"
             )
-        valid = torch.arange(prompts.shape[1], device=prompts.device) < lengths[:, None]
+        valid = torch.arange(prompts.shape[1]) < lengths[:, None]
         ids = prompts[valid]
         if int(ids.min()) < 0 or int(ids.max()) >= self._architecture.vocab_size:
             raise DataError(

@@ -70,7 +70,8 @@ class GroupedExperts(SequentialMLP):
         if len(experts) == 1 or not alone or not permuted_local_hidden_states.shape[0]:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()
-        ends = torch.tensor(counts).cumsum(0).to(permuted_local_hidden_states.device, torch.int32)
+        ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+        ends = ends.to(permuted_local_hidden_states.device, non_blocking=True)
 
         def grouped(linears: list[nn.Module]) -> Any:
             def product(rows: Tensor) -> tuple[Tensor, None]:

@@ -12,6 +12,7 @@ the same weights; sequences are not split, so each of them computes the whole.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
+from aligner.distributed import accelerator
 from aligner.distributed.packed_linear import Product, packed_linears
 from aligner.distributed.vocab_shard import VocabShard
 from aligner.distributed.wide_product import has_wide_products, wide_mm
@@ -63,7 +65,8 @@ class IncrementalModel:
         self._gpt = gpt
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
-        self.stages = GenerationStages(gpt.pg_collection.pp, parameter.device)
+        self._device = parameter.device
+        self.stages = GenerationStages(gpt.pg_collection.pp, self._device)
         self._embedded: VocabShard | None = None  # the first stage's
         if self.stages.is_first:
             table = gpt.embedding.word_embeddings.weight
@@ -127,27 +130,37 @@ class IncrementalModel:
         whole = self._shard is not None and self._shard.group is None
         return self._layers is not None and self.stages.is_first and whole
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, slots: Tensor, sources: Tensor) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        slots: Sequence[int],
+        sources: Sequence[int],
+    ) -> Tensor:
         """Run prompts and put their keys and values into slots.
 
         Args:
-            tokens: int64 [n, P], right-padded; P a multiple of `kv_cache.ALIGNMENT`.
-            lengths: int64 [n].
-            slots: int64 [m], the slots to fill.
-            sources: int64 [m], which of the n prompts goes there.
+            tokens: int64 [n, P] on the host, right-padded; P a multiple of `kv_cache.ALIGNMENT`.
+            lengths: [n].
+            slots: [m], the slots to fill.
+            sources: [m], which of the n prompts goes there.
 
         Returns:
             Final hidden state of each prompt's last token, [n, H]; before the last pipeline stage
             this stage's.
         """
         self.cache.begin_prefill(lengths, slots, sources)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        ends, positions = torch.tensor(lengths), torch.arange(tokens.shape[1])
+        here = partial(accelerator.to_device, where=self._device)
         if self._layers is None:
             rope = None if self._rope is None else self._rope[: tokens.shape[1]]
-            hidden = self._forward(tokens, positions, rope)
-            return hidden[lengths - 1, torch.arange(tokens.shape[0], device=tokens.device)]
-        inside = positions < lengths[:, None]
-        return self._through_layers(tokens[inside], positions[inside], lengths.cumsum(0) - 1)
+            hidden = self._forward(here(tokens), here(positions).expand_as(tokens), rope)
+            return hidden[here(ends - 1), torch.arange(len(lengths), device=self._device)]
+        positions = positions.expand_as(tokens)
+        inside = positions < ends[:, None]
+        return self._through_layers(
+            here(tokens[inside]), here(positions[inside]), here(ends.cumsum(0) - 1)
+        )
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Add one token to each of the first n slots.

@@ -18,11 +18,13 @@ whole vectors of zeros. That is why decoding uses batched products rather than
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.distributed import accelerator
 from aligner.models.gpt.attention import _window_mask, attend
 
 ALIGNMENT = 16
@@ -129,28 +131,34 @@ class KVCache:
         """Most tokens per sequence."""
         return self._capacity
 
-    def begin_prefill(self, lengths: Tensor, slots: Tensor, sources: Tensor) -> None:
+    def begin_prefill(
+        self, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
+    ) -> None:
         """The next forward pass is over prompts; prompt ``sources[i]`` fills ``slots[i]``.
 
-        Several slots may take the same prompt (samples of one prompt).
+        Several slots may take the same prompt (samples of one prompt). The places are found on the
+        host, which does not wait for the device.
 
         Args:
-            lengths: int64 [m] of the prompts.
-            slots: int64 [k].
-            sources: int64 [k].
+            lengths: [m] of the prompts.
+            slots: [k].
+            sources: [k].
         """
-        width = aligned(int(lengths.max()))
-        starts = lengths.cumsum(0) - lengths
-        column = torch.arange(width, device=lengths.device)
-        inside = column < lengths[:, None]
+        width = aligned(max(lengths))
+        ends = torch.tensor(lengths)
+        starts = ends.cumsum(0) - ends
+        column = torch.arange(width)
+        inside = column < ends[:, None]
         frame = torch.where(inside, starts[:, None] + column, 0)
-        kept = inside[sources]
-        slot, position = slots[:, None].expand_as(kept)[kept], column.expand_as(kept)[kept]
+        taken = torch.tensor(sources)
+        kept = inside[taken]
+        slot = torch.tensor(slots)[:, None].expand_as(kept)[kept]
+        here = partial(accelerator.to_device, where=self._columns.device)
         self._pass = _Prefill(
-            frame,
-            inside.flatten().nonzero().squeeze(1),
-            frame[sources][kept],
-            self._places(slot, position),
+            here(frame),
+            here(inside.flatten().nonzero().squeeze(1)),
+            here(frame[taken][kept]),
+            self._places(here(slot), here(column.expand_as(kept)[kept])),
         )
 
     def begin_decode(self, positions: Tensor, longest: int) -> None:

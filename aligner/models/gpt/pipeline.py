@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -22,7 +23,7 @@ from aligner.distributed import accelerator
 from aligner.models.gpt.attention import SegmentParams
 from aligner.models.gpt.hidden_states import bypassed_output_layer, placed_positions
 from aligner.models.gpt.lora import dropped_out
-from aligner.models.gpt.token_layout import LayoutRules, TokenLayout, build_layout
+from aligner.models.gpt.token_layout import BoolArray, LayoutRules, TokenLayout, build_layout
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
@@ -32,6 +33,7 @@ class Microbatch:
 
     columns: Mapping[str, Tensor]
     layout: TokenLayout
+    selected: BoolArray  # [b, S] on the host: ``token_mask``, or nowhere where there is none
     hidden: Tensor | None = None  # of the last stage, where its pass was made before
 
 
@@ -57,10 +59,13 @@ def split_microbatches(
     """Cut a batch into micro-batches, each as long as it needs to be.
 
     Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
-    ``input_lengths`` tells.
+    ``input_lengths`` tells. The host waits for the device once, for lengths and ``token_mask``.
     """
     length = batch["input_ids"].shape[1]
-    lengths = batch["input_lengths"].cpu().numpy()
+    mask = [batch["token_mask"]] if "token_mask" in batch else []
+    copies = [copy.numpy() for copy in accelerator.HostCopy(batch["input_lengths"], *mask).wait()]
+    lengths = copies[0]
+    selected = copies[1] != 0 if mask else np.zeros(batch["input_ids"].shape, np.bool_)
     microbatches = []
     for start, end in bounds:
         longest = int(lengths[start:end].max(initial=1))
@@ -71,7 +76,7 @@ def split_microbatches(
             for key, value in batch.items()
         }
         layout = build_layout(columns["input_ids"], lengths[start:end], rules)
-        microbatches.append(Microbatch(columns, layout))
+        microbatches.append(Microbatch(columns, layout, selected[start:end, :longest]))
     return microbatches
 
 

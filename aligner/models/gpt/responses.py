@@ -10,6 +10,7 @@ Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible s
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,48 +42,56 @@ class Batch:
     wide: Tensor
 
 
+class Prompts(NamedTuple):
+    """``tokens`` int64 [B, P], right-padded; ``lengths`` int64 [B]; ``sample_ids`` int64 [B]."""
+
+    tokens: Tensor
+    lengths: Tensor
+    sample_ids: Tensor
+
+
+@dataclass(frozen=True)
+class RolloutRules:
+    """How the tokens of a rollout are drawn; see `aligner.models.gpt.generation.Generator`."""
+
+    seed: int
+    greedy: bool
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    length: LengthParams
+    sampling: SamplingParams
+
+
 class Responses:
     """Tokens of B samples, and of one more that stands for none, the last row.
 
     ``tokens`` int64 [B + 1, S]; ``logprobs`` float32 [B + 1, S]; ``lengths`` int64 [B + 1].
     """
 
-    def __init__(
-        self,
-        prompts: Tensor,
-        prompt_lengths: Tensor,
-        sample_ids: Tensor,
-        *,
-        seed: int,
-        greedy: bool,
-        vocab_size: int,
-        eos_ids: Sequence[int],
-        pad_id: int,
-        length: LengthParams,
-        sampling: SamplingParams,
-    ) -> None:
-        """Prompts alone; arguments as of `aligner.models.gpt.generation.Generator`."""
-        batch, columns = prompts.shape
-        device = prompts.device
+    def __init__(self, prompts: Prompts, rules: RolloutRules) -> None:
+        """Prompts alone."""
+        length = rules.length
+        batch, columns = prompts.tokens.shape
+        device = prompts.tokens.device
         self.tokens = torch.full(
-            (batch + 1, columns + length.max_length), pad_id, dtype=torch.int64, device=device
+            (batch + 1, columns + length.max_length), rules.pad_id, dtype=torch.int64, device=device
         )
-        within = torch.arange(columns, device=device) < prompt_lengths[:, None]
-        self.tokens[:batch, :columns] = torch.where(within, prompts, pad_id)
+        within = torch.arange(columns, device=device) < prompts.lengths[:, None]
+        self.tokens[:batch, :columns] = torch.where(within, prompts.tokens, rules.pad_id)
         self.logprobs = torch.zeros(self.tokens.shape, device=device)
-        self.lengths = torch.cat((prompt_lengths, prompt_lengths.new_ones(1)))
+        self.lengths = torch.cat((prompts.lengths, prompts.lengths.new_ones(1)))
         self._starts = self.lengths.clone()
-        new_positions = prompt_lengths[:, None] + torch.arange(length.max_length, device=device)
+        new_positions = prompts.lengths[:, None] + torch.arange(length.max_length, device=device)
         uniforms = counter_uniforms(
-            seed, sample_ids[:, None].expand_as(new_positions), new_positions
+            rules.seed, prompts.sample_ids[:, None].expand_as(new_positions), new_positions
         )
         self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, length.max_length)))
-        self._pad_id, self._greedy = pad_id, greedy
-        self._length, self._sampling = length, sampling
-        self._end_ids = torch.tensor(eos_ids, dtype=torch.int64, device=device)
+        self._rules = rules
+        self._end_ids = self.index(rules.eos_ids)
         self._seen: Tensor | None = None
-        if sampling.repetition_penalty != 1.0:
-            self._seen = _tokens_seen(prompts, within, vocab_size)
+        if rules.sampling.repetition_penalty != 1.0:
+            self._seen = _tokens_seen(prompts.tokens, within, rules.vocab_size)
         self._kept: dict[int, Batch] = {}  # by number of rows: what graphs read and write
         self._graphs: dict[tuple[int, int, bool], Callable[[], None] | None] = {}
         self._graph_memory = accelerator.graph_memory()
@@ -94,7 +103,7 @@ class Responses:
         """
         nobody = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
         chosen = self.index([*samples, *nobody])
-        self.lengths[-1] = 1
+        self.lengths[-1:].fill_(1)  # a single number that is assigned is a copy, and a wait
         positions = self.lengths[chosen]
         batch = Batch(
             chosen,
@@ -125,10 +134,10 @@ class Responses:
             return sample_tokens(
                 model.logits(hidden),
                 self._uniforms[rows, made],
-                self._sampling,
-                greedy=self._greedy,
+                self._rules.sampling,
+                greedy=self._rules.greedy,
                 seen=None if self._seen is None else self._seen[rows],
-                banned=made + 1 < self._length.min_length if banning else None,
+                banned=made + 1 < self._rules.length.min_length if banning else None,
                 end_ids=self._end_ids,
                 waits=waits,
             )
@@ -185,7 +194,7 @@ class Responses:
     def take_back(self, samples: Sequence[int], lengths: Sequence[int]) -> None:
         """Remove the last token of each sample, down to ``lengths``."""
         rows, places = self.index(samples), self.index(lengths)
-        self.tokens[rows, places] = self._pad_id
+        self.tokens[rows, places] = self._rules.pad_id
         self.logprobs[rows, places] = 0.0
         self.lengths[rows] = places
 

@@ -13,12 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aligner.config import LengthParams, SamplingParams
 from aligner.distributed.accelerator import HostCopy
 from aligner.errors import AlignerError
 from aligner.models.gpt.incremental import IncrementalModel
 from aligner.models.gpt.kv_cache import aligned
-from aligner.models.gpt.responses import Batch, Responses, rows_of_graph, span_of_graph
+from aligner.models.gpt.responses import (
+    Batch,
+    Prompts,
+    Responses,
+    RolloutRules,
+    rows_of_graph,
+    span_of_graph,
+)
 from aligner.models.gpt.sampling import check_finite
 from aligner.models.gpt.stop_strings import StopStrings
 
@@ -53,56 +59,36 @@ class Rollout:
 
     def __init__(
         self,
-        prompts: Tensor,
-        prompt_lengths: Tensor,
-        sample_ids: Tensor,
+        prompts: Prompts,
+        rows: Sequence[tuple[int, ...]],
+        rules: RolloutRules,
         *,
-        seed: int,
-        greedy: bool,
-        vocab_size: int,
-        eos_ids: Sequence[int],
-        pad_id: int,
-        length: LengthParams,
-        sampling: SamplingParams,
         stop: StopStrings | None,
         listener: TokenListener | None = None,
         runs_ahead: bool = False,
         waits: bool = True,
         captured: bool = False,
     ) -> None:
-        """All samples wait; arguments as of `aligner.models.gpt.generation.Generator`.
+        """All samples wait. ``rows``: the tokens of each prompt, without padding.
 
         ``runs_ahead``: a step is read while the next one runs. ``waits``: the host may wait for the
         device within a step, too. ``captured``: steps become CUDA graphs, where the model can.
         """
-        batch = prompts.shape[0]
-        self._responses = Responses(
-            prompts,
-            prompt_lengths,
-            sample_ids,
-            seed=seed,
-            greedy=greedy,
-            vocab_size=vocab_size,
-            eos_ids=eos_ids,
-            pad_id=pad_id,
-            length=length,
-            sampling=sampling,
-        )
+        batch = len(rows)
+        self._responses = Responses(prompts, rules)
         self.tokens = self._responses.tokens[:batch]
         self.logprobs = self._responses.logprobs[:batch]
         self.lengths = self._responses.lengths[:batch]
-        self.is_end = torch.zeros(batch, dtype=torch.bool, device=prompts.device)
+        self.is_end = torch.zeros(batch, dtype=torch.bool, device=prompts.tokens.device)
 
-        self._prompt_lengths: list[int] = prompt_lengths.tolist()
-        self._prompts = [
-            tuple(row[:n]) for row, n in zip(prompts.tolist(), self._prompt_lengths, strict=True)
-        ]
+        self._prompts = rows
+        self._prompt_lengths = [len(row) for row in rows]
         self._made = [0] * batch  # new tokens of each sample
         self._texts: list[list[int]] = [[] for _ in range(batch)]  # kept for stop strings
         self._ended: set[int] = set()
-        self._length, self._stop = length, stop
+        self._length, self._stop = rules.length, stop
         self._listener = listener
-        self._eos = set(eos_ids)
+        self._eos = set(rules.eos_ids)
         self._runs_ahead, self._waits, self._captured = runs_ahead, waits, captured
         self._unread: deque[_Drawn] = deque()
 
@@ -207,10 +193,10 @@ class Rollout:
                 row[: len(prompt)] = torch.tensor(prompt)
             pairs = [(source, slot) for source, p in enumerate(chunk) for slot in wanted[p]]
             hidden = model.prefill(
-                tokens.to(self.tokens.device),
-                self._index([len(prompt) for prompt in chunk]),
-                self._index([slot for _, slot in pairs]),
-                self._index([source for source, _ in pairs]),
+                tokens,
+                [len(prompt) for prompt in chunk],
+                [slot for _, slot in pairs],
+                [source for source, _ in pairs],
             )
             self._last_hidden.update(zip(chunk, hidden.unbind(), strict=True))
 

@@ -76,10 +76,15 @@ class TokenLayout:
         rows = np.flatnonzero(self.held != PADDING)
         return self._indices(rows), self._indices(self.held[rows])
 
-    def predicted_tokens(self) -> tuple[Tensor, Tensor]:
-        """Rows (into n * L) that a token follows, and its place in the frame (into b * S)."""
+    def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
+        """Rows (into n * L) that a token follows, and its place in the frame (into b * S).
+
+        ``selected``: [b, S], true for the tokens that are meant; default all.
+        """
         rows = np.flatnonzero(self.held != PADDING)
         rows = rows[~self.ends[self.held[rows]]]
+        if selected is not None:
+            rows = rows[selected.ravel()[self.held[rows] + 1]]
         return self._indices(rows), self._indices(self.held[rows] + 1)
 
     def to_frame(self, values: Tensor, tokens: Tensor) -> Tensor:

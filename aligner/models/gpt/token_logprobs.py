@@ -7,7 +7,7 @@ from torch import Tensor
 from aligner.config import SamplingParams
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.distributed.wide_product import wide_linear
-from aligner.models.gpt.token_layout import TokenLayout
+from aligner.models.gpt.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
 
@@ -15,7 +15,7 @@ def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     input_ids: Tensor,
-    selected: Tensor,
+    selected: BoolArray,
     layout: TokenLayout,
     *,
     vocab_size: int,
@@ -33,8 +33,8 @@ def token_logprobs(
             tensor parallelism its gradient is this rank's part.
         weight: ``[V / tp, H]`` of the output layer; every rank has as many rows.
         input_ids: int64 ``[B, S]``.
-        selected: bool or float ``[B, S]``, true where the log-prob of token t is wanted. Position
-            0 has no predecessor and is never computed.
+        selected: ``[B, S]`` on the host, true where the log-prob of token t is wanted. Position 0
+            has no predecessor and is never computed.
         layout: which row holds which token.
         vocab_size: unpadded vocabulary.
         tp_group: spreads the vocabulary; None: it is whole.
@@ -44,9 +44,7 @@ def token_logprobs(
     Returns:
         float32 ``[B, S]`` each.
     """
-    rows, tokens = layout.predicted_tokens()
-    chosen = selected.flatten()[tokens].bool()
-    rows, tokens = rows[chosen], tokens[chosen]
+    rows, tokens = layout.predicted_tokens(selected)
     logprobs, entropy = hidden_states_to_logprobs(
         hidden[rows],
         weight,
