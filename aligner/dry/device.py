@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -152,6 +153,16 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
         return kernel
 
+    def _seen(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function whose tensor no operation makes."""
+
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            self._saw_memory([tensor])
+            return tensor
+
+        return made
+
     def _count(self, count: Callable[[Record], None]) -> None:
         """Now, or whenever the graph is replayed that is being captured."""
         if self.capturing.graph is not None:
@@ -209,6 +220,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         """Everything that asks a driver, a process or a kernel that is not there."""
         if self.kind == "gpu":
             yield from gpu_replacements(self)
+        else:  # made without an operation; a GPU's stands in host memory
+            yield torch, "get_rng_state", self._seen(torch.get_rng_state)
         yield from file_calls(self, self._mode)
         yield from common_replacements(self._operations, self._resized)
 

@@ -38,18 +38,21 @@ def load_guard() -> None:
             "the dry device needs a CPU build of torch; this one is built for GPUs and brings a "
             "device guard of its own"
         )
-    library = _built(home)
+    library = compiled(_SOURCE, home)
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(home / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def _built(torch_home: Path) -> Path:
-    """The compiled guard, from the cache where it is there already."""
+def compiled(source: Path, torch_home: Path) -> Path:
+    """A library of one C++ file over PyTorch's, from the cache where it is there already.
+
+    ``torch_home``: the folder of the package. Raises `DryDeviceError` where it cannot be made.
+    """
     version = importlib.metadata.version("torch")
-    digest = hashlib.sha256(_SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(source.read_bytes() + version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aligner"
-    target = cache / f"dry_guard_{digest}.so"
+    target = cache / f"{source.stem}_{digest}.so"
     if target.exists():
         return target
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
@@ -62,7 +65,7 @@ def _built(torch_home: Path) -> Path:
             [
                 compiler,
                 *("-std=c++20", "-O1", "-fPIC", "-shared"),
-                *("-I", str(torch_home / "include"), str(_SOURCE)),
+                *("-I", str(torch_home / "include"), str(source)),
                 *("-L", str(torch_home / "lib"), "-lc10", "-ltorch_cpu", "-o", str(made)),
             ],
             capture_output=True,
@@ -72,7 +75,7 @@ def _built(torch_home: Path) -> Path:
         )
         if done.returncode:
             raise DryDeviceError(
-                f"{compiler} could not compile {_SOURCE.name}:\n{done.stderr[-2000:]}"
+                f"{compiler} could not compile {source.name}:\n{done.stderr[-2000:]}"
             )
         os.replace(made, target)  # another process may have been as quick
     return target

@@ -4,6 +4,7 @@ They ask another process, read values without an operation, or move tensors as f
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map
 from aligner.dry.files import address
 from aligner.dry.known import KnownValues
 from aligner.dry.operations import Operations
-from aligner.models.gpt import megatron, pipeline
+from aligner.models.gpt import elementwise, megatron, pipeline, short_attention
 
 Replacement = tuple[Any, str, Any]  # where, by which name, and what is there instead
 
@@ -32,6 +33,7 @@ def common_replacements(
 ) -> Iterator[Replacement]:
     """What is replaced with a GPU and without one. ``resized``: told of a storage's new size."""
     yield from _host_calls(operations)
+    yield from _empty_caches()
     yield nn.Module, "_apply", _apply
     yield accelerate, "init_empty_weights", _without_memory
     yield torch.UntypedStorage, "resize_", _resize(resized)
@@ -48,6 +50,15 @@ def common_replacements(
         _evenly(router.topk_routing_with_score_function),
     )
     yield from _Stages().replacements()
+
+
+def _empty_caches() -> Iterator[Replacement]:
+    """Functions that remember tensors: those of another device are neither here nor counted."""
+    for module in (elementwise, short_attention):
+        for name, function in list(vars(module).items()):
+            if hasattr(function, "cache_parameters"):
+                size = function.cache_parameters()["maxsize"]
+                yield module, name, functools.lru_cache(size)(function.__wrapped__)
 
 
 def _host_calls(operations: Operations) -> Iterator[Replacement]:
