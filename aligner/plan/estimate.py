@@ -15,7 +15,7 @@ from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner.plan.devices import DeviceRates
 from aligner.plan.measure import MeasuredRole
 from aligner.plan.measurements import Measurements
-from aligner.plan.roles import Phase, PlannedRole, PlannedRun
+from aligner.plan.roles import HandOver, Phase, PlannedRole, PlannedRun
 from aligner.plan.runs import planned_run
 from aligner.plan.work import Least, bubble_of, least_of, work_of
 
@@ -49,7 +49,7 @@ class EstimatedRole:
 
     role: PlannedRole
     parameters: int
-    static: Kinds  # of the fullest rank, between two updates
+    static: Kinds  # of the fullest rank, between two steps
     phases: dict[str, PlannedPhase]
 
 
@@ -208,18 +208,22 @@ class Estimator:
 
     def estimate(self, config: BaseRunConfig) -> Estimate:
         """What a configuration takes; errors as of `planned_run`."""
-        run = planned_run(config, self.plan, self._architectures)
+        return self.estimate_run(planned_run(config, self.plan, self._architectures))
+
+    def estimate_run(self, run: PlannedRun) -> Estimate:
+        """What the roles of a run take."""
         ranks = self._ranks(run.roles)
         roles = {
             name: EstimatedRole(
                 role,
                 count_parameters(role.architecture),
-                max((each.static for each in ranks[name].values()), key=total),
+                max((_waiting(role, each) for each in ranks[name].values()), key=total),
                 {phase.name: self._phase(run, role, phase, ranks) for phase in role.phases},
             )
             for name, role in run.roles.items()
         }
-        return Estimate(config, self.device, self.plan.margin, cards_of(run), roles, run.step)
+        margin = self.plan.margin
+        return Estimate(run.config, self.device, margin, cards_of(run), roles, run.step)
 
     def _ranks(self, roles: Mapping[str, PlannedRole]) -> dict[str, dict[int, MeasuredRole]]:
         """Roles on their first and last pipeline stages; those between hold less."""
@@ -292,6 +296,12 @@ def cards_of(run: PlannedRun) -> int:
     for role in run.roles.values():
         places[role.cards] = max(role.world, places.get(role.cards, 0))
     return sum(places.values())
+
+
+def _waiting(role: PlannedRole, found: MeasuredRole) -> Kinds:
+    """What stays on a rank's card between two steps: as the role's last phase leaves it."""
+    done = [phase.name for phase in role.phases if not isinstance(phase, HandOver)]
+    return found.phases[done[-1]].rest if done else found.static
 
 
 def _resting(

@@ -231,6 +231,25 @@ def test_seventy_billion_parameters_on_64_cards(dry):
     assert found["roles"]["policy"]["phases"]["train"]["flops"] > 1e15
 
 
+def test_static_bytes_are_what_stays_between_steps(dry):
+    """Of roles that wait in host memory neither weights nor gradients, which their phases have."""
+    reward = {"restore_from_path": "t.nemo", "offload_weights": True}
+    roles = dry(
+        "dry_plan:estimated",
+        script="train_gpt_ppo",
+        critic__offload_weights=True,
+        reward={"kind": "model", "model": reward},
+    )["roles"]
+    assert set(roles) == {"policy", "critic", "reward model"}
+    for name in ("critic", "reward model"):
+        assert not {"weights", "gradients"} & set(roles[name]["static"])
+        assert all(phase["peak"]["weights"] > 0 for phase in roles[name]["phases"].values())
+    assert roles["policy"]["static"]["weights"] > 0
+    # The float32 weights of the critic's optimizer stay; its moments, two thirds of it, do not.
+    whole = roles["critic"]["phases"]["train"]["peak"]["optimizer"]
+    assert roles["critic"]["static"]["optimizer"] == pytest.approx(whole / 3, rel=0.02)
+
+
 @pytest.mark.extended
 def test_a_search_ends_in_what_fits(dry):
     found = dry("dry_plan:searched")

@@ -89,7 +89,7 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
     # Phases -----------------------------------------------------------------------------------
 
     def finish_inference(self) -> None:
-        """Leave inference; with ``offload_weights`` nothing stays on the device."""
+        """Leave inference; with ``offload_weights`` no kept pass stays on the device either."""
         if self._offloads:
             self.model.kept_pass.drop()
         super().finish_inference()

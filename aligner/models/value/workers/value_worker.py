@@ -108,7 +108,10 @@ class ValueWorker(RoleWorker[Critic], ABC):
         super().prepare_for_training()
 
     def finish_training(self) -> None:
-        """Weights whole; with ``offload_weights`` everything leaves the device."""
+        """Weights whole; with ``offload_weights`` what training needs leaves the device.
+
+        Float32 weights that an optimizer keeps beside bfloat16 ones stay.
+        """
         self.disable_forward_pre_hook()
         super().finish_training()
         if self._offloads:
