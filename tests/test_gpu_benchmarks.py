@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from aligner.distributed import accelerator
+from aligner.plan.devices import DEVICES, WIRE_REACHED
 from benchmarks.common import with_repository
+from benchmarks.gpu import machine
 from benchmarks.gpu.__main__ import PARTS, PYTEST, command_of
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +24,16 @@ SIZES = {
     "save": [],
     "refit": [],
     "rates": ["--tokens", "64", "--copied-mb", "1"],
+}
+# Parts of each line that `plan` says something of.
+PLANNED = {
+    "update": {"update", "scoring"},
+    "head": {"forward", "forward_backward"},
+    "generation": {"rollout"},
+    "offload": {"moments.there_and_back", "parked.there_and_back", "reference"},
+    "save": {"next"},
+    "refit": {"refit"},
+    "rates": set(),
 }
 
 
@@ -36,7 +48,11 @@ def seconds_in(tree):
 
 @pytest.mark.skipif(accelerator.has_gpu(), reason="this process computes on the GPU")
 @pytest.mark.parametrize("name", SIZES)
-def test_a_benchmark_runs_on_the_cpu(name, capsys):
+def test_a_benchmark_runs_on_the_cpu(name, capsys, dry, tmp_path, monkeypatch):
+    """And puts beside what it finds what `plan` says of the same command."""
+    beforehand = tmp_path / "results.jsonl"
+    beforehand.write_text("".join(f"{json.dumps(line)}\n" for line in dry))
+    monkeypatch.setattr(machine, "PREDICTED", beforehand)
     importlib.import_module(f"benchmarks.gpu.{name}").main([*TINY, *SIZES[name]])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["benchmark"] for line in lines] == [name] * (2 if name == "generation" else 1)
@@ -46,11 +62,18 @@ def test_a_benchmark_runs_on_the_cpu(name, capsys):
         times = [value for key, value in seconds_in(line) if key != "step_s"]
         assert times
         assert min(times) > 0
+        assert set(line["over_plan"]) == PLANNED[name]
+        for part, ratios in line["over_plan"].items():
+            measured, said = line, line["predicted"]
+            for key in part.split("."):
+                measured, said = measured[key], said[key]
+            seconds = measured["wait_s" if name == "save" else "seconds"]
+            assert ratios == {"seconds": pytest.approx(seconds / said["plan"]["seconds"])}
 
 
 def test_every_command_is_one_that_can_be_run():
     class Options:
-        device, shape = "cuda", None
+        device, shape, card = "cuda", None, "h200"
 
     commands = [text for _, part in PARTS.values() for _, text in part if text != PYTEST]
     assert {text.split()[0] for text in commands} == set(SIZES)
@@ -105,6 +128,21 @@ def test_an_update_is_counted_at_what_the_model_needs(dry):
     assert counted == pytest.approx(update["update"]["model_flops"] + again, rel=0.05)
     assert update["held_bytes"] > update["static_bytes"] > 10 * update["parameters"]
     assert sum(head["forward_backward"]["flops"].values()) == pytest.approx(4 * again, rel=0.05)
+
+
+def test_plan_says_what_is_counted(dry):
+    """Of few layers and a run's configuration what the benchmark's own role takes."""
+    (update,) = (line for line in dry if line["benchmark"] == "update")
+    for part in ("update", "scoring"):
+        plan = update[part]["plan"]
+        assert plan["card"] == "h200"
+        assert plan["peak_bytes"] == pytest.approx(update[part]["peak_bytes"], rel=0.02)
+    (save,) = (line for line in dry if line["benchmark"] == "save")
+    # What a step waits for is the copy to host memory.
+    rate = save["bytes"] / save["next"]["plan"]["seconds"]
+    assert rate == pytest.approx(WIRE_REACHED * DEVICES["h200"].host, rel=0.1)
+    for two in (line for line in dry if line["benchmark"] == "generation"):
+        assert two["rollout"]["plan"]["peak_bytes"] > two["weight_bytes"]
 
 
 def test_a_step_of_generation_costs_the_same_for_any_number_in_flight(dry):

@@ -60,7 +60,8 @@ def command_of(text: str, options: argparse.Namespace) -> list[str]:
     name, *arguments = text.split()
     if options.shape is not None and "--shape" not in arguments:
         arguments += ["--shape", options.shape]
-    return [sys.executable, "-m", f"benchmarks.gpu.{name}", *arguments, "--device", options.device]
+    arguments += ["--device", options.device, "--card", options.card]
+    return [sys.executable, "-m", f"benchmarks.gpu.{name}", *arguments]
 
 
 def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, object]:
@@ -101,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="default: each command's own")
+    parser.add_argument("--card", default="h200", help="of plan's table, whose times are predicted")
     parser.add_argument("--out", type=Path, help="default: results/ or dry/ in this folder")
     options = parser.parse_args(arguments)
     dry = options.device == "dry"

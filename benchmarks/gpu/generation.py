@@ -32,6 +32,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each number in flight."""
     shape = SHAPES[options.shape]
     sampling = SamplingParams(top_p=options.top_p)
+    plans = {
+        rows: machine.asked_of_plan(
+            options,
+            "generation",
+            in_flight=rows,
+            prompt=options.prompt_tokens,
+            response=options.new_tokens,
+            precision=options.precision,
+            top_p=options.top_p,
+        )
+        for rows in options.in_flight
+    }
     with machine.Machine(options).running() as here:
         actor = roles.build(
             MegatronGPTActorModel,
@@ -63,6 +75,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             }
             if here.device == "dry":
                 found["peak_bytes"] = more["peak_bytes"]  # of a short rollout
+                found["rollout"] = {"plan": plans[rows]["rollout"]}
             else:
                 found |= _timed(here, rollout, rows, options.new_tokens)
                 card = rates.data_sheet() if here.device == "cuda" else None

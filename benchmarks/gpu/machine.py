@@ -43,6 +43,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="see benchmarks/gpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-1.5b")
+    parser.add_argument("--card", default="h200", help="of plan's table, whose times are predicted")
     parser.add_argument("--repeats", type=int, default=5, help="the median of so many")
     parser.add_argument("--warmup", type=int, default=2, help="runs before them")
     return parser
@@ -54,6 +55,7 @@ class Machine:
     def __init__(self, options: argparse.Namespace) -> None:
         self.device: str = options.device
         self.repeats, self.warmup = options.repeats, options.warmup
+        self.card: str = options.card
         self._dry: Any = None
 
     @contextlib.contextmanager
@@ -74,10 +76,13 @@ class Machine:
             )
         yield self
 
-    def measure(self, function: Callable[[], object]) -> dict[str, Any]:
+    def measure(
+        self, function: Callable[[], object], plan: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """What one call of ``function`` costs: on the dry device counts, else seconds.
 
-        ``peak_bytes`` are those of tensors, what was alive before included.
+        ``peak_bytes`` are those of tensors, what was alive before included. ``plan``: what
+        `asked_of_plan` says of it; None: the dry device's counts at the rates that `plan` takes.
         """
         if self._dry is not None:
             function()  # what only the first call allocates, such as moments
@@ -90,6 +95,7 @@ class Machine:
                 "launches": record.launches,
                 "host_reads": record.host_reads,
                 "flops": {str(k).removeprefix("torch."): n for k, n in record.flops.items()},
+                "plan": plan or _at_rates(record, self.card),
             }
         import torch
 
@@ -170,8 +176,36 @@ class Machine:
         accelerator.synchronize()
 
 
+def asked_of_plan(options: argparse.Namespace, phase: str, **facts: Any) -> dict[str, Any]:
+    """What `plan` says of the parts of a benchmark, by name; nothing but on the dry device.
+
+    ``phase`` and ``facts``: a function of `benchmarks.gpu.planned` and what it takes. Call it
+    outside of `Machine.running`.
+    """
+    if options.device != "dry":
+        return {}
+    from benchmarks.gpu import planned
+
+    found: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **facts)
+    return found
+
+
+def _at_rates(record: Any, card: str) -> dict[str, Any]:
+    """Counts of the dry device in `plan`'s seconds."""
+    from aligner.plan.amounts import Amounts, time_of
+    from aligner.plan.devices import device_named
+
+    time_ = time_of(Amounts.of(record), device_named(card))
+    facts = {"seconds": time_.total, "bound": time_.bound, "peak_bytes": record.peak_bytes}
+    return {"card": card, **facts}
+
+
 def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[str, Any]:
-    """Print one line of JSON: the command, the machine, what was found, what was predicted."""
+    """Print one line of JSON: the command, the machine, what was found, what was predicted.
+
+    ``predicted`` is the line of the same command on the dry device, where there is one, and
+    ``over_plan`` what was found over what `plan` says there.
+    """
     import torch
 
     from aligner.distributed import accelerator
@@ -187,8 +221,9 @@ def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[st
         "megatron_core": importlib.metadata.version("megatron-core"),
         **{key: value for key, value in found.items() if key not in given},
     }
-    if options.device == "cuda":
-        line["predicted"] = _prediction(line)
+    if options.device != "dry":
+        line["predicted"] = predicted = _prediction(line)
+        line["over_plan"] = dict(_over_plan(line, predicted or {}))
     print(json.dumps(line), flush=True)
     return line
 
@@ -205,3 +240,22 @@ def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
         if all(said[key] == line.get(key, said[key]) for key in settings):
             return {key: value for key, value in said.items() if key not in (*settings, *skipped)}
     return None
+
+
+def _over_plan(found: dict[str, Any], said: dict[str, Any], at: str = "") -> Iterator[Any]:
+    """By part of the benchmark: seconds and peak over those that `plan` says."""
+    for name, part in said.items():
+        here = found.get(name)
+        if not isinstance(part, dict) or not isinstance(here, dict):
+            continue
+        plan = part.get("plan", {})
+        measured = {
+            "seconds": here.get("seconds", here.get("wait_s")),  # what training waits for a save
+            "peak_bytes": here.get("peak_bytes"),
+        }
+        ratios = {
+            key: value / plan[key] for key, value in measured.items() if value and plan.get(key)
+        }
+        if ratios:
+            yield f"{at}{name}", ratios
+        yield from _over_plan(here, part, f"{at}{name}.")

@@ -54,6 +54,7 @@ RECEIVER = """
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
     shape = SHAPES[options.shape]
+    plan = machine.asked_of_plan(options, "refit", buffer_bytes=options.buffer_mb << 20)
 
     class RandomPolicyWorker(MegatronPolicyWorker):
         """Its policy is not read from a file."""
@@ -82,7 +83,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     held = [tensor.clone() for _, tensor in worker.hf_weights(keys)]
                     del held
 
-            return machine.report(options, "refit", **facts, gather=here.measure(gather))
+            gathered, refit_plan = here.measure(gather), {"plan": plan["refit"]}
+            return machine.report(options, "refit", **facts, gather=gathered, refit=refit_plan)
         receiver = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(RECEIVER)],
             cwd=ROOT,

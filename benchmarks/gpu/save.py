@@ -31,6 +31,7 @@ _TOKENS = 16
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
     shape = SHAPES[options.shape]
+    plan = machine.asked_of_plan(options, "save")
     with machine.Machine(options).running() as here:
         role = roles.build(MegatronGPTActorModel, shape, micro_batch_size=1)
         role.loss_fn = PPOPolicyLoss(needs_entropy=False)
@@ -40,7 +41,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         slices = worker.state_dict()["slices"].values()
         size = sum(tensor.nbytes for piece in slices for tensor in piece["tensors"].values())
         if here.device == "dry":  # its tensors have nothing to write
-            return machine.report(options, "save", bytes=size)
+            return machine.report(options, "save", bytes=size, next={"plan": plan["save"]})
         parent = Path(options.folder) if options.folder else None
         folder = Path(tempfile.mkdtemp(dir=parent))
         target = str(folder / "policy")

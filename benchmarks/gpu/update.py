@@ -50,6 +50,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cls, loss, score = ROLES[options.role]
     rows = options.tokens // options.sequence
     shape = SHAPES[options.shape]
+    plan = machine.asked_of_plan(
+        options,
+        "update",
+        role=options.role,
+        rows=rows,
+        sequence=options.sequence,
+        precision=options.precision,
+        recompute=options.recompute,
+    )
     with machine.Machine(options).running() as here:
         role = roles.build(
             cls,
@@ -66,11 +75,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         data = roles.batch(rows, options.sequence, options.sequence // 8, shape.vocab_size)
         role.prepare_for_training()
         static = here.alive_bytes()
-        update = here.measure(lambda: role.training_update(data))
+        update = here.measure(lambda: role.training_update(data), plan.get("update"))
         kernels = here.kernels(lambda: role.training_update(data)) if options.profile else None
         held = here.alive_bytes()
         role.prepare_for_inference()
-        scoring = here.measure(lambda: getattr(role, score)(data))
+        scoring = here.measure(lambda: getattr(role, score)(data), plan.get("scoring"))
         needed = model_flops(role, options.tokens, options.sequence)
         for part, flops in ((update, needed), (scoring, needed / 3)):
             part["model_flops"] = flops

@@ -1,0 +1,144 @@
+"""What `plan` says of a phase that a benchmark of this folder runs: seconds and peak on a card.
+
+The role stands alone on the card, as in the benchmark: `aligner.plan.estimate.Estimator` measures
+it on the dry device with few layers and carries that on. So it is asked in a process of
+``--device dry``, before the benchmark's own role is built on a dry device of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from aligner.algorithms.assembly import run_facts
+from aligner.config.load import parse_config
+from aligner.config.plan import PlanConfig, varied
+from aligner.config.run import RunConfig
+from aligner.models.policy.lm_policy import Policy
+from aligner.plan.devices import device_named
+from aligner.plan.estimate import Estimator
+from aligner.plan.roles import HandOver, Phase, PlannedRole, PlannedRun, Score, Train, starting
+from aligner.plan.runs import planned_run
+from benchmarks.shapes import SHAPES
+
+_RUN = {"reward": {"function": "not.read:reward"}, "data": {"train": {"source": "not-read.jsonl"}}}
+Planned = dict[str, dict[str, Any]]
+
+
+def update(
+    shape: str,
+    card: str,
+    *,
+    role: str,
+    rows: int,
+    sequence: int,
+    precision: str,
+    recompute: str | None,
+) -> Planned:
+    """``update`` and ``scoring`` of ``rows`` packed sequences, of an ``actor`` or a ``critic``."""
+    packed = {"enabled": True, "train_mb_tokens": rows * sequence}
+    run = _run(
+        shape,
+        {
+            "trainer.precision": precision,
+            "trainer.ppo.initial_policy_kl_penalty": 0.0,  # no reference
+            "model.activations_checkpoint_granularity": recompute,
+            "model.sequence_packing": packed,
+            # Two updates, so that the first one's rows have to be scored before it.
+            "model.ppo.num_rollout_samples": 2 * rows,
+            **_batches(rows),
+            "data.max_prompt_length": sequence // 2,
+            "model.ppo.length_params.max_length": sequence - sequence // 2,
+        },
+    )
+    name, scoring = ("policy", "logprobs") if role == "actor" else ("critic", "values")
+    planned = run.roles[name]
+    phases = {phase.name: phase for phase in planned.phases}
+    train, score = phases["train"], phases[scoring]
+    assert isinstance(train, Train)
+    assert isinstance(score, Score)
+    one = replace(train, rows=replace(train.rows, times=1))
+    as_many = replace(score, rows=replace(score.rows, count=rows))
+    found = _estimated(run, replace(planned, phases=(one, as_many)), shape, card)
+    return {"update": found["train"], "scoring": found[scoring]}
+
+
+def generation(
+    shape: str,
+    card: str,
+    *,
+    in_flight: int,
+    prompt: int,
+    response: int,
+    precision: str,
+    top_p: float,
+) -> Planned:
+    """``rollout`` of a policy that never learns."""
+    run = _run(
+        shape,
+        {
+            "trainer.precision": precision,
+            "model.ppo.num_rollout_samples": in_flight,
+            "model.ppo.rollout_micro_batch_size": in_flight,
+            "model.ppo.length_params.max_length": response,
+            "model.ppo.sampling_params.top_p": top_p,
+            **_batches(in_flight),
+            "data.max_prompt_length": prompt,
+        },
+    )
+    draws = next(phase for phase in run.roles["policy"].phases if phase.name == "generate")
+    return {"rollout": _estimated(run, _frozen(run, draws), shape, card)["generate"]}
+
+
+def refit(shape: str, card: str, *, buffer_bytes: int) -> Planned:
+    """``refit`` of a policy that never learns, by groups of ``buffer_bytes``."""
+    run = _run(shape, {"trainer.precision": "bf16"})
+    role = _frozen(run, HandOver("refit", buffer_bytes))
+    return {"refit": _estimated(run, role, shape, card)["refit"]}
+
+
+def save(shape: str, card: str) -> Planned:
+    """``save`` of a policy that learns: what a step waits for."""
+    run = _run(shape, {"trainer.precision": "bf16", "trainer.ppo.initial_policy_kl_penalty": 0.0})
+    policy = run.roles["policy"]
+    phases = tuple(phase for phase in policy.phases if phase.name == "save")
+    train = next(phase for phase in policy.phases if isinstance(phase, Train))
+    short = replace(train, rows=replace(train.rows, count=1, length=16, times=1))
+    return {"save": _estimated(run, replace(policy, phases=(short, *phases)), shape, card)["save"]}
+
+
+def _run(shape: str, changes: Mapping[str, Any]) -> PlannedRun:
+    """A run of PPO on one card."""
+    config = parse_config({**_RUN, "model": {"restore_from_path": shape}, "critic": {}}, RunConfig)
+    return planned_run(varied(config, changes), PlanConfig(), {shape: SHAPES[shape]})
+
+
+def _batches(rows: int) -> dict[str, int]:
+    """One micro-batch an update, of either role."""
+    sizes = ("global_batch_size", "micro_batch_size")
+    return {f"{role}.{size}": rows for role in ("model", "critic") for size in sizes}
+
+
+def _frozen(run: PlannedRun, phase: Phase) -> PlannedRole:
+    """The policy with nothing but its weights, in one phase."""
+    config = run.config
+    assert isinstance(config, RunConfig)
+    start = starting(
+        Policy,
+        config.model,
+        run=run_facts(config, config.loop),
+        init_optimizer=False,
+        init_reference_model=False,
+    )
+    return replace(run.roles["policy"], start=start, phases=(phase,))
+
+
+def _estimated(run: PlannedRun, role: PlannedRole, shape: str, card: str) -> Planned:
+    """The role alone: by phase what it takes of the card and how long."""
+    estimator = Estimator(PlanConfig(), device_named(card), {shape: SHAPES[shape]})
+    step = tuple((role.name, phase.name) for phase in role.phases)
+    found = estimator.estimate_run(PlannedRun(run.config, {role.name: role}, step)).as_dict()
+    phases = found["roles"][role.name]["phases"]
+    kept = ("seconds", "bound", "peak_bytes")
+    return {
+        name: {"card": card, **{key: phase[key] for key in kept}} for name, phase in phases.items()
+    }
