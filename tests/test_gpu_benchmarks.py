@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aligner.distributed import accelerator
-from aligner.plan.devices import DEVICES, WIRE_REACHED
+from aligner.plan.devices import DEVICES, READ_SECONDS, WIRE_REACHED
 from benchmarks.common import with_repository
 from benchmarks.gpu import machine
 from benchmarks.gpu.__main__ import PARTS, PYTEST, command_of
@@ -138,9 +138,9 @@ def test_plan_says_what_is_counted(dry):
         assert plan["card"] == "h200"
         assert plan["peak_bytes"] == pytest.approx(update[part]["peak_bytes"], rel=0.02)
     (save,) = (line for line in dry if line["benchmark"] == "save")
-    # What a step waits for is the copy to host memory.
-    rate = save["bytes"] / save["next"]["plan"]["seconds"]
-    assert rate == pytest.approx(WIRE_REACHED * DEVICES["h200"].host, rel=0.1)
+    # What a step waits for is the copy to host memory, and a value or two of the device.
+    copied = save["bytes"] / (WIRE_REACHED * DEVICES["h200"].host)
+    assert 0 <= save["next"]["plan"]["seconds"] - copied < 4 * READ_SECONDS
     for two in (line for line in dry if line["benchmark"] == "generation"):
         assert two["rollout"]["plan"]["peak_bytes"] > two["weight_bytes"]
 

@@ -101,9 +101,7 @@ def save(shape: str, card: str) -> Planned:
     run = _run(shape, {"trainer.precision": "bf16", "trainer.ppo.initial_policy_kl_penalty": 0.0})
     policy = run.roles["policy"]
     phases = tuple(phase for phase in policy.phases if phase.name == "save")
-    train = next(phase for phase in policy.phases if isinstance(phase, Train))
-    short = replace(train, rows=replace(train.rows, count=1, length=16, times=1))
-    return {"save": _estimated(run, replace(policy, phases=(short, *phases)), shape, card)["save"]}
+    return {"save": _estimated(run, replace(policy, phases=phases), shape, card)["save"]}
 
 
 def _run(shape: str, changes: Mapping[str, Any]) -> PlannedRun:
@@ -129,16 +127,21 @@ def _frozen(run: PlannedRun, phase: Phase) -> PlannedRole:
         init_optimizer=False,
         init_reference_model=False,
     )
-    return replace(run.roles["policy"], start=start, phases=(phase,))
+    return replace(run.roles["policy"], start=start, phases=(phase,), learns=False)
 
 
 def _estimated(run: PlannedRun, role: PlannedRole, shape: str, card: str) -> Planned:
     """The role alone: by phase what it takes of the card and how long."""
     estimator = Estimator(PlanConfig(), device_named(card), {shape: SHAPES[shape]})
     step = tuple((role.name, phase.name) for phase in role.phases)
-    found = estimator.estimate_run(PlannedRun(run.config, {role.name: role}, step)).as_dict()
-    phases = found["roles"][role.name]["phases"]
-    kept = ("seconds", "bound", "peak_bytes")
-    return {
-        name: {"card": card, **{key: phase[key] for key in kept}} for name, phase in phases.items()
-    }
+    estimate = estimator.estimate_run(PlannedRun(run.config, {role.name: role}, step))
+    found: Planned = {}
+    for _, name in step:
+        phase = estimate.phase(role.name, name)
+        found[name] = {
+            "card": card,
+            "seconds": phase.seconds,
+            "bound": phase.time.bound,
+            "peak_bytes": round(phase.card_bytes),
+        }
+    return found
