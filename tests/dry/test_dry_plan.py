@@ -144,22 +144,23 @@ def test_what_waits_in_host_memory_stands_beside_nobody(dry):
 
 def test_variants_share_what_does_not_change(dry):
     """Shared or not, in parts or in one piece: the numbers are the same."""
-    found = dry("dry_plan:shared")
-    for name, each in found.items():
-        assert each["together"] == each["alone"], name
-    # Generation and scoring of the policy, values of the critic, updates of both and their saves.
-    assert [each["new"] for each in found.values()] == [4, 2, 2, 2]
-    beside = [
-        found[name]["together"]["roles"]["policy"]["phases"]["train"]["beside_bytes"]
-        for name in ("plain", "offload")
-    ]
+    found = dry("dry_plan:shared", names=["plain", "recompute"])
+    assert found["recompute"]["together"] == found["recompute"]["alone"]
+    # Generation and scoring of the policy, values of the critic; updates of both, and their saves.
+    assert [each["new"] for each in found.values()] == [4, 2]
+
+
+@pytest.mark.extended
+def test_variants_of_budgets_and_offload(dry):
+    found = dry("dry_plan:shared", names=["plain", "budget", "offload"])
+    assert found["offload"]["together"] == found["offload"]["alone"]
+    assert [each["new"] for each in found.values()] == [4, 2, 2]
+    plain, away = (found[name]["together"]["roles"] for name in ("plain", "offload"))
+    beside = [roles["policy"]["phases"]["train"]["beside_bytes"] for roles in (plain, away)]
     assert beside[1] < 0.5 * beside[0]
     # What leaves the card and comes back takes time.
-    moved = [
-        found[name]["together"]["roles"]["critic"]["phases"]["train"]["host_bytes"]
-        for name in ("plain", "offload")
-    ]
-    assert moved[1] > moved[0] + found["plain"]["together"]["roles"]["critic"]["static"]["weights"]
+    moved = [roles["critic"]["phases"]["train"]["host_bytes"] for roles in (plain, away)]
+    assert moved[1] > moved[0] + plain["critic"]["static"]["weights"]
 
 
 def test_other_processes_measure_the_same(dry):
