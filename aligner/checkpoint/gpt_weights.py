@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -132,14 +132,12 @@ def gather_weights(
     tp_group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
     ep_group: dist.ProcessGroup | None = None,
-    keep: bool = True,
 ) -> dict[str, Tensor]:
-    """Canonical weights of the whole model, on the CPU: the inverse of `load_weights`.
+    """Canonical weights of the whole model, on the CPU of rank 0: the inverse of `load_weights`.
 
-    Adapters are merged into the weights. A reward head that is a submodule comes along. Collective
-    over the groups (None: not split that way); experts that are shared out over ``ep_group`` are
-    whole where they are. With ``keep=False`` a rank takes part and returns an empty dict, so that
-    only the one that writes holds the model twice.
+    Adapters are merged into the weights. A reward head that is a submodule comes along. Experts
+    that are shared out over ``ep_group`` are whole where they are. Called on every rank; see
+    `gather_tensors`.
     """
     merged = merging(gpt)
     weights = (
@@ -149,7 +147,7 @@ def gather_weights(
     )
     names = (*expected_shapes(architecture), *REWARD_HEAD)
     groups = {"tp_group": tp_group, "pp_group": pp_group, "ep_group": ep_group}
-    return gather_tensors(weights, names, architecture, keep=keep, **groups)
+    return gather_tensors(weights, names, architecture, **groups)
 
 
 @torch.no_grad()
@@ -161,24 +159,91 @@ def gather_tensors(
     tp_group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
     ep_group: dist.ProcessGroup | None = None,
-    keep: bool = True,
 ) -> dict[str, Tensor]:
-    """Each rank's shares of ``tensors`` joined, in the order of ``names``; see `gather_weights`."""
+    """Each rank's shares of ``tensors`` joined, in the order of ``names``, on rank 0's CPU.
+
+    Called on every rank, with its groups (None: not split that way); an empty dict elsewhere. The
+    first rank of each pipeline stage joins the stage's tensors, with the ranks of its own
+    tensor-parallel and expert-parallel groups; the first stage's keeps them, the others send each
+    as soon as it is whole. Other replicas do nothing, and no rank but 0 holds more than a tensor.
+    """
+    first = _first_rank_of_stage(pp_group)
     own: dict[str, Tensor] = {}
+    if not any(_holds(group, first) for group in (tp_group, ep_group)):
+        return own
+    stage = 0 if pp_group is None else pp_group.rank()
+    joins = first is None or dist.get_rank() == first
     for name, tensor in tensors:
         is_shared_out = ep_group is not None and ep_group.size() > 1 and ".local_experts." in name
-        parts = _all_gather(tensor, ep_group if is_shared_out else tp_group)
-        if not keep and (pp_group is None or pp_group.size() == 1):
+        group = ep_group if is_shared_out else tp_group
+        if not _holds(group, first):
             continue
-        if is_shared_out:
-            for sibling, part in zip(_siblings(name, parts, architecture), parts, strict=True):
-                own[sibling] = part.to("cpu", copy=True)
-        else:
-            own[name] = merge(name, parts, architecture).to("cpu", copy=True)
-    if pp_group is not None and pp_group.size() > 1:
-        own = _exchange_stages(own, pp_group, keep=keep)
+        parts = _all_gather(tensor, group)
+        if not joins:
+            continue
+        whole = (
+            dict(zip(_siblings(name, parts, architecture), parts, strict=True))
+            if is_shared_out
+            else {name: merge(name, parts, architecture)}
+        )
+        for key, value in whole.items():
+            if stage == 0:
+                own[key] = value.to("cpu", copy=True)
+            else:
+                assert pp_group is not None
+                _send(key, value, pp_group)
+    if joins and pp_group is not None:
+        if stage > 0:
+            _send_end(pp_group)
+            return {}
+        for sender in range(1, pp_group.size()):
+            own.update(_received(sender, pp_group))
     order = {name: place for place, name in enumerate(names)}
     return dict(sorted(own.items(), key=lambda item: order[item[0]]))
+
+
+def _first_rank_of_stage(pp_group: dist.ProcessGroup | None) -> int | None:
+    """Rank that joins this stage's tensors; None: there is one process.
+
+    Pipeline stages are blocks of consecutive ranks, in megatron-core's order of axes.
+    """
+    if not dist.is_initialized():
+        return None
+    stages, stage = (1, 0) if pp_group is None else (pp_group.size(), pp_group.rank())
+    return stage * (dist.get_world_size() // stages)
+
+
+def _holds(group: dist.ProcessGroup | None, rank: int | None) -> bool:
+    """Whether ``rank`` is in this process's ``group``; without one, whether it is this process."""
+    if rank is None:
+        return True
+    members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    return rank in members
+
+
+def _send(name: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Give a tensor to the first stage."""
+    first = dist.get_global_rank(group, 0)
+    dist.send_object_list([(name, tensor.shape, tensor.dtype)], dst=first, group=group)
+    dist.send(tensor.contiguous(), dst=first, group=group)
+
+
+def _send_end(group: dist.ProcessGroup) -> None:
+    dist.send_object_list([None], dst=dist.get_global_rank(group, 0), group=group)
+
+
+def _received(stage: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """What ``stage`` sends, on the CPU."""
+    source = dist.get_global_rank(group, stage)
+    while True:
+        heading: list[Any] = [None]
+        dist.recv_object_list(heading, src=source, group=group)
+        if heading[0] is None:
+            return
+        name, shape, dtype = heading[0]
+        tensor = torch.empty(shape, dtype=dtype, device=accelerator.device())
+        dist.recv(tensor, src=source, group=group)
+        yield name, tensor.cpu()
 
 
 def _siblings(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> list[str]:
@@ -197,22 +262,3 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-def _exchange_stages(
-    own: dict[str, Tensor], group: dist.ProcessGroup, *, keep: bool
-) -> dict[str, Tensor]:
-    """Each stage in turn sends its tensors to all others."""
-    everything: dict[str, Tensor] = {}
-    for stage in range(group.size()):
-        source = dist.get_global_rank(group, stage)
-        mine = stage == group.rank()
-        listing = [[(n, t.shape, t.dtype) for n, t in own.items()] if mine else None]
-        dist.broadcast_object_list(listing, src=source, group=group)
-        for name, shape, dtype in listing[0] or []:
-            tensor = own[name] if mine else torch.empty(shape, dtype=dtype)
-            moved = accelerator.to_device(tensor)
-            dist.broadcast(moved, src=source, group=group)
-            if keep:
-                everything[name] = moved.cpu()
-    return everything

@@ -1,15 +1,19 @@
 """Four gloo ranks: one `.nemo` into any TP x PP layout, and out of it unchanged.
 
 Each rank's parameters are compared with parts cut by the tests' own writer, so that splitting and
-merging cannot be wrong together.
+merging cannot be wrong together. On the way out only the first replica's ranks make tensors, only
+rank 0 keeps them, and the file is the same to the byte.
 """
 
 import dataclasses
 import sys
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -17,6 +21,7 @@ import nemo_writers as writers
 from ranks import run_ranks
 from test_nemo_kinds import GPT, LLAMA, distinct_weights
 
+from aligner.checkpoint import gpt_weights
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
 from aligner.checkpoint.nemo import open_nemo, save_nemo
 from aligner.distributed.parallel import ParallelConfig, initialize_parallel, shutdown_parallel
@@ -30,6 +35,39 @@ MODELS = {
     "few tokens": dataclasses.replace(GPT, vocab_size=8),
 }
 EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class Watched(TorchDispatchMode):
+    """What this rank does while weights are gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0  # of new tensors
+        self.sent = []
+        self.held = 0  # most sent tensors that were alive when the next one was sent
+        send = gpt_weights._send
+
+        def watched(name, tensor, group):
+            self.sent.append(weakref.ref(tensor))
+            self.held = max(self.held, sum(ref() is not None for ref in self.sent))
+            send(name, tensor, group)
+
+        self.patch = mock.patch.object(gpt_weights, "_send", watched)
+
+    def __enter__(self):
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *failure):
+        self.patch.stop()
+        return super().__exit__(*failure)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+        is_new = isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in given
+        self.bytes += result.nbytes if is_new and result.dtype.is_floating_point else 0
+        return result
 
 
 def expected_part(name, architecture, weights, tp_rank, tp):
@@ -66,7 +104,11 @@ def check_layout(folder, name, tp, pp):
         gpt.rm_head = torch.nn.Linear(architecture.hidden_size, 1)
         torch.nn.init.ones_(gpt.rm_head.weight)
     groups = {"tp_group": parallel.tp_group, "pp_group": parallel.pp_group}
-    gathered = gather_weights(gpt, architecture, **groups, keep=parallel.rank == 0)
+    with Watched() as watched:
+        gathered = gather_weights(gpt, architecture, **groups)
+    assert watched.held <= 1  # of those that are sent to the first stage
+    assert bool(watched.sent) == (parallel.rank in range(RANKS // pp, RANKS, RANKS // pp))
+    assert (watched.bytes > 0) == (parallel.dp_rank == 0 and (tp > 1 or parallel.rank == 0))
     if parallel.rank != 0:
         assert gathered == {}
         return
@@ -75,12 +117,14 @@ def check_layout(folder, name, tp, pp):
     assert list(gathered) == list(weights)
     for key, tensor in weights.items():
         assert torch.equal(gathered[key], tensor), key
+    save_nemo(folder / "again.nemo", gathered, architecture, {})
+    assert (folder / "again.nemo").read_bytes() == (folder / f"{name}.nemo").read_bytes()
 
 
 def run_rank(folder):
     torch.set_num_threads(1)
     for name in MODELS:
-        for tp, pp in [(2, 2), (4, 1), (1, 4)]:
+        for tp, pp in [(2, 2), (4, 1), (1, 4), (1, 2), (2, 1)]:
             check_layout(folder, name, tp, pp)
     shutdown_parallel()
 

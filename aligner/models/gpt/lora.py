@@ -104,7 +104,6 @@ class RoleAdapters:
             self._architecture,
             tp_group=self._parallel.tp_group,
             pp_group=self._parallel.pp_group,
-            keep=self._parallel.rank == 0,
         )
 
     @torch.no_grad()

@@ -450,7 +450,6 @@ class MegatronGPTModel(ModelPT):
             tp_group=self.parallel.tp_group,
             pp_group=self.parallel.pp_group,
             ep_group=self.parallel.ep_group,
-            keep=self.parallel.rank == 0,
         )
 
     def write_nemo(self, path: str) -> None:
