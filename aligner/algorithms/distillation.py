@@ -42,6 +42,7 @@ class Teaching:
         best = self.teacher.get_topk_logits(batch, self.top_k, self.vocab_size)
         batch["teacher_topk_logits"] = best["topk_logits"].cpu()
         batch["teacher_topk_indices"] = best["topk_indices"].cpu()
+        self.teacher.finish_inference()
 
 
 def _respond(student: Policy, batch: BatchedDataDict, seed: int, consumed: int | None) -> None:

@@ -107,6 +107,7 @@ class PPOTrainer:
             self._add_logprobs(batch, on_policy_rows)
         with timers("reference_logprobs"):
             self._add_reference_logprobs(batch)
+            self.policy.finish_inference()  # what it cached is free for roles on this device
         # 6. Rewards per token, advantages, returns.
         with timers("advantages"):
             found, kl = self.credit.assign(batch, self.kl_controller.value)

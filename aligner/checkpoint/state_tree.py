@@ -5,6 +5,7 @@ float, str, bytes, ``torch.dtype``). Such a tree can be read back without execut
 """
 
 import contextlib
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -141,8 +142,9 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
     """Copy uint8 ``[n]`` to host memory, from a device once `accelerator.synchronize` returns."""
     if source.is_cpu:
         # In one thread: torch's copy meets its other threads for each tensor, and where cores are
-        # taken, by a writer for one, that costs more than it brings.
-        np.copyto(target.numpy(), source.numpy())
+        # taken, by a writer for one, that costs more than it brings. As an array of NumPy's, a
+        # tensor's memory could never be freed in its place again (`Residence`).
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
     else:
         target.copy_(source, non_blocking=True)
 

@@ -41,6 +41,8 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
     critic = config.critic if isinstance(config, RunConfig) else None
     if critic is not None and not critic.offload_weights:
         yield {"critic.offload_weights": True, "critic.offload_adam_states": True}
+    if isinstance(config, RunConfig) and critic is not None and not model.rollout.offload_weights:
+        yield {f"{model.rollout_key}.offload_weights": True}
     if isinstance(config, RunConfig) and config.model.reference.mode == "keep":
         yield {"model.reference.mode": "swap"}
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:

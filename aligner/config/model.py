@@ -82,6 +82,8 @@ class RolloutConfig:
     offload_adam_states: bool = False  # optimizer state to host memory while not training
     # Gradient buffers, and float32 weights beside bf16 ones, off the device while not training.
     offload_gradients: bool = False
+    # All that it has on the device to host memory while it neither generates, scores nor trains.
+    offload_weights: bool = False
     length_params: LengthParams = field(default_factory=LengthParams)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 

@@ -91,7 +91,9 @@ def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
 
 
 class RoleWorker(Generic[Served]):
-    """What policy and value workers share: training, phases, and run state."""
+    """What the workers of all roles share: training, phases, and run state."""
+
+    _offloads = False  # whether all memory leaves the device between phases
 
     def __init__(self, model: Served, parallel: ParallelState) -> None:
         self.model = model
@@ -166,30 +168,61 @@ class RoleWorker(Generic[Served]):
     # Phases -----------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Optimizer state to the device, training mode."""
+        """Weights and optimizer state to the device, training mode."""
+        self.bring_back()
         self.model.prepare_for_training()
 
     def finish_training(self) -> None:
-        """Leave training; activations' memory goes to the processes that share the device."""
+        """Leave training; activations' memory goes to the processes that share the device.
+
+        With ``offload_weights`` nothing of the role stays on it.
+        """
         self.model.finish_training()
+        self._park()
         accelerator.release_shared_memory()
 
     def prepare_for_inference(self) -> None:
-        """Evaluation mode; optimizer state leaves the device where configured."""
+        """Weights on the device, evaluation mode; optimizer state leaves it where configured."""
+        self.bring_back()
         self.model.prepare_for_inference()
 
     def finish_inference(self) -> None:
-        """Leave inference."""
+        """Leave inference; with ``offload_weights`` nothing of the role stays on the device."""
         self.model.finish_inference()
+        self._park()
+
+    def bring_back(self) -> None:
+        """Weights on the device, whatever phase this is."""
+        for module in self._modules_with_weights():
+            self.residence(module).to_device()
+
+    def _park(self) -> None:
+        """Everything to host memory, where ``offload_weights`` says so."""
+        if not self._offloads:
+            return
+        if self.model.optimizer is not None:
+            self.model.optimizer.park()
+        for module in self._modules_with_weights():
+            self.move_model(module, "cpu")
+
+    def _modules_with_weights(self) -> list[nn.Module]:
+        """Whose parameters the role has on its device."""
+        return [self.model.model]
+
+    def _settle(self) -> None:
+        """Weights whole and on the device, whatever phase this is."""
+        self.bring_back()
 
     # State ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """This process's share of weights and optimizer, exact."""
+        self._settle()
         return self.model.run_state()
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Inverse of `state_dict`, from what every process of the saved run returned."""
+        self._settle()
         self.model.load_run_state(states)
 
     def save_state(self, folder: str) -> None:
@@ -231,6 +264,7 @@ class RoleWorker(Generic[Served]):
             kwargs: published arguments without a counterpart; named in a warning.
         """
         note_unused("save_checkpoint", kwargs)
+        self._settle()
         if weights_path.endswith(".nemo"):
             self.model.save_to(weights_path)
         else:
@@ -248,6 +282,7 @@ class RoleWorker(Generic[Served]):
         Without ``optimizer_path`` the moments and the schedule stay what they are. A role with
         adapters keeps its frozen weights and takes the adapters beside ``weights_path``.
         """
+        self._settle()
         if (adapted := self._adapted()) is not None:
             adapted.load_adapters(adapters_beside(weights_path))
         else:
@@ -308,6 +343,7 @@ class RoleWorker(Generic[Served]):
 
     def has_finite_weights(self) -> bool:
         """Whether no weight is NaN or infinite, on any worker of the role; collective."""
+        self._settle()
         shares = (
             p.to_local() if isinstance(p, DTensor) else p for p in self.model.model.parameters()
         )

@@ -89,6 +89,7 @@ def savings(config: BaseRunConfig, sizes: int) -> Iterator[tuple[int, dict[str, 
             offload[f"{config.model.rollout_key}.offload_gradients"] = True
     if isinstance(config, RunConfig) and config.critic is not None:
         offload |= {"critic.offload_weights": True, "critic.offload_adam_states": True}
+        offload[f"{config.model.rollout_key}.offload_weights"] = True
     steps: list[dict[str, Any]] = [{RECOMPUTE: None}, {RECOMPUTE: "selective"}]
     steps += [{RECOMPUTE: "selective", **offload}] if offload else []
     steps += [{RECOMPUTE: "full"}]

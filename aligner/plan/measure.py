@@ -279,8 +279,7 @@ class _RoleRun:
                 data = share_of(self.planned.model, phase, rows)
                 size = None if _batching(self.planned.model, phase) else phase.micro_batch_size
                 getattr(self.worker, phase.call)(data=data, micro_batch_size=size, **phase.options)
-            if phase.leave is not None:
-                getattr(self.worker, phase.leave)()
+            self.worker.finish_inference()
         return passes, whole
 
     # Generation -------------------------------------------------------------------------------

@@ -65,14 +65,13 @@ class Train:
 
 @dataclass(frozen=True)
 class Score:
-    """Forward passes: the worker's method ``call``, between the two that enter and leave."""
+    """Forward passes: the worker's method ``call``, between ``enter`` and `finish_inference`."""
 
     name: str
     rows: Rows
     call: str
     micro_batch_size: int
     enter: str = "prepare_for_inference"
-    leave: str | None = "finish_inference"
     options: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -142,5 +141,5 @@ def starting(
 
 
 def policy_scores(name: str, rows: Rows, call: str, size: int, **options: int) -> Score:
-    """Log-probs or logits of a policy, after which it goes on to the next phase as it stands."""
-    return Score(name, rows, call, size, "prepare_for_lp_inference", None, options)
+    """Log-probs or logits of a policy."""
+    return Score(name, rows, call, size, "prepare_for_lp_inference", options=options)

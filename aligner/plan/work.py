@@ -121,7 +121,8 @@ def _resting(role: PlannedRole) -> float:
     if isinstance(section, CriticConfig):
         leaves, options = section.offload_weights, section
     else:
-        leaves, options = role.start.options.get("offload_weights", False), section.rollout
+        options = section.rollout
+        leaves = options.offload_weights or role.start.options.get("offload_weights", False)
     if leaves:
         return 0.0
     stays = sum(float(each.weights) for each in memory)

@@ -19,6 +19,7 @@ from aligner.dry.device import DryDevice
 from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError
 from aligner.models.generation import vllm_worker
+from aligner.models.gpt.phases import RolePhases
 from aligner.models.policy.refit import Refit, group_by_bytes
 from aligner.models.policy.workers.refit_worker import RefitWorker
 from aligner.models.role_worker import RoleWorker
@@ -229,19 +230,21 @@ def leaving_out(place):
         yield
 
 
-class Trained:
-    """A role that has nothing to do when training ends, as the real ones."""
+class Trained(RolePhases):
+    """A role that has no weights."""
 
-    def finish_training(self):
-        pass
+    optimizer = None
 
 
-def after_training(shared):
-    """How often a worker gives memory back after training; ``shared``: others use its device."""
+def given_back(phase, shared):
+    """How often a worker gives memory back at the end of ``phase``.
+
+    ``shared``: others use its device.
+    """
     with (
         DryDevice(),
         mock.patch.dict(os.environ, {accelerator.SHARED_DEVICE: str(int(shared))}),
         mock.patch.object(torch.cuda, "empty_cache") as release,
     ):
-        RoleWorker(Trained(), None).finish_training()
+        getattr(RoleWorker(Trained(), None), f"finish_{phase}")()
     return release.call_count

@@ -48,6 +48,7 @@ def test_weights_have_come_before_the_engine_reads_them(dry):
     assert re.search("copy_ on stream 1 of the engine reads .* fill_ on the default", missing)
 
 
-def test_memory_goes_back_after_training_where_the_device_is_shared(dry):
-    assert dry("dry_handover:after_training", shared=False) == 0
-    assert dry("dry_handover:after_training", shared=True) == 1
+@pytest.mark.parametrize("phase", ["training", "inference"])
+def test_memory_goes_back_after_a_phase_where_the_device_is_shared(dry, phase):
+    assert dry("dry_handover:given_back", phase=phase, shared=False) == 0
+    assert dry("dry_handover:given_back", phase=phase, shared=True) == 1

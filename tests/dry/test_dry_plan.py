@@ -135,6 +135,16 @@ def test_roles_on_one_card_stand_beside_each_other(dry):
     assert policy["static"]["weights"] > 1.9 * critic["static"]["weights"]
 
 
+def test_a_policy_that_waits_in_host_memory_leaves_the_card_to_the_critic(dry):
+    """Neither its weights nor its reference's, gradients, float32 weights or moments are there."""
+    stays = dry("dry_plan:estimated", script="train_gpt_ppo")["roles"]
+    goes = dry("dry_plan:estimated", script="train_gpt_ppo", model__ppo__offload_weights=True)
+    beside = goes["roles"]["critic"]["phases"]["train"]["beside_bytes"]
+    assert beside < 0.01 * stays["policy"]["static_bytes"]
+    peaks = [roles["policy"]["phases"]["train"]["peak_bytes"] for roles in (stays, goes["roles"])]
+    assert peaks[1] <= peaks[0]  # its own phases take no more
+
+
 @pytest.mark.extended
 def test_what_waits_in_host_memory_stands_beside_nobody(dry):
     critic = dry("dry_plan:estimated", script="train_gpt_ppo")["roles"]["critic"]

@@ -208,8 +208,8 @@ class DTensorModel(LightningModule):
         self.model.eval()
 
     def finish_inference(self) -> None:
-        """Release device memory that inference cached."""
-        accelerator.release_memory()
+        """Memory that inference cached goes to the processes that share the device."""
+        accelerator.release_shared_memory()
 
     # Files ------------------------------------------------------------------------------------
 

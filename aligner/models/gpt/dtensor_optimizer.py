@@ -123,6 +123,10 @@ class ShardOptimizer:
         accelerator.release_memory()
         self._offloaded = True
 
+    def park(self) -> None:
+        """Have nothing of its own on the device; it updates the parameters themselves."""
+        self.offload()
+
     def restore(self) -> None:
         """Bring the Adam moments back to the device."""
         if self._offloaded:

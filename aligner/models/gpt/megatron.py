@@ -37,6 +37,7 @@ from aligner.models.gpt.given_settings import SectionType, settings_beside_archi
 from aligner.models.gpt.kept_pass import KeptPass
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
+from aligner.models.gpt.phases import RolePhases
 from aligner.models.gpt.pipeline import (
     ForwardStep,
     Head,
@@ -47,7 +48,6 @@ from aligner.models.gpt.pipeline import (
     loss_head,
     train_microbatches,
 )
-from aligner.models.gpt.role_state import load_role_state, role_state
 from aligner.models.gpt.settings import RoleSettings
 from aligner.models.gpt.updates import (
     BatchResult,
@@ -55,13 +55,12 @@ from aligner.models.gpt.updates import (
     reduce_result,
     result_of,
     role_microbatches,
-    trainable,
     update,
 )
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
-class MegatronGPTModel(ModelPT):
+class MegatronGPTModel(RolePhases, ModelPT):
     """A role's share of a megatron-core GPT on this process.
 
     Args:
@@ -161,11 +160,6 @@ class MegatronGPTModel(ModelPT):
         )
         self.add_head(gpt)
         return gpt
-
-    @property
-    def gpt(self) -> GPTModel:
-        """The megatron-core model, without the data-parallel wrapper."""
-        return self.model.module if self.optimizer is not None else self.model
 
     def num_parameters(self) -> int:
         """Parameters on this process."""
@@ -309,58 +303,6 @@ class MegatronGPTModel(ModelPT):
             reduced = reduce_result(results, own_tokens, self.parallel.dp_group)
         last = dist.get_global_rank(self.parallel.pp_group, self.settings.parallel.pipeline - 1)
         return result_of(broadcast_floats(reduced, last, self.parallel.pp_group))
-
-    # Phases -----------------------------------------------------------------------------------
-
-    def prepare_for_training(self) -> None:
-        """Bring the optimizer state back, or make the optimizer, and enter training mode."""
-        self.setup_training()
-        trainable(self.optimizer).restore()
-        self.model.train()
-
-    def finish_training(self) -> None:
-        """Training is over for now; the next phase says where things move."""
-        self.collect_weights()
-
-    def collect_weights(self) -> None:
-        """Weights are whole and new on every rank; see `RoleOptimizer.collect_weights`."""
-        if self.optimizer is not None:
-            self.optimizer.collect_weights()
-
-    def _bring_gradients(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.bring_gradients()
-
-    def prepare_for_inference(self) -> None:
-        """Enter evaluation mode; gradients and moments leave the device where configured."""
-        self.kept_pass.drop()
-        self.collect_weights()
-        if self.optimizer is not None and self.settings.offload_gradients:
-            self.optimizer.park_gradients()
-        if self.optimizer is not None and self.settings.offload_adam_states:
-            self.optimizer.offload()
-        self.model.eval()
-
-    def finish_inference(self) -> None:
-        """Release device memory that inference cached."""
-        accelerator.release_memory()
-
-    # Run state --------------------------------------------------------------------------------
-
-    def run_state(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact; see `role_state`."""
-        self.collect_weights()
-        self._bring_gradients()
-        return role_state(
-            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
-        )
-
-    def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
-        self._bring_gradients()
-        load_role_state(
-            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora, states
-        )
 
     # NeMo's ModelPT ---------------------------------------------------------------------------
 

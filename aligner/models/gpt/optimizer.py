@@ -232,6 +232,11 @@ class RoleOptimizer:
         """Undo `park_gradients`; gradients are zero."""
         self._residence.to_device()
 
+    def park(self) -> None:
+        """Have nothing of its own on the device: `park_gradients` and `offload`."""
+        self.park_gradients()
+        self.offload()
+
     def restore(self) -> None:
         """Bring gradient buffers, float32 weights and the Adam moments back to the device."""
         self.bring_gradients()

@@ -24,8 +24,12 @@ class MovableOptimizer(Protocol):
         """Moments to host memory."""
         ...
 
+    def park(self) -> None:
+        """All that it keeps beside the weights to host memory."""
+        ...
+
     def restore(self) -> None:
-        """Moments back to the device."""
+        """Everything back to the device."""
         ...
 
 
@@ -134,6 +138,11 @@ class PolicyRole(Role, Protocol):
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
         """Freeze the current weights as the reference policy."""
+        ...
+
+    @property
+    def reference(self) -> nn.Module:
+        """The policy that training began with, after `keep_reference`."""
         ...
 
     def configure_generation(

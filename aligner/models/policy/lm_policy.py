@@ -214,7 +214,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         return True
 
     def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Ready the workers to score tokens."""
+        """Ready the workers to score tokens; `finish_inference` ends it."""
         run_on_all(self.worker_group, "prepare_for_lp_inference")
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from aligner.checkpoint.model_source import open_model
 from aligner.config import Drawing, TrainedModelConfig
 from aligner.data.tokenizer import Tokenizer
+from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.dtensor_actor import DTensorActorModel
@@ -50,11 +51,14 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
 
     def prepare_for_generation(self) -> None:
         """Gather the weights as they are now into the model that generates."""
+        self.bring_back()
         self.model.prepare_for_generation()
 
     def finish_generation(self) -> None:
-        """Give up the model that generates."""
+        """Give up the model that generates; with ``offload_weights`` all leaves the device."""
         self.model.finish_generation()
+        self._park()
+        accelerator.release_memory()
 
     def num_parameters(self) -> int:
         """Parameters of the whole role."""

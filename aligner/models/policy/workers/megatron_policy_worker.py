@@ -60,7 +60,7 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
 
     def offload_before_refit(self) -> None:
         """Evaluation mode; the optimizer's moments leave the device where configured."""
-        self.model.prepare_for_inference()
+        self.prepare_for_inference()
         super().offload_before_refit()
 
     def _hugging_face_view(self) -> HuggingFaceView:

@@ -4,10 +4,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from torch import nn
+
 from aligner.checkpoint.role_files import load_optimizer_state
 from aligner.config import Drawing, TrainedModelConfig
 from aligner.config.published import published_role
 from aligner.data.tokenizer import Tokenizer, as_tokenizer
+from aligner.distributed import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
@@ -71,8 +74,11 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         settings = policy_settings(config, run, max_optimizer_steps)
         model = self.load(config, settings, tokenizer, parallel)
         super().__init__(model, parallel)
+        self._offloads = config.rollout.offload_weights
+        self._reference: list[nn.Module] = []
         if init_reference_model:
             model.keep_reference(config.reference_mode)
+            self._reference.append(model.reference)
         if weights_path is not None:
             self.load_checkpoint(weights_path)
         if init_optimizer:
@@ -141,14 +147,31 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         logprobs = self.model.get_reference_logprobs(tensors_on_device(data), passes)
         return BatchedDataDict({"reference_logprobs": logprobs})
 
+    # Phases -----------------------------------------------------------------------------------
+
     def prepare_for_generation(self) -> None:
-        """Evaluation mode."""
-        self.model.prepare_for_inference()
+        """Weights on the device, evaluation mode."""
+        self.prepare_for_inference()
 
     def finish_generation(self) -> None:
-        """Release what generation cached."""
-        self.model.finish_inference()
+        """Release what generation cached; with ``offload_weights`` all leaves the device."""
+        self.finish_inference()
+        accelerator.release_memory()
 
     def prepare_for_lp_inference(self) -> None:
-        """Evaluation mode."""
-        self.model.prepare_for_inference()
+        """Weights on the device, evaluation mode; `finish_inference` ends it."""
+        self.prepare_for_inference()
+
+    def offload_before_refit(self) -> None:
+        """Weights on the device, and room on one that the engine shares."""
+        self.bring_back()
+        super().offload_before_refit()
+
+    def offload_after_refit(self) -> None:
+        """Withdraw what was offered; with ``offload_weights`` all leaves the device."""
+        super().offload_after_refit()
+        self._park()
+
+    def _modules_with_weights(self) -> list[nn.Module]:
+        """The policy, and a reference with weights of its own."""
+        return [*super()._modules_with_weights(), *self._reference]

@@ -78,14 +78,3 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
     def attributes(self) -> tuple[str, ...]:
         """Names of what the head rates; none where it was trained on comparisons."""
         return self.model.attributes
-
-    def prepare_for_inference(self) -> None:
-        """Weights on the device, evaluation mode."""
-        self.residence(self.model.model).to_device()
-        super().prepare_for_inference()
-
-    def finish_inference(self) -> None:
-        """Leave inference; with ``offload_weights`` the weights leave the device."""
-        super().finish_inference()
-        if self._offloads:
-            self.move_model(self.model.model, "cpu")

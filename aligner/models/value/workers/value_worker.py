@@ -1,7 +1,7 @@
 """One process's share of a critic, whatever it is built of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from aligner.checkpoint.archive import named_by
@@ -102,36 +102,15 @@ class ValueWorker(RoleWorker[Critic], ABC):
 
     # Phases -----------------------------------------------------------------------------------
 
-    def prepare_for_training(self) -> None:
-        """Weights, gradient buffers and optimizer state to the device, training mode."""
-        self._bring_back()
-        super().prepare_for_training()
-
     def finish_training(self) -> None:
-        """Weights whole; with ``offload_weights`` what training needs leaves the device.
-
-        Float32 weights that an optimizer keeps beside bfloat16 ones stay.
-        """
+        """See `RoleWorker`; weights are whole."""
         self.disable_forward_pre_hook()
         super().finish_training()
-        if self._offloads:
-            self.move_optimizer("cpu")
-            self.move_model(self.model.model, "cpu")
 
     def prepare_for_inference(self) -> None:
-        """Weights whole and on the device, evaluation mode."""
+        """See `RoleWorker`; weights are whole."""
         self.disable_forward_pre_hook()
-        self._bring_back()
         super().prepare_for_inference()
-
-    def finish_inference(self) -> None:
-        """Leave inference; with ``offload_weights`` the weights leave the device."""
-        super().finish_inference()
-        if self._offloads:
-            self.move_model(self.model.model, "cpu")
-
-    def _bring_back(self) -> None:
-        self.residence(self.model.model).to_device()
 
     # When weights are gathered ----------------------------------------------------------------
 
@@ -147,35 +126,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
         Nothing to do where the backend never does.
         """
 
-    # State ------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact."""
-        self._settle()
-        return super().state_dict()
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Inverse of `state_dict`, from what every process of the saved run returned."""
-        self._settle()
-        super().load_state_dict(states)
-
-    def save_checkpoint(
-        self,
-        weights_path: str,
-        optimizer_path: str | None = None,
-        tokenizer_path: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write body and head, and what else is asked for; see `RoleWorker`."""
-        self._settle()
-        super().save_checkpoint(weights_path, optimizer_path, tokenizer_path, **kwargs)
-
-    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Inverse of `save_checkpoint`, on any layout."""
-        self._settle()
-        super().load_checkpoint(weights_path, optimizer_path)
-
     def _settle(self) -> None:
         """Weights whole and on the device, whatever phase this is."""
         self.disable_forward_pre_hook()
-        self._bring_back()
+        super()._settle()

@@ -1,0 +1,160 @@
+"""`model.ppo.offload_weights`: a policy that is away while other roles work computes the same.
+
+Memory is parked by a copy on the CPU, as it would be on a GPU: what is read while it is away fails.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from test_role_checkpoint import OPTIM, ROWS, assert_equal, make_batch
+
+from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.worker_state import seal
+from aligner.config import LengthParams, LoraConfig, ModelConfig, PeftConfig, PolicyPPOConfig
+from aligner.config.model import ReferenceConfig
+from aligner.distributed import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.worker_groups import LocalCluster
+from aligner.models.gpt.settings import RunFacts
+from aligner.models.policy.lm_policy import Policy
+
+VARIANTS = {
+    "float32, reference kept": {},
+    "bf16, reference swapped": {"precision": "bf16", "mode": "swap"},
+    "bf16, gradients offloaded too": {"precision": "bf16", "offload_gradients": True},
+    "adapters": {"lora": LoraConfig(adapter_dim=4)},
+    "dtensor": {"backend": "dtensor"},
+}
+
+
+class Run:
+    """A policy in the phases of a step, and what it says in them."""
+
+    def __init__(self, nemo, folder, *, parks, precision="32", mode="keep", **options):
+        with open_nemo(nemo) as checkpoint:
+            tokenizer = checkpoint.tokenizer
+        lora, backend = options.pop("lora", None), options.pop("backend", "megatron")
+        peft = {} if lora is None else {"peft_scheme": "lora", "lora_tuning": lora}
+        model = ModelConfig(
+            restore_from_path=str(nemo),
+            micro_batch_size=2,
+            global_batch_size=ROWS,
+            optim=OPTIM,
+            reference=ReferenceConfig(mode=mode),
+            peft=PeftConfig(**peft),
+            ppo=PolicyPPOConfig(
+                offload_weights=parks, length_params=LengthParams(max_length=4), **options
+            ),
+        )
+        self.front = Policy(
+            LocalCluster(initialize_parallel()),
+            model,
+            tokenizer,
+            run=RunFacts(precision=precision),
+            backend=backend,
+        )
+        self.worker = self.front.worker_group.worker
+        self.folder, self.parks, self.saves = folder, parks, 0
+        self.seen = []
+
+    def check_away(self):
+        """Nothing of it is on the device, where it is to be parked."""
+        role = self.worker.model
+        tensors = [*role.model.parameters(), *role.reference.parameters()]
+        tensors += [p.main_grad for p in role.model.parameters() if hasattr(p, "main_grad")]
+        if role.optimizer is not None and hasattr(role.optimizer, "inner"):
+            tensors += [part.main for part in role.optimizer.owned_slices()]
+        locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+        held = sum(each.untyped_storage().nbytes() for each in locals_)
+        assert (held == 0) == self.parks
+
+    def rollout(self):
+        prompts = BatchedDataDict(
+            {
+                "input_ids": make_batch()["input_ids"][:, :4],
+                "input_lengths": torch.full((ROWS,), 4),
+                "sample_ids": torch.arange(ROWS),
+            }
+        )
+        self.front.prepare_for_generation()
+        self.seen.append(self.front.generate(prompts, seed=3)["output_ids"])
+        self.front.finish_generation()
+        self.check_away()
+
+    def score(self):
+        self.front.prepare_for_lp_inference()
+        batch = make_batch()
+        self.seen.append(self.front.get_logprobs(batch)["logprobs"])
+        self.seen.append(self.front.get_reference_policy_logprobs(batch)["reference_logprobs"])
+        self.front.finish_inference()
+        self.check_away()
+
+    def train(self):
+        self.front.prepare_for_training()
+        self.seen.append(self.front.train(make_batch(), PPOPolicyLoss()))
+        self.front.finish_training()
+        self.check_away()
+
+    def refit(self):
+        self.front.offload_before_refit()
+        names = self.worker.hf_weight_names()
+        self.seen += [tensor.clone() for _, tensor in self.worker.hf_weights(names)]
+        self.front.offload_after_refit()
+        self.check_away()
+
+    def save(self):
+        """In the background, from where it is; the next phases run beside the writer."""
+        self.saves += 1
+        folder = self.folder / str(self.saves)
+        self.front.begin_saving(folder, in_background=True)
+        self.rollout()
+        self.train()
+        self.front.check_saving(wait=True)
+        seal(folder, self.front.num_shares)
+        return folder
+
+    def steps(self):
+        for _ in range(2):
+            self.rollout()
+            self.score()
+            self.train()
+            self.refit()
+
+
+def assert_same(first, second):
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_every_phase_is_the_same_with_and_without(tiny_nemo, tmp_path, variant, monkeypatch):
+    stays = Run(tiny_nemo, tmp_path / "stays", parks=False, **variant)
+    stays.steps()
+    monkeypatch.setattr(accelerator, "to_host", lambda tensor: tensor.clone())
+    goes = Run(tiny_nemo, tmp_path / "goes", parks=True, **variant)
+    goes.steps()
+    assert_same(stays.seen, goes.seen)
+
+    # A state saved while it is away, and what came after it, are one's that never was.
+    (tmp_path / "goes").mkdir()
+    state, before = goes.save(), len(goes.seen)
+    goes.steps()
+    again = Run(tiny_nemo, tmp_path / "again", parks=True, **variant)
+    again.front.load_state(state)
+    again.rollout()
+    again.train()
+    again.steps()
+    assert_same(again.seen, [*goes.seen[before - 2 :]])
+    goes.front.save_checkpoint(str(tmp_path / "goes.nemo"))  # while it is away
+    again.front.save_checkpoint(str(tmp_path / "again.nemo"))
+    with open_nemo(tmp_path / "goes.nemo") as one, open_nemo(tmp_path / "again.nemo") as other:
+        assert_equal(dict(one.weights), dict(other.weights))
+    assert goes.worker.has_finite_weights()
+
+
+def test_it_is_a_key_of_every_policy_that_samples():
+    names = {each.name for each in dataclasses.fields(PolicyPPOConfig)}
+    assert {"offload_adam_states", "offload_gradients", "offload_weights"} <= names
