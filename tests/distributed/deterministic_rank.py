@@ -1,4 +1,4 @@
-"""One rank of `test_deterministic_resume` when it is run: two tensor-parallel ranks that drop out."""
+"""One rank of `test_deterministic_resume`: two tensor-parallel ranks that drop out."""
 
 import copy
 import sys

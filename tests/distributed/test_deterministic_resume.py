@@ -1,4 +1,4 @@
-"""`trainer.deterministic` with tensor parallelism and dropout: a resumed run is the same to the bit.
+"""`trainer.deterministic`, tensor parallelism, dropout: a resumed run is the same to the bit.
 
 Dropout of what every tensor-parallel rank has is drawn from torch's generator, that of what each
 has a part of from megatron-core's; both go on where they were.
