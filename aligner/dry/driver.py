@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
@@ -93,6 +94,8 @@ def _stream_calls(gpu: Gpu) -> Iterator[Replacement]:
     """Streams, events, and what orders the host and them."""
     cuda, order = torch.cuda, gpu.order
     stream_class, event_class = stream_classes(order, gpu.saw_host_wait)
+    # Kept by the class: without this a second device in a process gets the stream of the first.
+    yield MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None
 
     def synchronize(device: Any = None) -> None:
         gpu.saw_host_wait()
