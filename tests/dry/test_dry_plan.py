@@ -252,9 +252,9 @@ def test_static_bytes_are_what_stays_between_steps(dry):
         assert not {"weights", "gradients"} & set(roles[name]["static"])
         assert all(phase["peak"]["weights"] > 0 for phase in roles[name]["phases"].values())
     assert roles["policy"]["static"]["weights"] > 0
-    # The float32 weights of the critic's optimizer stay; its moments, two thirds of it, do not.
+    # Neither the float32 weights of the critic's optimizer nor its moments.
     whole = roles["critic"]["phases"]["train"]["peak"]["optimizer"]
-    assert roles["critic"]["static"]["optimizer"] == pytest.approx(whole / 3, rel=0.02)
+    assert roles["critic"]["static"]["optimizer"] < 0.01 * whole
 
 
 @pytest.mark.extended
