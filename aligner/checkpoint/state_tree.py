@@ -141,12 +141,19 @@ def copied(tree: Any, memory: CopyMemory) -> Any:
 def _copy_bytes(source: Tensor, target: Tensor) -> None:
     """Copy uint8 ``[n]`` to host memory, from a device once `accelerator.synchronize` returns."""
     if source.is_cpu:
-        # In one thread: torch's copy meets its other threads for each tensor, and where cores are
-        # taken, by a writer for one, that costs more than it brings. As an array of NumPy's, a
-        # tensor's memory could never be freed in its place again (`Residence`).
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+        copy_on_host(source, target)
     else:
         target.copy_(source, non_blocking=True)
+
+
+def copy_on_host(source: Tensor, target: Tensor) -> None:
+    """Copy uint8 ``[n]`` within host memory, in this thread alone.
+
+    torch's copy meets its other threads for each tensor, and where cores are taken, by a writer for
+    one, that costs more than it brings. As an array of NumPy's, a tensor's memory could never be
+    freed in its place again (`Residence`).
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 def bytes_to_copy(tree: Any) -> int:

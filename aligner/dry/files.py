@@ -6,6 +6,7 @@ Unknown values are written as zeros. What is read is on the host and real.
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -62,6 +63,12 @@ def file_calls(device: _Device, mode: FakeTensorMode) -> Iterator[tuple[Any, str
     yield torch, "load", loaded
     yield torch, "frombuffer", of_memory
     yield torch, "set_rng_state", set_state
+    # Fake tensors have no memory at their addresses.
+    yield (
+        state_tree,
+        "copy_on_host",
+        lambda source, target: np.copyto(target.numpy(), source.numpy()),
+    )
     # A run state takes no tensor types that it does not know.
     yield state_tree, "_TENSOR_TYPES", (*state_tree._TENSOR_TYPES, FakeTensor)
 

@@ -70,7 +70,8 @@ class Residence:
                 content.zero_()
             else:
                 content.copy_(copy, non_blocking=True)
-        accelerator.synchronize()  # the copies must not be freed before they are read
+        if self._parked:
+            accelerator.synchronize()  # the copies must not be freed before they are read
         self._parked = []
 
 
