@@ -94,6 +94,7 @@ def test_killed_twice(tmp_path, start, left_alone):
 
     process = start(folder)
     wait_for(lambda: len(read_metrics(folder / "metrics.jsonl")) > 3, process)  # step 3 is made
+    wait_for(lambda: any(states.glob("step_*")), process)  # and the state of step 2 is whole
     kill(process)
     process = start(folder)
     wait_for(lambda: any(states.glob(".tmp-step_*")), process)  # a state is being written
