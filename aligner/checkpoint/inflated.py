@@ -12,9 +12,11 @@ import gzip
 import hashlib
 import io
 import os
+import random
 import shutil
 import stat
 import tempfile
+import time
 import zlib
 from pathlib import Path
 from typing import IO
@@ -68,15 +70,20 @@ class _Shared(io.FileIO):
 
     def _locked_and_whole(self, packed: Path) -> bool:
         """Wait for it or inflate it; False: it has been removed."""
-        self._lock(fcntl.LOCK_SH)
-        if not self._is_whole():
-            self._lock(fcntl.LOCK_EX)
+        while True:
+            # Readers keep their shared lock while they read: nobody waits for an exclusive one.
+            if self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if not self._is_there():
+                    return False
+                if not self._is_whole():
+                    self._inflate(packed)
+            self._lock(fcntl.LOCK_SH)
             if not self._is_there():
                 return False
-            if not self._is_whole():
-                self._inflate(packed)
-            self._lock(fcntl.LOCK_SH)
-        return self._is_there()
+            if self._is_whole():
+                return True
+            self._lock(fcntl.LOCK_UN)
+            time.sleep(random.uniform(0.001, 0.01))  # who inflated it failed, or has yet to begin
 
     def _inflate(self, packed: Path) -> None:
         try:
@@ -95,11 +102,15 @@ class _Shared(io.FileIO):
             return os.path.samestat(os.stat(self._place), os.fstat(self.fileno()))
         return False
 
-    def _lock(self, kind: int) -> None:
+    def _lock(self, kind: int) -> bool:
+        """False: another process holds a lock, and ``kind`` does not wait."""
         try:
             fcntl.flock(self.fileno(), kind)
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise _NotOurs from error
+        return True
 
     def close(self) -> None:
         """Remove the file, unless another process reads it."""

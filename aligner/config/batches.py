@@ -77,10 +77,14 @@ def check_shares(
     """
     per_pass = micro_batch_size * data_parallel_size
     if global_batch_size % per_pass:
+        processes = "trainer.devices x trainer.num_nodes"
+        if role == "critic":
+            processes += ", or of cluster.value_workers"
+        ranks = f" (of {processes})" if data_parallel_size > 1 else ""
         raise ConfigError(
             f"{role}.global_batch_size={global_batch_size} is not a multiple of "
             f"{role}.micro_batch_size={micro_batch_size} x {data_parallel_size} "
-            f"data-parallel ranks = {per_pass}; nearest that work: "
+            f"data-parallel ranks = {per_pass}{ranks}; nearest that work: "
             f"{multiples_near(global_batch_size, per_pass)}"
         )
 

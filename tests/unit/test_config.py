@@ -227,7 +227,7 @@ def test_values_are_converted_where_that_loses_nothing():
 def test_batches_must_divide_over_data_parallel_ranks():
     config = parse_config(MINIMAL)  # global 64, micro 8
     check_batch_layout(config, 4, 4)
-    with pytest.raises(ConfigError, match=r"8 x 3 data-parallel ranks = 24.*48 or 72"):
+    with pytest.raises(ConfigError, match=r"8 x 3 data-.* = 24.*trainer.devices.*48 or 72"):
         check_batch_layout(config, 3, 4)
 
 

@@ -244,6 +244,38 @@ def test_readers_at_one_time_inflate_once(packed, temporary, inflations):
     assert list(temporary.iterdir()) == []
 
 
+def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, monkeypatch):
+    """The second reader looks at the file just before the first one has finished it."""
+    is_whole, closed, looks, names = inflated._Shared._is_whole, threading.Event(), [], []
+
+    def looked_too_early(shared):
+        if threading.current_thread() is second:
+            looks.append(shared)
+            return len(looks) > 1 and is_whole(shared)
+        return is_whole(shared)
+
+    def read_first():
+        with ArchiveReader(packed):
+            closed.wait(20)
+
+    def read_second():
+        with ArchiveReader(packed) as archive:
+            names.append(archive.names)
+
+    first, second = threading.Thread(target=read_first), threading.Thread(target=read_second)
+    monkeypatch.setattr(inflated._Shared, "_is_whole", looked_too_early)
+    first.start()
+    time.sleep(0.1)  # the first one inflates
+    second.start()
+    second.join(10)
+    waited = second.is_alive()
+    closed.set()
+    for reader in (first, second):
+        reader.join(30)
+    assert not waited
+    assert len(names) == len(inflations) == 1
+
+
 def test_what_a_killed_reader_left_is_removed(packed, temporary, tmp_path):
     script = (
         "import sys, time\n"
