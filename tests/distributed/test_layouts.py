@@ -2,7 +2,7 @@
 
 Scores, what training reports, every parameter's gradient, and the weights after two updates, of
 actor and critic. Float32 rounding differs with the order of sums: the largest difference stays
-within 1e-5 of the largest value of a tensor, or of a reported number (or of 1e-3 where that is
+within 1e-5 of the largest value of a tensor, or of a reported number (or of 1e-2 where that is
 more: such a number is what terms of order 1 leave when they cancel).
 """
 
@@ -77,5 +77,5 @@ def test_a_layout_equals_one_process(processes, name, mode, role, seen):
             if isinstance(value, torch.Tensor):
                 assert difference(value, other[key][what]) < TOLERANCE, (key, what)
             else:
-                scale = max(abs(value), 1e-3)
+                scale = max(abs(value), 1e-2)  # a mean of terms up to 1, which cancel
                 assert abs(value - other[key][what]) < TOLERANCE * scale, (key, what)
