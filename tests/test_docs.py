@@ -3,21 +3,20 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
+import runpy
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 import pytest
+from documented import PAGES, ROOT
 
 from aligner.config import RunConfig
 from aligner.config.parse import field_types
 from aligner.observe.metric_names import markdown
 from aligner.rewards.function import RewardFunction
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PPO = (ROOT / "docs" / "ppo.md").read_text()
-PAGES = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
 def dataclass_in(hint):
@@ -68,10 +67,9 @@ def test_every_metric_is_explained_as_the_registry_explains_it():
 
 
 def tree_entries():
-    """Paths of README's annotated tree: names, two blanks or more, what it is."""
-    block = re.search(
-        r"```text\n(.*?)```", README[README.index("## Where things are") :], re.DOTALL
-    )
+    """Paths of the annotated tree: names, two blanks or more, what it is."""
+    section = ARCHITECTURE[ARCHITECTURE.index("## Where things are") :]
+    block = re.search(r"```text\n(.*?)```", section, re.DOTALL)
     folders = []
     for line in block[1].splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -119,3 +117,8 @@ def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):
         scored = function(["p"] * 4, ["21", "22", "21", "no"], ["21"] * 4, ended)
     assert scored.rewards.tolist() == pytest.approx([1.0, 0.2, 0.0, 0.0])
     assert scored.metrics == {"accuracy": [1, 0, 0, 0], "is_number": [1, 1, 0, 0]}
+
+
+def test_the_picture_of_results_shows_the_tables():
+    drawn = runpy.run_path(str(ROOT / "docs" / "tools" / "results_chart.py"))
+    assert (ROOT / "docs" / "results.svg").read_text() == drawn["picture"]()

@@ -267,6 +267,7 @@ TABLES = {
     ("benchmark", "compares", "replicate"): with_commands,
     ("benchmark", "measured (aligner over the other)"): measured,
     ("what", "script", "page"): paths(1, 2),
+    ("you want to", "page"): paths(1),
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
     ("what", "where"): paths(1),
