@@ -98,8 +98,11 @@ def test_links_and_commands_lead_somewhere(page):
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?:`|^)make ([a-z-]+)\b(?![/-])", text, re.MULTILINE))
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
-    scripts = set(re.findall(r"(?:examples|conf|benchmarks)/[\w/]+\.(?:py|yaml)", text))
-    assert [script for script in scripts if not (ROOT / script).exists()] == []
+    folders = "aligner|benchmarks|campaigns|conf|docs/tools|examples|tests"
+    scripts = set(re.findall(rf"(?<![\w/.])(?:{folders})/[\w/]+\.(?:py|yaml)", text))
+    shown = re.compile("NAME|example")  # names in which a page leaves a part to the reader
+    missing = [script for script in scripts if not (ROOT / script).exists()]
+    assert [script for script in missing if not shown.search(script)] == []
     modules = set(re.findall(r"python -m ((?:aligner|benchmarks)\.[\w.]+)", text))
     paths = {module: ROOT / module.replace(".", "/") for module in modules}
     exists = {

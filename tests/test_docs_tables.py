@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from test_conf import ROOTS, composed
 from test_docs_commands import composed_of, hint_of, kind_of
+from test_layering import LAYERS
 
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import convert
@@ -200,6 +201,14 @@ def paths(*columns):
     return check
 
 
+def layers(table):
+    """The rows are the layers that tests/test_layering.py holds imports to, the highest first."""
+    said = [code(row[1]) for row in table.rows]
+    return (
+        [] if said == LAYERS[::-1] else [f"{table.place}: LAYERS of tests/test_layering.py differ"]
+    )
+
+
 FOREIGN = "No space left on device, Connection refused, Unauthorized"
 
 
@@ -271,6 +280,15 @@ TABLES = {
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
     ("what", "where"): paths(1),
+    ("layer", "modules"): layers,
+    ("term", "meaning"): explained("definitions; keys in them are held to what exists"),
+    ("older word", "the field's"): explained("a dictionary for readers of older pages"),
+    ("process", "started by"): explained(
+        "tests/ray, tests/distributed, tests/unit/test_reward_server.py"
+    ),
+    ("stage", "computed by"): explained(
+        "tests/unit/test_ppo_trainer.py; aligner/types.py has the columns"
+    ),
     ("question", "test"): paths(1),
     ("algorithm", "functions"): paths(1),
     ("message",): messages,
