@@ -200,7 +200,7 @@ def _call(name: str, callback: Callback, hook: str, *arguments: Any) -> Any:
 
 
 def _construct(key: str, name: str, entry: CallbackConfig) -> Callback:
-    factory = load_function(entry.callback, key=key)
+    factory = load_function(entry.callback, key=key, kind="class")
     check_call(
         factory,
         entry.kwargs,

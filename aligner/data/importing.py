@@ -12,18 +12,21 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from aligner.errors import ConfigError
 
+Kind = Literal["function", "class"]
 
-def load_function(name: str, *, key: str) -> Callable[..., Any]:
+
+def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
     """The callable that ``name`` stands for.
 
     Args:
         name: ``package.module:function``, ``package.module.function`` or
             ``path/to/file.py:function``; a class serves as well.
         key: the configuration key that held it, for the error message.
+        kind: what the message calls it.
 
     Raises:
         ConfigError: nothing callable of that name can be imported.
@@ -34,9 +37,10 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        offered = ", ".join(_functions_of(module)) or "none"
+        offered = ", ".join(_functions_of(module, kind)) or "none"
+        kinds = {"function": "functions", "class": "classes"}[kind]
         raise ConfigError(
-            f"{key}={name!r}: {place} has no function {attribute!r} (its functions: {offered})"
+            f"{key}={name!r}: {place} has no {kind} {attribute!r} (its {kinds}: {offered})"
         )
     return found
 
@@ -115,11 +119,12 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _functions_of(module: ModuleType) -> list[str]:
+def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
     return sorted(
         name
         for name, value in vars(module).items()
         if callable(value)
+        and (kind == "function" or isinstance(value, type))
         and not name.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
     )

@@ -77,7 +77,7 @@ class UserPolicyLoss:
             ConfigError: it cannot be imported or constructed, or makes nothing that is a loss.
         """
         self.name, self.options = name, dict(options)
-        self._loss = _construct(load_function(name, key=KEY), name, self.options)
+        self._loss = _construct(load_function(name, key=KEY, kind="class"), name, self.options)
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ def user_policy_loss(
         ConfigError: it cannot be imported or constructed, raises, has no gradient, depends on how
             rows are split into micro-batches, or on tokens that do not count.
     """
-    factory = load_function(name, key=KEY)
+    factory = load_function(name, key=KEY, kind="class")
     taken = _named_by(factory, built_in)
     for setting, options in given.items():
         if not set(options) & (taken | kwargs.keys()):
@@ -182,19 +182,19 @@ def _try(loss: UserPolicyLoss, has_reference: bool) -> None:
     parts, of_parts = _shares(loss, _made_up(has_reference), [slice(0, 2), slice(2, _ROWS)])
     other, of_other = _shares(loss, _made_up(has_reference, 2.0), [slice(None)])
     named = f"{KEY}={loss.name}"
-    if not _close(whole, parts) or not _close(gradient, of_parts):
-        raise ConfigError(
-            f"{named}: it depends on how rows are split into micro-batches. Of 4 made-up rows at "
-            f"once the loss is {whole.item():g}, of two and two it adds up to {parts.item():g} "
-            "(or the gradients differ). Divide sums by denominators.valid_tokens or "
-            "denominators.valid_seqs, not by what a micro-batch has"
-        )
     if not _close(whole, other) or not _close(gradient, of_other):
         raise ConfigError(
             f"{named}: it reads tokens that do not count: with other numbers there the loss is "
             f"{other.item():g} and not {whole.item():g} (or the gradients differ). A token counts "
             "where batch['token_mask'] and batch['sample_mask'] are both 1; put 0 elsewhere with "
             "torch.where before taking exp or a sum"
+        )
+    if not _close(whole, parts) or not _close(gradient, of_parts):
+        raise ConfigError(
+            f"{named}: it depends on how rows are split into micro-batches. Of 4 made-up rows at "
+            f"once the loss is {whole.item():g}, of two and two it adds up to {parts.item():g} "
+            "(or the gradients differ). Divide sums by denominators.valid_tokens or "
+            "denominators.valid_seqs, not by what a micro-batch has"
         )
 
 
