@@ -32,7 +32,7 @@ from aligner.checkpoint.run_state import RunStateStore
 from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
-from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.data.tokenizer import Tokenizer, named_tokenizer
 from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
 from aligner.errors import NonFiniteError
@@ -144,7 +144,9 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
     """
     with open_model(model.restore_from_path) as checkpoint:
         tokenizer = (
-            load_tokenizer(model.tokenizer) if model.tokenizer is not None else checkpoint.tokenizer
+            checkpoint.tokenizer
+            if model.tokenizer is None
+            else named_tokenizer(model.tokenizer, key="model.tokenizer")
         )
         _check_adapters(model, checkpoint.architecture)
         ends = model.rollout.sampling_params.end_tokens

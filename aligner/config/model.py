@@ -175,7 +175,9 @@ class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
     restore_from_path: ModelPath  # a .nemo file, or a Hugging Face directory
-    tokenizer: FilePath | None = None  # path of another tokenizer; null: the one in the .nemo
+    # Path of another tokenizer, or package.module:function that makes one; null: the one in the
+    # .nemo.
+    tokenizer: FilePath | None = None
     # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
     micro_batch_size: Count = field(default=8, metadata=DERIVED)
     # Sequences per optimizer step, over all ranks; null: those of a rollout, in equal parts of up

@@ -5,7 +5,8 @@
 2. A loss of another kind learns, with an own estimator and dynamic sampling.
 3. Callbacks are told of every trainer's run; a run that one stops goes on to what it would have
    been.
-4. What is refused is refused before a directory is made; a dry run calls no callback.
+4. A tokenizer is the run's, and in the model that it leaves.
+5. What is refused is refused before a directory is made; a dry run calls no callback.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from aligner.checkpoint.nemo import open_nemo
 from aligner.config import (
     DistillRunConfig,
     DPORunConfig,
@@ -183,6 +185,13 @@ def test_an_error_in_a_callback_ends_the_run_and_others_hear_of_it(tmp_path, tin
     last = journal(tmp_path / "run")[-1]
     assert (last["event"], last["step"]) == ("run_end", 1)
     assert last["reason"].startswith("CallbackError: trainer.callbacks[0]=")
+
+
+def test_a_tokenizer_is_in_the_model_that_is_left(tmp_path, tiny_nemo):
+    tokenizer = f"model.tokenizer={EXTEND}/my_tokenizer.py:by_line"
+    run(tmp_path, tiny_nemo, "ppo_tiny_cpu", 1, tokenizer)
+    with open_nemo(tmp_path / "policy.nemo") as trained, open_nemo(tiny_nemo) as start:
+        assert trained.tokenizer.end_ids == (*start.tokenizer.end_ids, ord("\n"))
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tiny_nemo):

@@ -4,7 +4,8 @@
 2. The module is found in the current directory, wherever the script stands.
 3. A loss that depends on micro-batches or reads what does not count is found out.
 4. The estimator gets what it names, and what it returns is checked.
-5. A run tells its callbacks everything in order, stops where they say, and names one that raises.
+5. A tokenizer is what its files make.
+6. A run tells its callbacks everything in order, stops where they say, and names one that raises.
 """
 
 import io
@@ -25,6 +26,7 @@ from aligner.algorithms.run_loop import config_changes
 from aligner.algorithms.user_estimator import UserEstimator
 from aligner.config import parse_config
 from aligner.config.trainer import CallbackConfig
+from aligner.data.tokenizer import named_tokenizer
 from aligner.errors import CallbackError, ConfigError
 from aligner.types import Denominators, TokenOutputs
 
@@ -401,6 +403,45 @@ def test_an_estimator_of_a_run_with_a_critic(here):
     assert metrics["critic/explained_var"] == pytest.approx(1.0)
     overrides = {"trainer__ppo__advantage__estimator": path}
     assert make_estimator(configured(critic=True, **overrides)) is not None
+
+
+# Tokenizers -------------------------------------------------------------------------------------
+
+TOKENIZERS = """
+from aligner.data.byte_tokenizer import byte_level_tokenizer
+
+def good():
+    return byte_level_tokenizer()
+
+def wants(path):
+    return byte_level_tokenizer()
+
+def raises():
+    raise OSError("no vocabulary")
+
+def none():
+    return None
+
+def not_what_its_files_are():
+    made = byte_level_tokenizer()
+    made.encode = lambda text: [0] * len(text)
+    return made
+"""
+
+
+def test_a_tokenizer_of_a_function(here):
+    (here / "my_tokenizers.py").write_text(TOKENIZERS)
+    made = named_tokenizer("my_tokenizers.py:good", key="model.tokenizer")
+    assert made.encode("a") == [ord("a")]
+    for name, words in {
+        "wants": "missing a required argument: 'path'.*without arguments",
+        "raises": "raised OSError: no vocabulary",
+        "none": "returned a NoneType; return a tokenizer of transformers",
+        "not_what_its_files_are": "encodes text or ends responses otherwise",
+        "gone": "has no function 'gone'",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"model\.tokenizer='?my_tokenizers.*{words}"):
+            named_tokenizer(f"my_tokenizers.py:{name}", key="model.tokenizer")
 
 
 # Callbacks --------------------------------------------------------------------------------------
