@@ -282,6 +282,7 @@ TABLES = {
     ("folder", "what it shows"): paths(0),
     ("what", "where"): paths(1),
     ("layer", "modules"): layers,
+    ("to add", "files of the library to change"): explained("tests/learning/test_extend.py"),
     ("term", "meaning"): explained("definitions; keys in them are held to what exists"),
     ("older word", "the field's"): explained("a dictionary for readers of older pages"),
     ("process", "started by"): explained(
