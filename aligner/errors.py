@@ -57,6 +57,10 @@ class RewardServerError(RewardError, ConnectionError):
     """
 
 
+class CallbackError(AlignerError, RuntimeError):
+    """A callback of ``trainer.callbacks`` raised; the message names it and the cause."""
+
+
 class NonFiniteError(AlignerError, FloatingPointError):
     """A loss or a gradient is NaN or infinite and the configuration says to stop."""
 

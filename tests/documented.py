@@ -12,7 +12,12 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-PAGES = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+)
 # Words that begin a command. A span or a line of a shell block that begins otherwise is none.
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "aligner", "make", "pip", "docker", "sbatch")
 ELLIPSES = ("...", "…")

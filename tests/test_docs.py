@@ -3,21 +3,21 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
+import runpy
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 import pytest
+from documented import PAGES, ROOT
 
 from aligner.config import RunConfig
 from aligner.config.parse import field_types
 from aligner.observe.metric_names import markdown
 from aligner.rewards.function import RewardFunction
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PPO = (ROOT / "docs" / "ppo.md").read_text()
-PAGES = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")])
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
 
 
 def dataclass_in(hint):
@@ -53,12 +53,18 @@ def shown(default):
     return default if isinstance(default, str) else json.dumps(default)
 
 
-def test_every_option_stands_in_the_tables_with_its_default():
-    tables = PPO[PPO.index("## Options") : PPO.index("## Metrics")]
-    rows = re.findall(r"^\| `([\w.]+)` \| `?([^|`]+)`? \| \S", tables, re.MULTILINE)
+def rows_of(text):
+    """Keys and defaults of tables that have one key a row."""
+    rows = re.findall(r"^\| `([\w.]+)` \| `?([^|`]+)`? \| \S", text, re.MULTILINE)
     assert len(rows) == len(dict(rows))
-    own = {"exp_manager.explicit_log_dir": "results/ppo"}  # of the script, which YAML alone gives
-    assert dict(rows) == dict(options(RunConfig)) | own
+    return dict(rows)
+
+
+def test_every_option_of_ppo_stands_in_the_tables_with_its_default():
+    own, shared = rows_of(PPO[PPO.index("## Options") : PPO.index("## Metrics")]), rows_of(OPTIONS)
+    assert own.keys() & shared.keys() == set()
+    script = {"exp_manager.explicit_log_dir": "results/ppo"}  # its own, which YAML alone gives
+    assert own | shared == dict(options(RunConfig)) | script
 
 
 def test_every_metric_is_explained_as_the_registry_explains_it():
@@ -68,10 +74,9 @@ def test_every_metric_is_explained_as_the_registry_explains_it():
 
 
 def tree_entries():
-    """Paths of README's annotated tree: names, two blanks or more, what it is."""
-    block = re.search(
-        r"```text\n(.*?)```", README[README.index("## Where things are") :], re.DOTALL
-    )
+    """Paths of the annotated tree: names, two blanks or more, what it is."""
+    section = ARCHITECTURE[ARCHITECTURE.index("## Where things are") :]
+    block = re.search(r"```text\n(.*?)```", section, re.DOTALL)
     folders = []
     for line in block[1].splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
@@ -100,8 +105,11 @@ def test_links_and_commands_lead_somewhere(page):
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"(?:`|^)make ([a-z-]+)\b(?![/-])", text, re.MULTILINE))
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
-    scripts = set(re.findall(r"(?:examples|conf|benchmarks)/[\w/]+\.(?:py|yaml)", text))
-    assert [script for script in scripts if not (ROOT / script).exists()] == []
+    folders = "aligner|benchmarks|campaigns|conf|docs/tools|examples|tests"
+    scripts = set(re.findall(rf"(?<![\w/.])(?:{folders})/[\w/]+\.(?:py|yaml)", text))
+    shown = re.compile("NAME|example")  # names in which a page leaves a part to the reader
+    missing = [script for script in scripts if not (ROOT / script).exists()]
+    assert [script for script in missing if not shown.search(script)] == []
     modules = set(re.findall(r"python -m ((?:aligner|benchmarks)\.[\w.]+)", text))
     paths = {module: ROOT / module.replace(".", "/") for module in modules}
     exists = {
@@ -119,3 +127,8 @@ def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):
         scored = function(["p"] * 4, ["21", "22", "21", "no"], ["21"] * 4, ended)
     assert scored.rewards.tolist() == pytest.approx([1.0, 0.2, 0.0, 0.0])
     assert scored.metrics == {"accuracy": [1, 0, 0, 0], "is_number": [1, 1, 0, 0]}
+
+
+def test_the_picture_of_results_shows_the_tables():
+    drawn = runpy.run_path(str(ROOT / "docs" / "tools" / "results_chart.py"))
+    assert (ROOT / "docs" / "results.svg").read_text() == drawn["picture"]()

@@ -177,9 +177,37 @@ def test_blocks_are_commands_data_or_drawings():
         elif block.language == "python":
             source = re.sub(r"(?m)^(def .*:)\n\Z", r"\1 ...\n", block.text)  # a signature
             compile(source, place, "exec")
+        elif block.language == "mermaid":
+            problems += [f"{place}: {problem}" for problem in misdrawn(block.text)]
         elif block.language not in ("sh", "bash", "text", "yaml"):
             problems.append(f"{place}: a block of language '{block.language}'")
-    check(problems, "name its language: sh (it is composed and run), python, json, yaml or text")
+    check(
+        problems,
+        "name its language: sh (it is composed and run), python, json, yaml, mermaid or text",
+    )
+
+
+FROM_ELSEWHERE = {"GPTModel"}  # megatron-core's
+
+
+def misdrawn(drawing):
+    """What is wrong with a drawing: unclosed parts, nodes without a label, unknown classes."""
+    lines = [line.strip() for line in drawing.splitlines()]
+    opened = sum(line.startswith("subgraph ") for line in lines)
+    labelled = set(re.findall(r'\b(\w+)\["', drawing))
+    arrows = [re.sub(r"\[.*?\]", "", line) for line in lines if "-->" in line]
+    joined = {name.strip() for line in arrows for name in line.split("-->")}
+    known = "\n".join(path.read_text() for path in (ROOT / "aligner").rglob("*.py"))
+    classes = {name for name in labelled if re.fullmatch(r"[A-Z][A-Za-z]*", name)}
+    if not lines[0].startswith("flowchart "):
+        yield f"begins with '{lines[0]}', not with a kind of drawing"
+    if opened != lines.count("end"):
+        yield f"{opened} subgraphs and {lines.count('end')} ends"
+    for name in sorted(joined - labelled):
+        yield f"{name} has no label"
+    for name in sorted(classes - FROM_ELSEWHERE):
+        if not re.search(rf"^class {name}\b", known, re.MULTILINE):
+            yield f"no class is called {name}"
 
 
 SECTIONS = sorted({name for root, _ in ROOTS.values() for name in field_types(root)})

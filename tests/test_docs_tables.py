@@ -16,7 +16,9 @@ from documented import CONF, ROOT, Command, commands, tables
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from test_conf import ROOTS, composed
+from test_docs import options as every_option
 from test_docs_commands import composed_of, hint_of, kind_of
+from test_layering import LAYERS
 
 from aligner.config.cli import check_key, check_overrides
 from aligner.config.parse import convert
@@ -24,7 +26,7 @@ from aligner.errors import AlignerError
 from aligner.observe.metric_names import describe
 
 # The configuration whose defaults a page's table of options gives.
-SCRIPT_OF = {"lora": "gpt_sft", "rs": "gpt_rs", "reinforce": "gpt_reinforce"} | {
+SCRIPT_OF = {"lora": "gpt_sft", "options": "gpt_ppo"} | {
     name.removeprefix("gpt_"): name for name in ROOTS
 }
 
@@ -200,6 +202,14 @@ def paths(*columns):
     return check
 
 
+def layers(table):
+    """The rows are the layers that tests/test_layering.py holds imports to, the highest first."""
+    said = [code(row[1]) for row in table.rows]
+    return (
+        [] if said == LAYERS[::-1] else [f"{table.place}: LAYERS of tests/test_layering.py differ"]
+    )
+
+
 FOREIGN = "No space left on device, Connection refused, Unauthorized"
 
 
@@ -267,9 +277,20 @@ TABLES = {
     ("benchmark", "compares", "replicate"): with_commands,
     ("benchmark", "measured (aligner over the other)"): measured,
     ("what", "script", "page"): paths(1, 2),
+    ("you want to", "page"): paths(1),
     ("script", "what it does"): paths(0),
     ("folder", "what it shows"): paths(0),
     ("what", "where"): paths(1),
+    ("layer", "modules"): layers,
+    ("to add", "files of the library to change"): explained("tests/learning/test_extend.py"),
+    ("term", "meaning"): explained("definitions; keys in them are held to what exists"),
+    ("older word", "the field's"): explained("a dictionary for readers of older pages"),
+    ("process", "started by"): explained(
+        "tests/ray, tests/distributed, tests/unit/test_reward_server.py"
+    ),
+    ("stage", "computed by"): explained(
+        "tests/unit/test_ppo_trainer.py; aligner/types.py has the columns"
+    ),
     ("question", "test"): paths(1),
     ("algorithm", "functions"): paths(1),
     ("message",): messages,
@@ -333,6 +354,56 @@ def test_every_row_holds(table):
     assert all(len(row) == len(table.header) for row in table.rows), f"{table.place}: ragged"
     problems = check(table)
     assert problems == [], "\n".join(problems)
+
+
+TRAINING = {"ppo", "reinforce", "rs", "sft", "dpo", "reward", "distill"}  # pages, and scripts
+# Parts of docs/options.md, and the pages of the scripts that take what stands there.
+SHARED = {
+    "Every training run": TRAINING,
+    "Runs that sample and score": {"ppo", "reinforce", "rs"},
+}
+
+
+def keys_on(page, begin=0, end=None):
+    """Keys of the tables of options between two lines of a page."""
+    found = [
+        name
+        for table in tables()
+        if table.page == f"docs/{page}.md" and table.header[:3] == ("key", "default", "meaning")
+        if begin <= table.line and (end is None or table.line < end)
+        for row in table.rows
+        for name in names_of(row[0])
+    ]
+    assert len(found) == len(set(found)), page
+    return set(found)
+
+
+def parts():
+    """Heading of a part of docs/options.md, and the keys in it."""
+    lines = (ROOT / "docs" / "options.md").read_text().splitlines()
+    starts = [(n, line[3:]) for n, line in enumerate(lines, 1) if line.startswith("## ")]
+    ends = [*(n for n, _ in starts[1:]), None]
+    return {name: keys_on("options", n, end) for (n, name), end in zip(starts, ends, strict=True)}
+
+
+def test_shared_options_are_those_of_the_scripts_that_share_them():
+    assert parts().keys() == SHARED.keys()
+    for part, keys in parts().items():
+        taken = {
+            key: {one for one in TRAINING if takes(ROOTS[SCRIPT_OF[one]][0], key)} for key in keys
+        }
+        assert {key: pages for key, pages in taken.items() if pages != SHARED[part]} == {}
+
+
+@pytest.mark.parametrize("page", sorted(TRAINING))
+def test_every_option_of_an_algorithm_is_on_its_page_or_shared(page):
+    """Of REINFORCE and its kin, which are PPO without a critic, on PPO's."""
+    found = {"ppo"} if page == "reinforce" else {page}
+    found = set().union(*map(keys_on, found)) | keys_on(page)
+    found |= {key for part, keys in parts().items() if page in SHARED[part] for key in keys}
+    below = tuple(key.removesuffix("*") for key in found if key.endswith(".*"))
+    needed = {key for key, _ in every_option(ROOTS[SCRIPT_OF[page]][0])}
+    assert {key for key in needed - found if not (below and key.startswith(below))} == set()
 
 
 def test_every_entry_has_a_table():

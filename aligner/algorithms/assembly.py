@@ -8,7 +8,7 @@ launch_run ─► load (data, before any model is built) ─► attempt ─► r
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from aligner.algorithms import dry_run
+from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.engine import Clusters, Engine, open_engine, with_restarts
 from aligner.algorithms.run_directory import RunDirectory, RunIdentity
 from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
@@ -31,7 +32,7 @@ from aligner.checkpoint.run_state import RunStateStore
 from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
-from aligner.data.tokenizer import Tokenizer, load_tokenizer
+from aligner.data.tokenizer import Tokenizer, named_tokenizer
 from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
 from aligner.errors import NonFiniteError
@@ -58,6 +59,7 @@ class Attempt:
     closing: ExitStack
     is_restart: bool
     started: float  # when ``trainer.max_time`` began to run, on the monotonic clock
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def launch_run(
     with ExitStack() as closing:
         engine = open_engine(config, log_dir(config), closing)
         console = Console(quiet=not is_rank_zero())
+        callbacks = Callbacks.load(config.trainer.callbacks)
         for note in [] if config.dry_run else prepare_log_dir(config, closing):
             console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
         inputs = load(engine, closing)
@@ -93,7 +96,7 @@ def launch_run(
         def attempt(number: int) -> None:
             with ExitStack() as workers:
                 clusters = engine.clusters(workers)
-                run(inputs, Attempt(clusters, console, workers, number > 0, started))
+                run(inputs, Attempt(clusters, console, workers, number > 0, started, callbacks))
 
         with_restarts(engine, console, attempt)
 
@@ -125,8 +128,13 @@ def run_to_the_end(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> N
         restored = Restored(restoration.step, str(restoration.path), items)
     device = run.trained[1].device_facts()
     attempt.console.print(startup_report(run.facts(device, restored, notes)))
-    ended = loop.run(None if restoration is None else restoration.step)
-    finish(config, run, loop, attempt.console, ended, device.description)
+    try:
+        ended = loop.run(None if restoration is None else restoration.step)
+        finish(config, run, loop, attempt.console, ended, device.description)
+    except Exception as error:
+        loop.callbacks.failed(loop.step, error)
+        raise
+    loop.callbacks.tell("on_run_end", loop.step, loop.ended_by)
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
@@ -136,7 +144,9 @@ def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitectur
     """
     with open_model(model.restore_from_path) as checkpoint:
         tokenizer = (
-            load_tokenizer(model.tokenizer) if model.tokenizer is not None else checkpoint.tokenizer
+            checkpoint.tokenizer
+            if model.tokenizer is None
+            else named_tokenizer(model.tokenizer, key="model.tokenizer")
         )
         _check_adapters(model, checkpoint.architecture)
         ends = model.rollout.sampling_params.end_tokens
@@ -200,6 +210,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
             config=config.as_dict(),
         )
 
+    attempt.callbacks.begin(config.as_dict(), folder, run.steps)
     limit = config.trainer.max_seconds
     return RunLoop(
         run.learner,
@@ -220,6 +231,7 @@ def build_loop(config: BaseRunConfig, run: Assembled, attempt: Attempt) -> RunLo
         layout=run.layout,
         identity=RunIdentity.of(config).as_dict() if is_rank_zero() else None,
         on_saved=RunDirectory(folder, store).mark_saved,
+        callbacks=attempt.callbacks,
     )
 
 

@@ -18,7 +18,12 @@ from aligner.algorithms.build_reward import RewardSource, load_reward
 from aligner.algorithms.dry_run import may_be_dry
 from aligner.algorithms.engine import Clusters, Engine
 from aligner.algorithms.longest import longest_set
-from aligner.algorithms.ppo import PPOTrainer, needs_reference
+from aligner.algorithms.ppo import (
+    PPOTrainer,
+    make_estimator,
+    make_policy_loss,
+    needs_reference,
+)
 from aligner.algorithms.startup import (
     check_lengths,
     check_validation_lengths,
@@ -96,6 +101,9 @@ def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -
             check_lengths(config, architecture, prompts.max_length)
     check_validation_lengths(config, architecture, [val_prompts, *val_sets.values()])
     reward = load_reward(config, engine, tokenizer, train_prompts.column_names, closing)
+    if isinstance(config, RunConfig):  # what is the user's own is refused here, not later
+        make_policy_loss(config)
+        make_estimator(config)
     if config.dry_run:
         train_prompts = longest_set(config, train_prompts, tokenizer, architecture)
         val_prompts, val_sets = None, {}

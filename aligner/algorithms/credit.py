@@ -5,16 +5,18 @@ rewards ─► shaped, some samples left out ─► less β·KL ─► advantage
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
-from aligner.algorithms.group_advantages import has_signal, token_advantages
+from aligner.algorithms.group_advantages import CriticFreeEstimator, has_signal, token_advantages
 from aligner.algorithms.kl import kl_estimate
 from aligner.algorithms.masked import masked_whiten
 from aligner.algorithms.overlong import soft_overlong_penalty
 from aligner.algorithms.rollout import shape_rewards
+from aligner.algorithms.user_estimator import UserEstimator
 from aligner.config import TrainerPPOConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.diagnostics import explained_variance, statistics
@@ -25,13 +27,15 @@ class Credit:
     """How a run assigns credit.
 
     ``charges_kl``: the reward carries a KL penalty. ``rollouts_per_prompt``: so many adjacent rows
-    answer one prompt. ``max_length``: most tokens of a response.
+    answer one prompt. ``max_length``: most tokens of a response. ``own``: the user's estimator,
+    where ``trainer.advantage`` names one.
     """
 
     trainer: TrainerPPOConfig
     charges_kl: bool
     rollouts_per_prompt: int
     max_length: int
+    own: UserEstimator | None = None
 
     def shape(self, batch: BatchedDataDict) -> None:
         """Add ``shaped_rewards`` float32 [B] and ``sample_mask`` to a rollout with ``rewards``."""
@@ -62,7 +66,7 @@ class Credit:
                 batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
             )
         charged = kl if self.charges_kl else None
-        if trainer.advantage.estimator == "gae":
+        if "values" in batch:
             metrics = self._with_critic(batch, shaped, charged, beta, mask)
         else:
             metrics = self._without_critic(batch, shaped, charged, beta)
@@ -84,15 +88,18 @@ class Credit:
         beta: float,
         mask: Tensor,
     ) -> dict[str, float]:
-        """Generalised advantage estimation; ``returns`` are the critic's targets."""
-        rewards = token_rewards(shaped, kl, batch["token_mask"], beta)
-        batch["advantages"], batch["returns"] = generalized_advantage_estimate(
-            batch["values"],
-            rewards,
-            batch["token_mask"],
-            self.trainer.discount_factor,
-            self.trainer.gae_lambda,
-        )
+        """Generalised advantage estimation, or the user's; ``returns`` are the critic's targets."""
+        if self.own is None:
+            rewards = token_rewards(shaped, kl, batch["token_mask"], beta)
+            batch["advantages"], batch["returns"] = generalized_advantage_estimate(
+                batch["values"],
+                rewards,
+                batch["token_mask"],
+                self.trainer.discount_factor,
+                self.trainer.gae_lambda,
+            )
+        else:
+            batch["advantages"], batch["returns"] = self._by_user(self.own, batch, kl, beta)
         explained = explained_variance(batch["values"], batch["returns"], mask)
         return {
             **_named("train_rollouts/returns", statistics(batch["returns"], mask), ("mean", "std")),
@@ -105,20 +112,41 @@ class Credit:
     ) -> dict[str, float]:
         """Responses to a prompt are each other's baseline (`group_advantages`)."""
         advantage = self.trainer.advantage
-        assert advantage.estimator != "gae"
-        groups = torch.arange(batch.size) // self.rollouts_per_prompt
-        batch["advantages"] = token_advantages(
-            shaped,
-            groups,
-            batch["token_mask"],
-            batch["sample_mask"],
-            advantage.estimator,
-            penalty=None if kl is None else beta * kl,
-            discount=self.trainer.discount_factor,
-            batch_baseline=advantage.batch_baseline,
-        )
+        groups = self._groups(batch)
+        if self.own is None:
+            batch["advantages"] = token_advantages(
+                shaped,
+                groups,
+                batch["token_mask"],
+                batch["sample_mask"],
+                cast(CriticFreeEstimator, advantage.estimator),  # it refuses any other
+                penalty=None if kl is None else beta * kl,
+                discount=self.trainer.discount_factor,
+                batch_baseline=advantage.batch_baseline,
+            )
+        else:
+            batch["advantages"], _ = self._by_user(self.own, batch, kl, beta)
         signal = has_signal(shaped, groups, batch["sample_mask"]).float()
         return {"train_rollouts/samples_with_signal": signal.mean().item()}
+
+    def _by_user(
+        self, own: UserEstimator, batch: BatchedDataDict, kl: Tensor | None, beta: float
+    ) -> tuple[Tensor, Tensor | None]:
+        columns = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        return own(
+            {
+                **columns,
+                "rewards": batch["shaped_rewards"],
+                "groups": self._groups(batch),
+                "penalty": torch.zeros_like(batch["token_mask"]) if kl is None else beta * kl,
+                "discount_factor": self.trainer.discount_factor,
+                "gae_lambda": self.trainer.gae_lambda,
+            }
+        )
+
+    def _groups(self, batch: BatchedDataDict) -> Tensor:
+        """Number of each row's prompt, int64 [B]."""
+        return torch.arange(batch.size) // self.rollouts_per_prompt
 
     def _kl_metrics(
         self, kl: Tensor, mask: Tensor, shaped: Tensor, beta: float, per_sample: float

@@ -11,6 +11,7 @@ Everything passes in one rollout batch whose columns are those of `aligner.types
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,28 @@ from aligner.algorithms.credit import Credit
 from aligner.algorithms.dynamic_sampling import fill_with_signal
 from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.algorithms.losses.user import user_policy_loss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.algorithms.overlap import Rollouts
 from aligner.algorithms.rollout import prefixed, samples_of, score
 from aligner.algorithms.run_loop import Outcome
 from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
+from aligner.algorithms.user_estimator import UserEstimator
 from aligner.algorithms.validation import HeldOut, validate_on_prompts
-from aligner.config import RunConfig, TrainerPPOConfig
+from aligner.config import PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.errors import ConfigError
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.lm_reward import RewardInterface
 from aligner.models.role_front import RoleFront
 from aligner.models.sharded import columns_of
 from aligner.models.value.lm_value import Value
+from aligner.observe.metric_names import describe
 from aligner.observe.timers import PhaseTimers
+from aligner.types import LossFunction
 
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 CRITIC_COLUMNS = (*TRAIN_COLUMNS, "values", "returns")
@@ -80,6 +86,7 @@ class PPOTrainer:
             self.charges_kl,
             config.model.ppo.num_rollouts_per_prompt,
             config.model.ppo.length_params.max_length,
+            make_estimator(config),
         )
         self.policy_loss = make_policy_loss(config)
         critic = config.critic
@@ -265,8 +272,9 @@ class PPOTrainer:
             metrics["critic/optimizer_steps"] = self.critic_updates
         if policy_passes:
             policy = update_metrics(policy_passes)
-            gap = {name: policy.pop(name) for name in ("logprob_gap_mean", "logprob_gap_max")}
-            metrics |= prefixed("train_optim", policy) | prefixed("sampler", gap)
+            for name, value in policy.items():
+                known = (f"{group}/{name}" for group in ("sampler", "train_optim"))
+                metrics[next(filter(describe, known), f"custom/{name}")] = value
         metrics["train_optim/optimizer_steps"] = self.policy_updates
         return metrics
 
@@ -335,22 +343,61 @@ def make_kl_controller(config: TrainerPPOConfig) -> KLController:
     )
 
 
-def make_policy_loss(config: RunConfig) -> PPOPolicyLoss:
-    """The policy's loss with the configured options."""
+def make_policy_loss(config: RunConfig) -> LossFunction:
+    """The policy's loss with the configured options: the built-in one, or the user's own.
+
+    Raises:
+        ConfigError: ``model.ppo.loss`` names none that works.
+    """
     ppo = config.model.ppo
     low, high = ppo.ratio_eps_range
-    return PPOPolicyLoss(
-        ratio_eps_low=low,
-        ratio_eps_high=high,
-        dual_clip=ppo.dual_clip,
-        entropy_bonus=ppo.entropy_bonus,
-        kl_coefficient=ppo.kl_loss.coef,
-        kl_estimator=ppo.kl_loss.estimator,
-        importance_cap=ppo.truncated_importance_sampling,
-        ratio_level=ppo.ratio_level,
-        surrogate=ppo.surrogate,
-        aggregation=ppo.loss_aggregation,
-        max_response_length=(
-            ppo.length_params.max_length if ppo.loss_aggregation == "fixed_length" else None
-        ),
+    # By key of ``model.ppo``, the options that it sets.
+    options: dict[str, dict[str, Any]] = {
+        "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
+        "dual_clip": {"dual_clip": ppo.dual_clip},
+        "entropy_bonus": {"entropy_bonus": ppo.entropy_bonus},
+        "kl_loss.coef": {"kl_coefficient": ppo.kl_loss.coef},
+        "kl_loss.estimator": {"kl_estimator": ppo.kl_loss.estimator},
+        "truncated_importance_sampling": {"importance_cap": ppo.truncated_importance_sampling},
+        "ratio_level": {"ratio_level": ppo.ratio_level},
+        "surrogate": {"surrogate": ppo.surrogate},
+        "loss_aggregation": {
+            "aggregation": ppo.loss_aggregation,
+            "max_response_length": (
+                ppo.length_params.max_length if ppo.loss_aggregation == "fixed_length" else None
+            ),
+        },
+    }
+    built_in = {name: value for group in options.values() for name, value in group.items()}
+    if ppo.loss is None:
+        return PPOPolicyLoss(**built_in)
+    defaults = PolicyPPOConfig()
+    given = {
+        f"model.ppo.{key}={value}": tuple(options[key])
+        for key in options
+        if (value := attrgetter(key)(ppo)) != attrgetter(key)(defaults)
+    }
+    return user_policy_loss(
+        ppo.loss, ppo.loss_kwargs, built_in, given, has_reference=needs_reference(config)
     )
+
+
+def make_estimator(config: RunConfig) -> UserEstimator | None:
+    """The user's own estimator of advantages; None: a built-in one is configured.
+
+    Raises:
+        ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
+    """
+    trainer = config.trainer.ppo
+    if not trainer.advantage.is_own:
+        return None
+    estimator = UserEstimator(
+        trainer.advantage.estimator, trainer.advantage.kwargs, has_critic=config.critic is not None
+    )
+    if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
+        raise ConfigError(
+            f"trainer.ppo.discount_factor={trainer.discount_factor}, and {estimator} does not take "
+            "discount_factor; name it in the signature, or set the key to 1"
+        )
+    estimator.try_out(config.model.ppo.num_rollouts_per_prompt)
+    return estimator

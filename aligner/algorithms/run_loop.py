@@ -6,6 +6,8 @@
     for each step:  learner.step → learner.validate when due → metrics line → run state when due
     at the end:     run state, trained .nemo, report
 
+Callbacks (`callbacks.Callback`) are told of each and may end the run as ``max_time`` does.
+
 A step's line is written before its run state, so a restored step always has its line, and lines
 of later steps are removed when the run resumes: what a killed run wrote after its last state is
 computed again, to the bit.
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.stopping import stop_signal
 from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.rng import capture_rng, restore_rng
@@ -127,26 +130,31 @@ class RunLoop:
         layout: str = "1 process",
         identity: Mapping[str, Any] | None = None,
         on_saved: Callable[[], None] = lambda: None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """What a run is made of.
 
         ``config``, ``identity``: the run's, kept in the run state. ``monitor``: metric that ranks
         states. ``layout``: number of processes and sizes of all parallel axes, in words.
-        ``on_saved``: called on rank 0 after every run state.
+        ``on_saved``: called on rank 0 after every run state. ``callbacks``: the user's.
         """
         self.learner, self.schedule, self.store = learner, schedule, store
         self.metrics, self.samples, self.console = metrics, samples, console
         self.config, self.monitor, self.layout = config, monitor, layout
         self.identity, self._on_saved = identity or {}, on_saved
+        self.callbacks = callbacks or Callbacks()
+        self.step = 0  # the last one that was made
+        self.ended_by = ""  # why there are no more, in words
+        self._unannounced: int | None = None  # step of a run state that callbacks do not know of
         self._started = time.monotonic()
         self._idle_steps = 0  # in a row, up to now
 
     def run(self, done: int | None) -> bool:
         """Run on from step ``done`` (None: a new run, which begins with a validation).
 
-        True when the run came to its end (its last step, or ``max_time``), False when a signal
-        stopped it before. Either way its last run state is complete, and after an error too, if
-        every worker could write its share.
+        True when the run came to its end (its last step, ``max_time``, or a callback that stops
+        it), False when a signal stopped it before. Either way its last run state is complete, and
+        after an error too, if every worker could write its share.
         """
         try:
             return self._run(done)
@@ -159,6 +167,8 @@ class RunLoop:
 
     def _run(self, done: int | None) -> bool:
         total = self.schedule.total_steps
+        self.step, self.ended_by = done or 0, "the last step is made"
+        self.callbacks.tell("on_run_start", self.step)
         with (
             stop_signal(is_rank_zero()) as stopped,
             Progress(
@@ -167,39 +177,62 @@ class RunLoop:
         ):
             timers = PhaseTimers(synchronize=accelerator.synchronize, on_enter=progress.phase)
             if done is None:
-                self._record(0, self.learner.validate(0, timers), timers, progress)
+                self._record(0, self._validate(0, timers), timers, progress)
             for step in range((done or 0) + 1, total + 1):
                 if self.learner.is_out_of_data:
                     self._say_out_of_data(step - 1)
+                    self.ended_by = "max_epochs is reached"
                     break
                 with training_step(step):
                     outcome = self.learner.step(step, timers)
+                self.step = step
+                self.callbacks.tell("on_step_end", step, outcome.metrics)
                 interrupted = any_rank(stopped.name is not None)
                 out_of_time = from_rank_zero(self._out_of_time())
                 is_last = step == total or self.learner.is_out_of_data
+                is_stopped = out_of_time or self.callbacks.stop_reason is not None
                 # Not after a signal: the resumed run must write what an uninterrupted one does.
-                if is_last or self.schedule.validates(step) or (out_of_time and not interrupted):
-                    outcome = _joined(outcome, self.learner.validate(step, timers))
+                if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
+                    outcome = _joined(outcome, self._validate(step, timers))
                 written = self._record(step, outcome, timers, progress)
                 made = step - (done or 0) if is_last else None
                 self._check_learning(step, outcome.idle_roles, made)
-                is_end = is_last or interrupted or out_of_time
+                is_stopped = is_stopped or self.callbacks.stop_reason is not None
+                is_end = is_last or interrupted or is_stopped
                 if is_end or self.schedule.saves(step):
                     with timers("save"):
                         self._save(step, written, self.schedule.async_save and not is_end)
                 elif self.store.is_saving:
                     with timers("save"):
                         self.store.check()
+                    self._announce()
                 elif step == (done or 0) + 1 and self.schedule.saves_beside:
                     # Only now does the optimizer have its state.
                     for role in self.learner.roles.values():
                         role.prepare_saving()
-                if (interrupted or out_of_time) and not is_last:
-                    reason = stopped.name or "a signal" if interrupted else "trainer.max_time"
-                    self._say_stopped(step, reason)
+                if (interrupted or is_stopped) and not is_last:
+                    self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
+                    self._say_stopped(step, self.ended_by)
                     return not interrupted
             self.store.finish()
+            self._announce()
         return True
+
+    def _stopped_by(self, interrupted: bool, signal: str | None, out_of_time: bool) -> str:
+        if interrupted:
+            return signal or "a signal"
+        return "trainer.max_time" if out_of_time else f"a callback: {self.callbacks.stop_reason}"
+
+    def _validate(self, step: int, timers: PhaseTimers) -> Outcome:
+        outcome = self.learner.validate(step, timers)
+        self.callbacks.tell("on_validation_end", step, outcome.metrics)
+        return outcome
+
+    def _announce(self) -> None:
+        """Tell callbacks of the last run state once it is complete."""
+        if self._unannounced is not None and not self.store.is_saving:
+            step, self._unannounced = self._unannounced, None
+            self.callbacks.tell("on_save", step, self.store.path(step))
 
     def restore(self) -> Restoration | None:
         """Continue from the newest run state that can be read, if there are any.
@@ -244,6 +277,7 @@ class RunLoop:
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
             changes = config_changes(saved.state["config"], self.config)
+            self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
         except KeyError as error:
             raise CheckpointError(
                 f"the run state {path} has no {error}: another algorithm or version wrote it; set "
@@ -290,6 +324,9 @@ class RunLoop:
         self._say(told, "bold red")
 
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
+        self.store.finish()
+        self._announce()
+        of_callbacks = self.callbacks.state_dict()
         self.store.save(
             step,
             {
@@ -298,12 +335,15 @@ class RunLoop:
                 "identity": dict(self.identity),
                 "layout": self.layout,
                 "rng": capture_rng(accelerator.rng_state),
+                **({"callbacks": of_callbacks} if of_callbacks else {}),
             },
             metric=metrics.get(self.monitor),
             roles=self.learner.roles,
             in_background=in_background,
             on_saved=self._on_saved,
         )
+        self._unannounced = step
+        self._announce()
 
     def _out_of_time(self) -> bool:
         limit = self.schedule.max_seconds
@@ -336,8 +376,12 @@ def _joined(first: Outcome, second: Outcome) -> Outcome:
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``key: old -> new`` for every leaf that differs."""
+    """``key: old -> new`` for every leaf that differs.
+
+    A key that an earlier version did not have, and that is empty now, is no change.
+    """
     old, new = _flat(before), _flat(now)
+    new = {key: value for key, value in new.items() if key in old or value != []}
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())

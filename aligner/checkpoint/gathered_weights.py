@@ -30,7 +30,9 @@ class GatheredWeights(Mapping[str, Tensor]):
     Args:
         gpt: this rank's share of the model.
         architecture: its shape.
-        tp_group, pp_group, ep_group: who holds the other shares; None: the model is not split so.
+        tp_group: the ranks that hold the other tensor-parallel shares; None: there are none.
+        pp_group: the same of pipeline stages.
+        ep_group: the same of experts.
     """
 
     def __init__(

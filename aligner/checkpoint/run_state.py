@@ -129,7 +129,8 @@ class RunStateStore:
         mode: whether more (``max``) or less of the metric is better.
         save_last_k: keep the newest so many: where the newest turns out to be damaged, a run goes
             on from the one before.
-        rank, exchange: who writes what; the defaults are one process.
+        rank: this process's; rank 0 writes what the ranks share.
+        exchange: gathers one object of every rank; the default is that of one process.
 
     `save`, `check`, `finish`, `load` and `latest` are collective: every rank calls them, and an
     error on one rank is raised on all.

@@ -20,8 +20,23 @@ def check_credit(config: "RunConfig") -> None:
         raise ConfigError(
             f"{named} needs a critic, and critic is null; give the section, or use rloo"
         )
-    if estimator != "gae":
+    if trainer.advantage.kwargs and not trainer.advantage.is_own:
+        raise ConfigError(
+            f"trainer.ppo.advantage.kwargs={dict(trainer.advantage.kwargs)} are of a function of "
+            f"your own, and {named}; leave them out, or give its path as {_KEY}"
+        )
+    if ppo.loss_kwargs and ppo.loss is None:
+        raise ConfigError(
+            f"model.ppo.loss_kwargs={dict(ppo.loss_kwargs)} are of a loss of your own, and "
+            "model.ppo.loss is null; leave them out, or give its path as model.ppo.loss"
+        )
+    if estimator != "gae" and not trainer.advantage.is_own:
         _check_critic_free(config, named)
+    if trainer.critic_warmup_steps and config.critic is None:
+        raise ConfigError(
+            f"trainer.ppo.critic_warmup_steps={trainer.critic_warmup_steps}, and {named} has no "
+            "critic; set it to 0"
+        )
     if estimator in _GROUP_BASELINE and ppo.num_rollouts_per_prompt < 2:
         raise ConfigError(
             f"{named} compares responses to one prompt, and model.ppo.num_rollouts_per_prompt="
@@ -71,11 +86,6 @@ def _check_critic_free(config: "RunConfig", named: str) -> None:
             f"trainer.ppo.normalize_advantages=true takes the mean over all tokens off, also where "
             f"{named} has set the advantage to 0; set it to false, or use "
             "reinforce_plus_plus_baseline, which whitens by definition"
-        )
-    if trainer.critic_warmup_steps:
-        raise ConfigError(
-            f"trainer.ppo.critic_warmup_steps={trainer.critic_warmup_steps}, and {named} has no "
-            "critic; set it to 0"
         )
     if trainer.discount_factor != 1 and trainer.advantage.estimator != "reinforce_plus_plus":
         raise ConfigError(

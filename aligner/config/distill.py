@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from aligner.config.fields import Count, Fraction, ModelPath
 from aligner.config.model import LengthParams, RolloutConfig, SamplingParams, TrainedModelConfig
-from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
+from aligner.config.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TrainerDistillConfig(SupervisedLoopConfig):
 
 
 @dataclass(frozen=True)
-class DistillTrainerConfig(ProcessConfig):
+class DistillTrainerConfig(TrainingConfig):
     """The trainer of a distillation run."""
 
     distill: TrainerDistillConfig = field(default_factory=TrainerDistillConfig)

@@ -71,6 +71,20 @@ class Refused:
 
 
 @dataclass(frozen=True)
+class NamesOrPath:
+    """Names that a text may be, unless it is the path of a user's own function or class.
+
+    A path has a colon or a dot in it, which no name has.
+    """
+
+    names: tuple[str, ...]
+
+    def is_path(self, value: str) -> bool:
+        """Whether ``value`` names something of the user's own."""
+        return ":" in value or "." in value
+
+
+@dataclass(frozen=True)
 class NotEmpty:
     """A text that names something: blank is refused; ``wanted``: what to give, for the message."""
 
@@ -87,6 +101,7 @@ Source = Annotated[
 Function = Annotated[
     str, NotEmpty("a function, package.module:function or path/to/file.py:function")
 ]
+UserClass = Annotated[str, NotEmpty("a class, package.module:Class or path/to/file.py:Class")]
 Count = Annotated[int, Range(low=1)]
 # Rows that a process lists, and whose columns it holds: beyond a million host memory ends first.
 BatchSize = Annotated[int, Range(low=1, high=1_000_000)]

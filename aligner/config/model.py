@@ -1,8 +1,9 @@
 """Policy and critic: where they come from, how they are cut, and how they are trained."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from aligner.config.fields import (
     DERIVED,
@@ -15,6 +16,7 @@ from aligner.config.fields import (
     NonNegative,
     Positive,
     Range,
+    UserClass,
 )
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
 from aligner.config.optim import OptimConfig
@@ -113,6 +115,10 @@ class PolicyPPOConfig(RolloutConfig):
     dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
     entropy_bonus: NonNegative = 0.0  # weight of the entropy in the loss; 0: off
     kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
+    # A loss of the user's own (`algorithms.losses.user.PolicyLoss`) in place of the built-in one,
+    # package.module:Class or path/to/file.py:Class; null: the built-in one.
+    loss: UserClass | None = None
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
     # Upper bound of the trainer/sampler probability ratio that weights each token, or with
     # ratio_level=sequence each response; null: off.
     truncated_importance_sampling: Positive | None = None
@@ -169,7 +175,9 @@ class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
     restore_from_path: ModelPath  # a .nemo file, or a Hugging Face directory
-    tokenizer: FilePath | None = None  # path of another tokenizer; null: the one in the .nemo
+    # Path of another tokenizer, or package.module:function that makes one; null: the one in the
+    # .nemo.
+    tokenizer: FilePath | None = None
     # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
     micro_batch_size: Count = field(default=8, metadata=DERIVED)
     # Sequences per optimizer step, over all ranks; null: those of a rollout, in equal parts of up

@@ -20,7 +20,7 @@ from typing import (
     is_typeddict,
 )
 
-from aligner.config.fields import Aliases, NotEmpty, Range, Refused
+from aligner.config.fields import Aliases, NamesOrPath, NotEmpty, Range, Refused
 from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
@@ -165,6 +165,8 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key}={value}: {reason}")
         elif isinstance(constraint, NotEmpty) and isinstance(value, str) and not value.strip():
             raise ConfigError(f"{key}: empty, got {_show(value)}; give {constraint.wanted}")
+        elif isinstance(constraint, NamesOrPath) and not constraint.is_path(str(value)):
+            value = _convert_name(constraint, value, key)
     ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]
     if inner is float and isinstance(value, float) and not math.isfinite(value) and ranges:
         raise ConfigError(f"{key}: must be a finite number {ranges[0]}, got {_show(value)}")
@@ -173,6 +175,13 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
         if not allowed.contains(converted):
             raise ConfigError(f"{key}: must be {allowed}, got {_show(value)}")
     return converted
+
+
+def _convert_name(known: NamesOrPath, value: Any, key: str) -> str:
+    try:
+        return _convert_literal(Literal[known.names], value, key)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. A function of your own is package.module:function") from None
 
 
 def _convert_union(hint: Any, value: Any, key: str) -> Any:

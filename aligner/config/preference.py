@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count, NonNegative, Positive, Range
-from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
+from aligner.config.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
 
 
 @dataclass(frozen=True)
-class DPOTrainerConfig(ProcessConfig):
+class DPOTrainerConfig(TrainingConfig):
     """The trainer of a preference run."""
 
     dpo: TrainerDPOConfig = field(default_factory=TrainerDPOConfig)

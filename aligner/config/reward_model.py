@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from aligner.config.fields import Count
 from aligner.config.preference import PairDataConfig, check_reward_columns
-from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
+from aligner.config.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class TrainerRewardModelConfig(SupervisedLoopConfig):
 
 
 @dataclass(frozen=True)
-class RewardTrainerConfig(ProcessConfig):
+class RewardTrainerConfig(TrainingConfig):
     """The trainer of a reward model."""
 
     reward_model: TrainerRewardModelConfig = field(default_factory=TrainerRewardModelConfig)

@@ -24,10 +24,10 @@ from aligner.config.reward import RewardConfig
 from aligner.config.reward_model import RewardDataConfig, RewardTrainerConfig
 from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.trainer import (
-    ProcessConfig,
     RSTrainerConfig,
     SamplingLoopConfig,
     TrainerConfig,
+    TrainingConfig,
 )
 from aligner.config.validation import ValidationConfig
 
@@ -37,7 +37,7 @@ class BaseRunConfig:
     """What a run of any algorithm is told; each has its own ``model``, ``data`` and ``trainer``."""
 
     model: TrainedModelConfig
-    trainer: ProcessConfig
+    trainer: TrainingConfig
     seed: Natural = 1234  # of sampling, shuffling and fresh weights
     # Two steps on the longest batch that the run can meet, of random tokens: peak memory and time
     # of every phase are told, and nothing is read from or written to the run's directory.
@@ -256,7 +256,7 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm:
     }
     if section == "ppo":
         estimator = loop.get("advantage", {}).get("estimator", "gae")
-        name = _ESTIMATORS.get(estimator, estimator)
+        name = _ESTIMATORS.get(estimator, f"Policy gradients ({estimator})")
     elif section == "distill":
         where = "on-policy" if loop.get("on_policy") else "offline"
         name = f"Distillation ({where}, {loop.get('kl')} KL)"

@@ -5,7 +5,7 @@ from typing import Literal
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count
-from aligner.config.trainer import ProcessConfig, SupervisedLoopConfig
+from aligner.config.trainer import SupervisedLoopConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExampleDataConfig:
 
 
 @dataclass(frozen=True)
-class SFTTrainerConfig(ProcessConfig):
+class SFTTrainerConfig(TrainingConfig):
     """The trainer of a supervised run."""
 
     sft: SupervisedLoopConfig = field(default_factory=SupervisedLoopConfig)

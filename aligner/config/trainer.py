@@ -1,18 +1,21 @@
 """The run: how long, on what, and the settings of the algorithm that belong to no one role."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from aligner.config.fields import (
     Aliases,
     Count,
     Fraction,
+    NamesOrPath,
     Natural,
     NonNegative,
     Positive,
     Range,
     Refused,
+    UserClass,
 )
 from aligner.config.model import KLEstimator
 
@@ -26,22 +29,34 @@ class KLControllerConfig:
     horizon: Count = 10_000  # adaptive: samples over which the weight moves by a fifth at most
 
 
+ESTIMATORS = (
+    "gae",
+    "reinforce",
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)
+Estimator = Annotated[str, NamesOrPath(ESTIMATORS)]
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     """How a response's reward becomes the advantage of its tokens."""
 
     # gae: a critic tells (PPO). The others need none, and no critic is built: responses to the same
     # prompt, or of the same batch, are each other's baseline (`algorithms.group_advantages`).
-    estimator: Literal[
-        "gae",
-        "reinforce",
-        "rloo",
-        "grpo",
-        "dr_grpo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-    ] = "gae"
+    # package.module:function: one of the user's own (`algorithms.user_estimator`), with a critic
+    # where the section critic is given.
+    estimator: Estimator = "gae"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of a function of the user's own
     batch_baseline: bool = False  # reinforce: less the mean reward of the batch
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the estimator is a function of the user's own."""
+        return self.estimator not in ESTIMATORS
 
 
 @dataclass(frozen=True)
@@ -151,14 +166,31 @@ class ProcessConfig:
 
 
 @dataclass(frozen=True)
-class TrainerConfig(ProcessConfig):
+class CallbackConfig:
+    """A callback with arguments."""
+
+    callback: UserClass  # package.module:Class or path/to/file.py:Class
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of its constructor
+
+
+@dataclass(frozen=True)
+class TrainingConfig(ProcessConfig):
+    """Processes of a run that trains, and who is told of it."""
+
+    # The user's own classes (`algorithms.callbacks.Callback`) that are told of steps, validations
+    # and saved states: package.module:Class, or {callback: ..., kwargs: {...}}.
+    callbacks: tuple[UserClass | CallbackConfig, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainerConfig(TrainingConfig):
     """The trainer of a PPO run."""
 
     ppo: TrainerPPOConfig = field(default_factory=TrainerPPOConfig)
 
 
 @dataclass(frozen=True)
-class RSTrainerConfig(ProcessConfig):
+class RSTrainerConfig(TrainingConfig):
     """The trainer of a rejection-sampling run."""
 
     rs: SamplingLoopConfig = field(default_factory=SamplingLoopConfig)

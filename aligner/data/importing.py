@@ -1,24 +1,32 @@
-"""Find a user's function by the name a configuration gives it."""
+"""Find a user's function or class by the name a configuration gives it.
+
+The current directory is searched as well, wherever the script that runs stands.
+"""
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from aligner.errors import ConfigError
 
+Kind = Literal["function", "class"]
 
-def load_function(name: str, *, key: str) -> Callable[..., Any]:
+
+def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[..., Any]:
     """The callable that ``name`` stands for.
 
     Args:
         name: ``package.module:function``, ``package.module.function`` or
-            ``path/to/file.py:function``.
+            ``path/to/file.py:function``; a class serves as well.
         key: the configuration key that held it, for the error message.
+        kind: what the message calls it.
 
     Raises:
         ConfigError: nothing callable of that name can be imported.
@@ -29,11 +37,37 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        offered = ", ".join(_functions_of(module)) or "none"
+        offered = ", ".join(_functions_of(module, kind)) or "none"
+        kinds = {"function": "functions", "class": "classes"}[kind]
         raise ConfigError(
-            f"{key}={name!r}: {place} has no function {attribute!r} (its functions: {offered})"
+            f"{key}={name!r}: {place} has no {kind} {attribute!r} (its {kinds}: {offered})"
         )
     return found
+
+
+def check_call(
+    call: Callable[..., Any], keywords: Iterable[str], what: str, remedy: str, positional: int = 0
+) -> None:
+    """Refuse a callable that cannot be called with so many arguments and these keywords.
+
+    Args:
+        call: the callable.
+        keywords: names of what is passed by keyword.
+        what: how the message begins: the configuration key, its value and what is called.
+        remedy: how it ends.
+        positional: number of arguments passed by position.
+
+    Raises:
+        ConfigError: its signature does not fit. One that cannot be read is taken to fit.
+    """
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a function of C
+        return
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise ConfigError(f"{what}: {error}; its signature is {signature}. {remedy}") from error
 
 
 def _split(name: str, key: str) -> tuple[str, str]:
@@ -52,10 +86,16 @@ def _import_place(place: str, name: str, key: str) -> ModuleType:
         path = Path(place).expanduser().resolve()
         if not path.is_file():
             raise ConfigError(f"{key}={name!r}: there is no file {path}")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # `python examples/SCRIPT.py` searches the folder of the script alone
     try:
         return _import_file(path) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}={name!r}: no module named {error.name!r}") from error
+        raise ConfigError(
+            f"{key}={name!r}: no module named {error.name!r}; give path/to/file.py:NAME, run from "
+            f"the folder that holds the module (now {here}), or add that to PYTHONPATH"
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"{key}={name!r}: importing {place} failed with {type(error).__name__}: {error}"
@@ -79,11 +119,12 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _functions_of(module: ModuleType) -> list[str]:
+def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
     return sorted(
         name
         for name, value in vars(module).items()
         if callable(value)
+        and (kind == "function" or isinstance(value, type))
         and not name.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
     )

@@ -13,7 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
-from aligner.errors import CheckpointNotFoundError, TokenizerError
+from aligner.data.importing import check_call, load_function
+from aligner.errors import CheckpointNotFoundError, ConfigError, TokenizerError
 
 GENERATION_CONFIG = "generation_config.json"
 # What a tokenizer is made of, beside SentencePiece models (`is_tokenizer_file`).
@@ -22,6 +23,8 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
     GENERATION_CONFIG,
 )
+# Text that a tokenizer and the one its files make must encode alike.
+_PROBE = "What is 12 + 34?\n  Sixteen, or é."
 _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
 
@@ -141,6 +144,44 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     elif "tokenizer.json" not in files and "tokenizer_config.json" in files:
         return _convert_with_transformers(directory)
     return tokenizer_from_files(files, origin=str(path))
+
+
+def named_tokenizer(name: str, *, key: str) -> Tokenizer:
+    """The tokenizer at a path (`load_tokenizer`), or the one that a user's function builds.
+
+    Args:
+        name: a path, or ``package.module:function`` or ``path/to/file.py:function``. The function
+            takes no argument and returns a tokenizer of transformers or a `Tokenizer`.
+        key: the configuration key that held it, for error messages.
+
+    Raises:
+        ConfigError: the function cannot be imported or called, raises, or returns no tokenizer
+            that its ``files`` rebuild, of which a trained model keeps only those.
+        CheckpointNotFoundError, TokenizerError: see `load_tokenizer`.
+    """
+    if ":" not in name or Path(name).expanduser().exists():
+        return load_tokenizer(name)
+    function = load_function(name, key=key)
+    check_call(function, (), f"{key}={name}", "It is called without arguments")
+    try:
+        made = as_tokenizer(function())
+    except Exception as error:
+        raise ConfigError(f"{key}={name}: raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Tokenizer):
+        raise ConfigError(
+            f"{key}={name}: returned a {type(made).__name__}; return a tokenizer of transformers, "
+            "or one of aligner.data.tokenizer"
+        )
+    try:
+        rebuilt = tokenizer_from_files(made.files(), origin=f"{key}={name}")
+    except TokenizerError as error:
+        raise ConfigError(f"{key}={name}: its files make no tokenizer: {error}") from error
+    if rebuilt.encode(_PROBE) != made.encode(_PROBE) or rebuilt.end_ids != made.end_ids:
+        raise ConfigError(
+            f"{key}={name}: what its files() rebuild encodes text or ends responses otherwise, "
+            "and a trained model keeps the files; return a tokenizer of transformers"
+        )
+    return rebuilt  # it travels to any process
 
 
 def tokenizer_from_files(

@@ -1,11 +1,16 @@
 """The small PPO run on Ray writes the local engine's numbers and weights, to the bit."""
 
+import json
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from runs import ON_RAY, finished, go_back_to, result, start, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+EXTEND = Path(__file__).parents[2] / "examples" / "extend"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,24 @@ def test_a_run_goes_on_on_the_other_engine(way, local, on_ray, ray, tmp_path, ti
     folder = go_back_to(1, source[0], tmp_path / "run")
     ended = train(folder, tiny_nemo, "trainer.ppo.max_steps=2", f"cluster.engine={engine}")
     assert ended == local[1]
+
+
+def test_own_code_reaches_the_workers(local, ray, tmp_path, tiny_nemo, monkeypatch):
+    """From the directory in which the driver was started, by module or by file."""
+    for name in ("my_loss", "my_advantage", "my_callback"):
+        shutil.copy(EXTEND / f"{name}.py", tmp_path / f"own_{name}.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    numbers, weights = train(
+        *(tmp_path / "run", tiny_nemo, "trainer.ppo.max_steps=2", ON_RAY),
+        "model.ppo.loss=own_my_loss:ClippedLoss",
+        "trainer.ppo.advantage.estimator=own_my_advantage.py:gae",
+        "trainer.callbacks=[own_my_callback.py:Journal]",
+    )
+    assert weights == local[1][1]
+    assert all("custom/outside_fraction" in line for line in numbers[1:])
+    told = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").open()]
+    assert [line["step"] for line in told if line["event"] == "step_end"] == [1, 2]
 
 
 def test_a_dry_run_counts_every_worker_and_leaves_nothing(on_ray, ray, tmp_path, tiny_nemo):

@@ -109,7 +109,7 @@ class PublishedLoss:
         loss, metrics = result
         if not isinstance(loss, Tensor) or loss.ndim:
             raise DataError(f"loss_fn returned {loss!r} as the loss; return a scalar tensor")
-        return loss, {key: _metric(key, value, loss) for key, value in metrics.items()}
+        return loss, {key: metric_tensor(key, value, loss) for key, value in metrics.items()}
 
     def _input_name(self) -> str | None:
         """The parameter of the input, where all four are told by name."""
@@ -146,7 +146,8 @@ def reads_logits(loss_fn: types.LossFunction) -> bool:
     return isinstance(loss_fn, PublishedLoss) and loss_fn.reads_logits
 
 
-def _metric(name: str, value: Any, loss: Tensor) -> Tensor:
+def metric_tensor(name: str, value: Any, loss: Tensor) -> Tensor:
+    """``value`` as a detached float32 scalar beside ``loss``; `DataError` where it is no number."""
     try:
         number = torch.as_tensor(value, dtype=torch.float32, device=loss.device).detach()
     except (TypeError, ValueError, RuntimeError):

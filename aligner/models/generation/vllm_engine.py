@@ -72,7 +72,8 @@ class VllmEngine:
             architecture: must be one that Hugging Face and vLLM have.
             precision: ``32`` or ``bf16``, of weights and activations.
             eos_ids: tokens that end a response.
-            length, sampling: how long responses are and how they are drawn.
+            length: how long responses are.
+            sampling: how their tokens are sampled.
             stop: finds stop strings; None: there are none.
             max_batch_size: most sequences in flight together.
             max_sequence_length: longest prompt and response together.

@@ -1,0 +1,209 @@
+"""The examples of own code in examples/extend/ in whole runs of the tiny model.
+
+1. A loss that says what the built-in one says leaves the same weights to the bit, with adapters,
+   packed sequences and the DTensor backend as well; so does an estimator.
+2. A loss of another kind learns, with an own estimator and dynamic sampling.
+3. Callbacks are told of every trainer's run; a run that one stops goes on to what it would have
+   been.
+4. A tokenizer is the run's, and in the model that it leaves.
+5. What is refused is refused before a directory is made; a dry run calls no callback.
+"""
+
+import hashlib
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.checkpoint.nemo import open_nemo
+from aligner.config import (
+    DistillRunConfig,
+    DPORunConfig,
+    RewardRunConfig,
+    RSRunConfig,
+    RunConfig,
+    SFTRunConfig,
+    load_config,
+)
+from aligner.errors import CallbackError, ConfigError
+
+ROOT = Path(__file__).parents[2]
+EXTEND = ROOT / "examples" / "extend"
+LOSS = f"model.ppo.loss={EXTEND}/my_loss.py:"
+ESTIMATOR = f"trainer.ppo.advantage.estimator={EXTEND}/my_advantage.py:"
+JOURNAL = f"{EXTEND}/my_callback.py:Journal"
+# recipe, its configuration, what trains it, its loop's section
+TRAINERS = {
+    "ppo_tiny_cpu": (RunConfig, "build:train_ppo", "ppo"),
+    "grpo_tiny_cpu": (RunConfig, "build:train_ppo", "ppo"),
+    "rs_tiny_cpu": (RSRunConfig, "build_rs:train_rs", "rs"),
+    "sft_tiny_cpu": (SFTRunConfig, "build_supervised:train_sft", "sft"),
+    "dpo_tiny_cpu": (DPORunConfig, "build_preference:train_dpo", "dpo"),
+    "reward_tiny_cpu": (RewardRunConfig, "build_reward_model:train_reward_model", "reward_model"),
+    "distill_tiny_cpu": (DistillRunConfig, "build_distill:train_distill", "distill"),
+}
+
+
+def run(folder, nemo, recipe, steps, *overrides):
+    """The metrics of each step as they stand in the file (NaN is a word there); the weights."""
+    root, train, loop = TRAINERS[recipe]
+    settings = [
+        f"model.restore_from_path={nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+        f"trainer.{loop}.max_steps={steps}",
+        *overrides,
+    ]
+    module, _, function = train.partition(":")
+    start = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
+    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+        start(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
+    if "dry_run=true" in overrides:
+        return None
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith("timers/")}
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    ]
+    weights = hashlib.sha256(next(folder.glob("*.nemo")).read_bytes()).hexdigest()
+    return lines, weights
+
+
+PACKED = ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["model.ppo.ratio_eps=[0.1,0.3]", "model.ppo.ppo_epochs=2"],
+        [*PACKED, "model.peft.peft_scheme=lora"],
+        ["policy.backend=dtensor"],
+    ],
+    ids=["two passes", "packed adapters", "dtensor"],
+)
+def test_a_loss_that_says_the_same_leaves_the_same_weights(tmp_path, tiny_nemo, options):
+    options = [*options, "trainer.ppo.val_check_interval=0", "model.global_batch_size=32"]
+    lines, weights = run(tmp_path / "built in", tiny_nemo, "ppo_tiny_cpu", 2, *options)
+    own_lines, own_weights = run(
+        tmp_path / "own", tiny_nemo, "ppo_tiny_cpu", 2, *options, f"{LOSS}ClippedLoss"
+    )
+    assert own_weights == weights
+    for own, line in zip(own_lines[1:], lines[1:], strict=True):
+        assert 0 <= own.pop("custom/outside_fraction") < 1
+        assert own == {name: line[name] for name in own}
+        assert {"train_optim/loss", "train_optim/ppo_ratio"} <= own.keys()
+        assert line.keys() - own.keys() >= {"train_optim/entropy", "sampler/logprob_gap_max"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "built_in", "own"),
+    [("ppo_tiny_cpu", "gae", "gae"), ("grpo_tiny_cpu", "rloo", "leave_one_out")],
+)
+def test_an_estimator_that_says_the_same_leaves_the_same_weights(
+    tmp_path, tiny_nemo, recipe, built_in, own
+):
+    options = ["trainer.ppo.initial_policy_kl_penalty=0.01" if own == "gae" else "seed=3"]
+    built_in = [f"trainer.ppo.advantage.estimator={built_in}", *options]
+    lines, weights = run(tmp_path / "built in", tiny_nemo, recipe, 2, *built_in)
+    own_lines, own_weights = run(
+        tmp_path / "own", tiny_nemo, recipe, 2, f"{ESTIMATOR}{own}", *options
+    )
+    assert any(line.get("train_rollouts/advantages_std") for line in lines)
+    assert own_weights == weights
+    assert own_lines == lines
+
+
+def test_an_own_loss_with_an_own_estimator_learns(tmp_path, tiny_nemo):
+    """The micro-batches are small, so that shares of the loss add up from many."""
+    lines, _ = run(
+        *(tmp_path, tiny_nemo, "grpo_tiny_cpu", 30),
+        *(f"{LOSS}ReinforceLoss", "++model.ppo.loss_kwargs.weight=0.01"),
+        *(f"{ESTIMATOR}leave_one_out", "++trainer.ppo.advantage.kwargs.scale=0.5"),
+        "trainer.ppo.dynamic_sampling.enabled=true",
+        "model.micro_batch_size=4",
+    )
+    assert lines[0]["val_rollouts/accuracy"] < 0.2
+    assert lines[-1]["val_rollouts/accuracy"] > 0.9
+    assert "train_rollouts/samples_drawn" in lines[1]
+    assert "train_optim/ppo_ratio" not in lines[1]
+
+
+def journal(folder):
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", [name for name in TRAINERS if name != "grpo_tiny_cpu"])
+def test_every_trainer_tells_its_callbacks(tmp_path, tiny_nemo, teacher, recipe):
+    loop = TRAINERS[recipe][2]
+    options = [
+        f"trainer.callbacks=[{JOURNAL}]",
+        f"trainer.{loop}.save_interval=2",
+        f"trainer.{loop}.val_check_interval=2",
+        *([f"teacher.restore_from_path={teacher}"] if loop == "distill" else []),
+    ]
+    run(tmp_path, tiny_nemo, recipe, 2, *options)
+    told = journal(tmp_path)
+    assert [(line["event"], line["step"]) for line in told] == [
+        ("run_start", 0),
+        ("validation_end", 0),
+        ("step_end", 1),
+        ("step_end", 2),
+        ("validation_end", 2),
+        ("save", 2),
+        ("run_end", 2),
+    ]
+    assert told[0]["of"] == 2
+    assert told[5]["is_there"]
+    assert told[6]["trained"] == [f"{'reward_model' if loop == 'reward_model' else 'policy'}.nemo"]
+    assert any(name.startswith(("train_optim/", "critic/")) for name in told[2]["metrics"])
+    assert all(name.startswith("val_") for name in told[1]["metrics"])
+
+
+def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path, tiny_nemo):
+    stop = f"{{callback: {EXTEND}/my_callback.py:StopWhenGood, kwargs: {{at: 0.0, patience: 2}}}}"
+    options = ["trainer.ppo.val_check_interval=2", "exp_manager.async_save=false"]
+    whole = run(tmp_path / "whole", tiny_nemo, "ppo_tiny_cpu", 4, *options)
+    folder = tmp_path / "run"
+    told = [f"trainer.callbacks=[{stop},{JOURNAL}]", *options]
+    lines, _ = run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *told)  # of steps 0 and 2: twice
+    assert lines == whole[0][:3]
+    assert journal(folder)[-1]["reason"].startswith("a callback: val_rollouts/accuracy is 0.")
+    assert run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *options) == whole
+
+
+def test_an_error_in_a_callback_ends_the_run_and_others_hear_of_it(tmp_path, tiny_nemo):
+    (tmp_path / "bad.py").write_text(
+        "from aligner.algorithms.callbacks import Callback\n"
+        "class Bad(Callback):\n"
+        "    def on_step_end(self, run, step, metrics):\n"
+        "        raise OSError('no route to the dashboard')\n"
+    )
+    callbacks = f"trainer.callbacks=[{tmp_path}/bad.py:Bad,{JOURNAL}]"
+    with pytest.raises(CallbackError, match=r"callbacks\[0\].*OSError: no route .*bad\.py, line 4"):
+        run(tmp_path / "run", tiny_nemo, "ppo_tiny_cpu", 4, callbacks)
+    last = journal(tmp_path / "run")[-1]
+    assert (last["event"], last["step"]) == ("run_end", 1)
+    assert last["reason"].startswith("CallbackError: trainer.callbacks[0]=")
+
+
+def test_a_tokenizer_is_in_the_model_that_is_left(tmp_path, tiny_nemo):
+    tokenizer = f"model.tokenizer={EXTEND}/my_tokenizer.py:by_line"
+    run(tmp_path, tiny_nemo, "ppo_tiny_cpu", 1, tokenizer)
+    with open_nemo(tmp_path / "policy.nemo") as trained, open_nemo(tiny_nemo) as start:
+        assert trained.tokenizer.end_ids == (*start.tokenizer.end_ids, ord("\n"))
+
+
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tiny_nemo):
+    with pytest.raises(ConfigError, match=r"trainer\.callbacks\[0\]="):
+        run(tmp_path / "a", tiny_nemo, "sft_tiny_cpu", 1, "trainer.callbacks=[no_such:Thing]")
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(ConfigError, match=r"model\.ppo\.loss="):
+        run(tmp_path / "b", tiny_nemo, "ppo_tiny_cpu", 1, f"{LOSS}Missing")
+
+
+def test_a_dry_run_makes_steps_with_own_code_and_calls_no_callback(tmp_path, tiny_nemo, capsys):
+    options = [f"{LOSS}ClippedLoss", f"{ESTIMATOR}gae", f"trainer.callbacks=[{JOURNAL}]"]
+    run(tmp_path / "run", tiny_nemo, "ppo_tiny_cpu", 2, "dry_run=true", *options)
+    assert not (tmp_path / "run").exists()
+    assert "train" in capsys.readouterr().out
