@@ -24,9 +24,7 @@ from aligner.errors import AlignerError
 from aligner.observe.metric_names import describe
 
 # The configuration whose defaults a page's table of options gives.
-SCRIPT_OF = {"lora": "gpt_sft", "rs": "gpt_rs", "reinforce": "gpt_reinforce"} | {
-    name.removeprefix("gpt_"): name for name in ROOTS
-}
+SCRIPT_OF = {"lora": "gpt_sft"} | {name.removeprefix("gpt_"): name for name in ROOTS}
 
 BENCHMARKS = {
     "PPO step": "python -m benchmarks.ppo_step",
