@@ -4,7 +4,7 @@
    packed sequences and the DTensor backend as well; so does an estimator.
 2. A loss of another kind learns, with an own estimator and dynamic sampling.
 3. Callbacks are told of every trainer's run; a run that one stops goes on to what it would have
-   been.
+   been; a continued run says what is another.
 4. A tokenizer is the run's, and in the model that it leaves.
 5. What is refused is refused before a directory is made; a dry run calls no callback.
 """
@@ -158,6 +158,22 @@ def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path
     assert lines == whole[0][:3]
     assert journal(folder)[-1]["reason"].startswith("a callback: val_rollouts/accuracy is 0.")
     assert run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *options) == whole
+
+
+def test_a_continued_run_says_which_own_code_is_another(tmp_path, tiny_nemo, capsys):
+    options = (tmp_path / "run", tiny_nemo, "grpo_tiny_cpu")
+    run(*options, 1)
+    lines, _ = run(*options, 2, f"{LOSS}ClippedLoss", f"trainer.callbacks=[{JOURNAL}]")
+    assert "custom/outside_fraction" in lines[2]
+    assert "custom/outside_fraction" not in lines[1]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"changed since the saved run: model.ppo.loss: None -> {EXTEND}/my_loss.py" in said
+    assert f"changed since the saved run: trainer.callbacks: [] -> ['{JOURNAL}']" in said
+    assert journal(tmp_path / "run")[0] == {"event": "run_start", "step": 1, "of": 2}
+    own = f"{ESTIMATOR}leave_one_out"
+    with pytest.raises(ConfigError, match=r"its algorithm is GRPO .*my_advantage\.py.*algorithm\]"):
+        run(*options, 3, own)
+    run(*options, 3, own, "exp_manager.accept_changed=[algorithm]")
 
 
 def test_an_error_in_a_callback_ends_the_run_and_others_hear_of_it(tmp_path, tiny_nemo):
