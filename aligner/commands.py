@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import aligner
+from aligner.catalog import ALGORITHMS
 
 
 class Command(NamedTuple):
@@ -24,13 +25,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "train-ppo": Command("train_gpt_ppo", "PPO"),
-    "train-reinforce": Command("train_gpt_reinforce", "REINFORCE, RLOO, GRPO and their kin"),
-    "train-rs": Command("train_gpt_rs", "rejection sampling: the best responses are learned"),
-    "train-sft": Command("train_gpt_sft", "supervised fine-tuning"),
-    "train-dpo": Command("train_gpt_dpo", "preference optimisation: DPO and its relatives"),
-    "train-reward": Command("train_gpt_reward", "a reward model, from comparisons or ratings"),
-    "train-distill": Command("train_gpt_distill", "distillation of a larger model"),
+    **{f"train-{one.name}": Command(one.script, one.summary) for one in ALGORITHMS.values()},
     "generate": Command("generate", "answers to prompts"),
     "chat": Command("generate", "a conversation in the terminal", ("--chat",)),
     "evaluate": Command("evaluate", "mean@k, pass@k, maj@k of a model on held-out prompts"),

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import aligner.config as roots
+from aligner.catalog import ALGORITHMS
 from aligner.config.cli import check_overrides
 from aligner.config.load import parse_config
 from aligner.errors import AlignerError
@@ -17,13 +18,7 @@ from campaigns.harness import ROOT, Campaign
 
 _CONF = ROOT / "conf"
 _ROOTS: dict[str, type[roots.BaseRunConfig]] = {
-    "gpt_ppo": roots.RunConfig,
-    "gpt_reinforce": roots.RunConfig,
-    "gpt_rs": roots.RSRunConfig,
-    "gpt_sft": roots.SFTRunConfig,
-    "gpt_dpo": roots.DPORunConfig,
-    "gpt_reward": roots.RewardRunConfig,
-    "gpt_distill": roots.DistillRunConfig,
+    entry.config_name: entry.root_class for entry in ALGORITHMS.values()
 }
 _FUNCTION = ("reward.function=m:f",)
 _NEEDED = {

@@ -1,21 +1,11 @@
-"""Distil a larger GPT into a smaller one: compose the configuration, build, fit.
+"""Distil a larger GPT into a smaller one.
 
 python examples/train_gpt_distill.py --help
 """
 
 from pathlib import Path
 
-from aligner.config import DistillRunConfig
-from aligner.config.cli import launch
-
-
-def fit(config: DistillRunConfig) -> None:
-    """Distil as configured."""
-    from aligner.algorithms.build_distill import train_distill  # imports torch: not for --help
-
-    train_distill(config)
-
+from aligner.config.cli import launch_algorithm
 
 if __name__ == "__main__":
-    conf = Path(__file__).parents[1] / "conf"
-    launch(fit, conf_dir=conf, config_name="gpt_distill", root=DistillRunConfig)
+    launch_algorithm("distill", Path(__file__).parents[1] / "conf")

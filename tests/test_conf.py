@@ -9,16 +9,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.algorithms.run_loop import config_changes
+from aligner.catalog import ALGORITHMS
 from aligner.config import (
     BaseRunConfig,
-    DistillRunConfig,
-    DPORunConfig,
     EvaluateConfig,
     GenerateConfig,
-    RewardRunConfig,
-    RSRunConfig,
     RunConfig,
-    SFTRunConfig,
     load_config,
 )
 from aligner.config.parse import field_types
@@ -26,20 +22,21 @@ from aligner.config.parse import field_types
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "recipes").glob("*.yaml"))
 MODEL, TRAIN = "model.restore_from_path=m.nemo", "data.train.source=train.jsonl"
+REWARD, TEACHER = "reward.function=a.b:reward", "teacher.restore_from_path=t.nemo"
+
+
+def needed(entry):
+    """What a training script's configuration has no default for."""
+    keys = field_types(entry.root_class)
+    given = [one for one in (REWARD, TEACHER) if one.split(".")[0] in keys]
+    return [MODEL, TRAIN, *given]
+
+
 # What a script's configuration describes, and what it has no default for.
 ROOTS = {
-    "gpt_ppo": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
-    "gpt_reinforce": (RunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
-    "gpt_rs": (RSRunConfig, [MODEL, TRAIN, "reward.function=a.b:reward"]),
-    "gpt_sft": (SFTRunConfig, [MODEL, TRAIN]),
-    "gpt_dpo": (DPORunConfig, [MODEL, TRAIN]),
-    "gpt_reward": (RewardRunConfig, [MODEL, TRAIN]),
+    **{one.config_name: (one.root_class, needed(one)) for one in ALGORITHMS.values()},
     "gpt_generate": (GenerateConfig, [MODEL, "prompt=[hello]"]),
-    "gpt_evaluate": (
-        EvaluateConfig,
-        [MODEL, "+data.prompts.source=t.jsonl", "reward.function=a.b:reward"],
-    ),
-    "gpt_distill": (DistillRunConfig, [MODEL, TRAIN, "teacher.restore_from_path=t.nemo"]),
+    "gpt_evaluate": (EvaluateConfig, [MODEL, "+data.prompts.source=t.jsonl", REWARD]),
 }
 GROUPS = {
     "model": "model",

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "aligner"
 
 # From the bottom up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    ["aligner.errors", "aligner.types", "aligner.architecture"],
+    ["aligner.errors", "aligner.types", "aligner.architecture", "aligner.catalog"],
     ["aligner.config"],
     [
         "aligner.data",

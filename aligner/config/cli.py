@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from aligner.catalog import ALGORITHMS
 from aligner.config.load import Root, load_config
 from aligner.config.nemo_aligner import remedy
 from aligner.config.parse import field_types, unknown_key
@@ -62,6 +63,12 @@ def launch(
     hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
         main
     )()
+
+
+def launch_algorithm(name: str, conf_dir: Path) -> None:
+    """`launch` an algorithm of `aligner.catalog`; torch is imported once its run begins."""
+    algorithm = ALGORITHMS[name]
+    launch(algorithm.train, conf_dir, algorithm.config_name, algorithm.root_class)
 
 
 def _quiet_imports() -> None:

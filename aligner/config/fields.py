@@ -71,17 +71,18 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class NamesOrPath:
-    """Names that a text may be, unless it is the path of a user's own function or class.
+class Names:
+    """Names that a text may be.
 
-    A path has a colon or a dot in it, which no name has.
+    ``or_path``: or the path of a user's own function, which has a colon or a dot in it.
     """
 
     names: tuple[str, ...]
+    or_path: bool = False
 
     def is_path(self, value: str) -> bool:
         """Whether ``value`` names something of the user's own."""
-        return ":" in value or "." in value
+        return self.or_path and (":" in value or "." in value)
 
 
 @dataclass(frozen=True)

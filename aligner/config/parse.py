@@ -20,7 +20,7 @@ from typing import (
     is_typeddict,
 )
 
-from aligner.config.fields import Aliases, NamesOrPath, NotEmpty, Range, Refused
+from aligner.config.fields import Aliases, Names, NotEmpty, Range, Refused
 from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
@@ -165,7 +165,7 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key}={value}: {reason}")
         elif isinstance(constraint, NotEmpty) and isinstance(value, str) and not value.strip():
             raise ConfigError(f"{key}: empty, got {_show(value)}; give {constraint.wanted}")
-        elif isinstance(constraint, NamesOrPath) and not constraint.is_path(str(value)):
+        elif isinstance(constraint, Names) and not constraint.is_path(str(value)):
             value = _convert_name(constraint, value, key)
     ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]
     if inner is float and isinstance(value, float) and not math.isfinite(value) and ranges:
@@ -177,10 +177,12 @@ def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
     return converted
 
 
-def _convert_name(known: NamesOrPath, value: Any, key: str) -> str:
+def _convert_name(known: Names, value: Any, key: str) -> str:
     try:
         return _convert_literal(Literal[known.names], value, key)
     except ConfigError as error:
+        if not known.or_path:
+            raise
         raise ConfigError(f"{error}. A function of your own is package.module:function") from None
 
 

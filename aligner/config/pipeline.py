@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
@@ -12,39 +12,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from aligner.config.fields import Directory, ModelPath
+from aligner.catalog import BY_SCRIPT
+from aligner.config.fields import Directory, ModelPath, Names
 from aligner.config.load import load_config
 from aligner.config.parse import build
-from aligner.config.run import (
-    BaseRunConfig,
-    DPORunConfig,
-    RewardRunConfig,
-    RSRunConfig,
-    RunConfig,
-    SFTRunConfig,
-)
+from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 
 START = "start"  # the name of the model that a pipeline begins with
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-# What the configuration of a script in examples/ describes.
-ROOTS: dict[str, type[BaseRunConfig]] = {
-    "train_gpt_sft": SFTRunConfig,
-    "train_gpt_reward": RewardRunConfig,
-    "train_gpt_ppo": RunConfig,
-    "train_gpt_reinforce": RunConfig,
-    "train_gpt_rs": RSRunConfig,
-    "train_gpt_dpo": DPORunConfig,
-}
-Script = Literal[
-    "train_gpt_sft",
-    "train_gpt_reward",
-    "train_gpt_ppo",
-    "train_gpt_reinforce",
-    "train_gpt_rs",
-    "train_gpt_dpo",
-]
+Script = Annotated[str, Names(tuple(BY_SCRIPT))]
 
 
 @dataclass(frozen=True)
@@ -121,4 +99,4 @@ def compose_run(conf_dir: Path, run: RecipeConfig, overrides: Sequence[str]) -> 
             tree = compose(f"recipes/{run.recipe}", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"recipe {run.recipe} with {' '.join(overrides)}: {error}") from error
-    return load_config(tree, ROOTS[run.script])
+    return load_config(tree, BY_SCRIPT[run.script].root_class)

@@ -11,16 +11,15 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from aligner.catalog import BY_SCRIPT
 from aligner.config.fields import Count, FilePath, Range
 from aligner.config.lengths import longest_lengths
 from aligner.config.load import parse_config
 from aligner.config.parse import build
-from aligner.config.pipeline import ROOTS
-from aligner.config.run import BaseRunConfig, DistillRunConfig
+from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 
 PER_NODE = 8  # devices of a node, where more than so many are asked for
-_ROOTS: dict[str, type[BaseRunConfig]] = {**ROOTS, "train_gpt_distill": DistillRunConfig}
 # Keys without a default that say nothing about what a run takes.
 _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:reward"}
 
@@ -86,7 +85,7 @@ def plan_request(arguments: Sequence[str], conf_dir: Path) -> PlanRequest:
     if script.removeprefix("train_") == name:  # no recipe: it says neither data nor rewards
         for key, value in _UNREAD.items():
             group = key.partition(".")[0]
-            if group == "reward" and not _samples(_ROOTS[script]):
+            if group == "reward" and not _samples(BY_SCRIPT[script].root_class):
                 continue
             if not any(one == key or one in (group, f"{group}.kind") for one in given):
                 rest.append(f"{key}={value}")
@@ -94,7 +93,7 @@ def plan_request(arguments: Sequence[str], conf_dir: Path) -> PlanRequest:
         rest.append(f"model.restore_from_path={json.dumps(plan.architecture)}")
     if isinstance(plan.devices, int):
         rest += [f"{key}={value}" for key, value in trainer_keys(plan.devices).items()]
-    return PlanRequest(plan, name, _ROOTS[script], tuple(rest))
+    return PlanRequest(plan, name, BY_SCRIPT[script].root_class, tuple(rest))
 
 
 def trainer_keys(devices: int) -> dict[str, int]:
@@ -158,7 +157,7 @@ def _script(config_name: str, conf_dir: Path) -> str:
     """The training script that a configuration is for: what its defaults begin with."""
     name = config_name.removesuffix(".yaml")
     for _ in range(16):  # recipes that complete recipes
-        if f"train_{name}" in _ROOTS:
+        if f"train_{name}" in BY_SCRIPT:
             return f"train_{name}"
         path = conf_dir / f"{name}.yaml"
         if not path.is_file():
@@ -168,7 +167,7 @@ def _script(config_name: str, conf_dir: Path) -> str:
         if not parents:
             break
         name = parents[0].lstrip("/")
-    known = ", ".join(each.removeprefix("train_") for each in _ROOTS)
+    known = ", ".join(each.removeprefix("train_") for each in BY_SCRIPT)
     raise ConfigError(
         f"--config-name {config_name}: no training configuration; plan takes recipes/NAME, and "
         f"{known}"

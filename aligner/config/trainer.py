@@ -9,7 +9,7 @@ from aligner.config.fields import (
     Aliases,
     Count,
     Fraction,
-    NamesOrPath,
+    Names,
     Natural,
     NonNegative,
     Positive,
@@ -38,7 +38,7 @@ ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-Estimator = Annotated[str, NamesOrPath(ESTIMATORS)]
+Estimator = Annotated[str, Names(ESTIMATORS, or_path=True)]
 
 
 @dataclass(frozen=True)

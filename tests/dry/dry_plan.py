@@ -5,11 +5,10 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from unittest import mock
 
+from aligner.catalog import BY_SCRIPT
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config.load import parse_config
-from aligner.config.pipeline import ROOTS
 from aligner.config.plan import PlanConfig
-from aligner.config.run import DistillRunConfig
 from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
@@ -74,7 +73,7 @@ def configuration(script, **changes):
         for name in sections:
             level = level.setdefault(name, {})
         level[last] = value
-    return parse_config(values, {**ROOTS, "train_gpt_distill": DistillRunConfig}[script])
+    return parse_config(values, BY_SCRIPT[script].root_class)
 
 
 def estimated(script, length=64, **changes):

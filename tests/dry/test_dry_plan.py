@@ -6,6 +6,8 @@
 4. A search ends in a layout that fits, and its overrides are a configuration.
 """
 
+from pathlib import Path
+
 import pytest
 
 GIB = 1 << 30
@@ -46,6 +48,18 @@ def test_memory_of_a_known_model(dry):
     assert later["peak"] / GIB == pytest.approx(28.9, rel=0.04)
     # Recomputation is a forward pass more of the layers: 4 parts for 3.
     assert 1.2 < later["flops"]["bfloat16"] / first["flops"]["bfloat16"] < 4 / 3
+
+
+def test_a_loss_of_the_users_own_is_what_is_planned(dry):
+    """It asks for no entropy, which takes kernels; else the policy's phases are the same."""
+    own = str(Path(__file__).parents[2] / "examples" / "extend" / "my_loss.py") + ":ClippedLoss"
+    built_in, planned = (
+        dry("dry_plan:estimated", script="train_gpt_reinforce", **changes)["roles"]["policy"]
+        for changes in ({}, {"model__ppo__loss": own})
+    )
+    assert planned["phases"].keys() == built_in["phases"].keys()
+    assert planned["phases"]["train"]["launches"] < built_in["phases"]["train"]["launches"]
+    assert planned["phases"]["generate"] == built_in["phases"]["generate"]
 
 
 def test_steps_of_adam_take_no_memory(dry):

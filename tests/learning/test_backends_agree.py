@@ -3,27 +3,26 @@
 PPO's are compared number by number in `tests/distributed/test_dtensor_layouts`.
 """
 
-import importlib
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig, load_config
+from aligner.catalog import ALGORITHMS
+from aligner.config import load_config
 from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
-# recipe, its configuration, what trains it, its loop's section
-CASES = [
-    ("grpo_tiny_cpu", RunConfig, "build:train_ppo", "ppo"),
-    ("rs_tiny_cpu", RSRunConfig, "build_rs:train_rs", "rs"),
-    ("sft_tiny_cpu", SFTRunConfig, "build_supervised:train_sft", "sft"),
-    ("dpo_tiny_cpu", DPORunConfig, "build_preference:train_dpo", "dpo"),
-    ("kto_tiny_cpu", DPORunConfig, "build_preference:train_dpo", "dpo"),
-]
+# By recipe; DTensor has neither reward models nor distillation. KTO is one of DPO's losses.
+CASES = {
+    **{ALGORITHMS[name].recipe: ALGORITHMS[name] for name in ("reinforce", "rs", "sft", "dpo")},
+    "kto_tiny_cpu": ALGORITHMS["dpo"],
+}
 
 
-def run(folder, nemo, recipe, root, train, loop, backend):
+def run(folder, nemo, recipe, backend):
+    algorithm = CASES[recipe]
+    loop = "ppo" if algorithm.name == "reinforce" else algorithm.name
     settings = [
         f"model.restore_from_path={nemo}",
         f"exp_manager.explicit_log_dir={folder}",
@@ -32,10 +31,9 @@ def run(folder, nemo, recipe, root, train, loop, backend):
         f"trainer.{loop}.max_steps=3",
         f"policy.backend={backend}",
     ]
-    module, _, function = train.partition(":")
-    start = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        start(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
+        tree = compose(f"recipes/{recipe}", overrides=settings)
+    algorithm.train(load_config(tree, algorithm.root_class))
     lines = [
         {name: value for name, value in line.items() if not name.startswith("timers/")}
         for line in read_metrics(folder / "metrics.jsonl")
@@ -46,13 +44,10 @@ def run(folder, nemo, recipe, root, train, loop, backend):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("recipe", "root", "train", "loop"), CASES, ids=[recipe for recipe, *_ in CASES]
-)
-def test_backends_write_the_same_metrics(tmp_path, tiny_nemo, recipe, root, train, loop):
+@pytest.mark.parametrize("recipe", CASES)
+def test_backends_write_the_same_metrics(tmp_path, tiny_nemo, recipe):
     megatron, dtensor = (
-        run(tmp_path / backend, tiny_nemo, recipe, root, train, loop, backend)
-        for backend in ("megatron", "dtensor")
+        run(tmp_path / backend, tiny_nemo, recipe, backend) for backend in ("megatron", "dtensor")
     )
     assert len(megatron) > 2
     for line, other in zip(megatron, dtensor, strict=True):

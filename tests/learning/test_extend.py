@@ -4,29 +4,21 @@
    packed sequences and the DTensor backend as well; so does an estimator.
 2. A loss of another kind learns, with an own estimator and dynamic sampling.
 3. Callbacks are told of every trainer's run; a run that one stops goes on to what it would have
-   been.
+   been; a continued run says what is another.
 4. A tokenizer is the run's, and in the model that it leaves.
 5. What is refused is refused before a directory is made; a dry run calls no callback.
 """
 
 import hashlib
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from aligner.catalog import ALGORITHMS
 from aligner.checkpoint.nemo import open_nemo
-from aligner.config import (
-    DistillRunConfig,
-    DPORunConfig,
-    RewardRunConfig,
-    RSRunConfig,
-    RunConfig,
-    SFTRunConfig,
-    load_config,
-)
+from aligner.config import load_config
 from aligner.errors import CallbackError, ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -34,32 +26,28 @@ EXTEND = ROOT / "examples" / "extend"
 LOSS = f"model.ppo.loss={EXTEND}/my_loss.py:"
 ESTIMATOR = f"trainer.ppo.advantage.estimator={EXTEND}/my_advantage.py:"
 JOURNAL = f"{EXTEND}/my_callback.py:Journal"
-# recipe, its configuration, what trains it, its loop's section
-TRAINERS = {
-    "ppo_tiny_cpu": (RunConfig, "build:train_ppo", "ppo"),
-    "grpo_tiny_cpu": (RunConfig, "build:train_ppo", "ppo"),
-    "rs_tiny_cpu": (RSRunConfig, "build_rs:train_rs", "rs"),
-    "sft_tiny_cpu": (SFTRunConfig, "build_supervised:train_sft", "sft"),
-    "dpo_tiny_cpu": (DPORunConfig, "build_preference:train_dpo", "dpo"),
-    "reward_tiny_cpu": (RewardRunConfig, "build_reward_model:train_reward_model", "reward_model"),
-    "distill_tiny_cpu": (DistillRunConfig, "build_distill:train_distill", "distill"),
-}
+TRAINERS = {entry.recipe: entry for entry in ALGORITHMS.values()}
+
+
+def loop_of(recipe):
+    """The section of ``trainer`` that is the algorithm's."""
+    name = TRAINERS[recipe].name
+    return {"reinforce": "ppo", "reward": "reward_model"}.get(name, name)
 
 
 def run(folder, nemo, recipe, steps, *overrides):
     """The metrics of each step as they stand in the file (NaN is a word there); the weights."""
-    root, train, loop = TRAINERS[recipe]
+    trainer = TRAINERS[recipe]
     settings = [
         f"model.restore_from_path={nemo}",
         f"exp_manager.explicit_log_dir={folder}",
         "exp_manager.create_tensorboard_logger=false",
-        f"trainer.{loop}.max_steps={steps}",
+        f"trainer.{loop_of(recipe)}.max_steps={steps}",
         *overrides,
     ]
-    module, _, function = train.partition(":")
-    start = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        start(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
+        tree = compose(f"recipes/{recipe}", overrides=settings)
+    trainer.train(load_config(tree, trainer.root_class))
     if "dry_run=true" in overrides:
         return None
     lines = [
@@ -135,7 +123,7 @@ def journal(folder):
 
 @pytest.mark.parametrize("recipe", [name for name in TRAINERS if name != "grpo_tiny_cpu"])
 def test_every_trainer_tells_its_callbacks(tmp_path, tiny_nemo, teacher, recipe):
-    loop = TRAINERS[recipe][2]
+    loop = loop_of(recipe)
     options = [
         f"trainer.callbacks=[{JOURNAL}]",
         f"trainer.{loop}.save_interval=2",
@@ -170,6 +158,22 @@ def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path
     assert lines == whole[0][:3]
     assert journal(folder)[-1]["reason"].startswith("a callback: val_rollouts/accuracy is 0.")
     assert run(folder, tiny_nemo, "ppo_tiny_cpu", 4, *options) == whole
+
+
+def test_a_continued_run_says_which_own_code_is_another(tmp_path, tiny_nemo, capsys):
+    options = (tmp_path / "run", tiny_nemo, "grpo_tiny_cpu")
+    run(*options, 1)
+    lines, _ = run(*options, 2, f"{LOSS}ClippedLoss", f"trainer.callbacks=[{JOURNAL}]")
+    assert "custom/outside_fraction" in lines[2]
+    assert "custom/outside_fraction" not in lines[1]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"changed since the saved run: model.ppo.loss: None -> {EXTEND}/my_loss.py" in said
+    assert f"changed since the saved run: trainer.callbacks: [] -> ['{JOURNAL}']" in said
+    assert journal(tmp_path / "run")[0] == {"event": "run_start", "step": 1, "of": 2}
+    own = f"{ESTIMATOR}leave_one_out"
+    with pytest.raises(ConfigError, match=r"its algorithm is GRPO .*my_advantage\.py.*algorithm\]"):
+        run(*options, 3, own)
+    run(*options, 3, own, "exp_manager.accept_changed=[algorithm]")
 
 
 def test_an_error_in_a_callback_ends_the_run_and_others_hear_of_it(tmp_path, tiny_nemo):

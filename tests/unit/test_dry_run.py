@@ -1,6 +1,5 @@
 """``dry_run=true``: the longest batch goes through the real step, and nothing is left behind."""
 
-import importlib
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +10,8 @@ from hydra import compose, initialize_config_dir
 
 from aligner.algorithms.dry_run import dry_config, fullest, report
 from aligner.algorithms.longest import MadeUpRewards
-from aligner.config import (
-    DistillRunConfig,
-    DPORunConfig,
-    RewardRunConfig,
-    RSRunConfig,
-    RunConfig,
-    SFTRunConfig,
-    load_config,
-)
+from aligner.catalog import ALGORITHMS
+from aligner.config import load_config
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse, is_out_of_memory
 from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
@@ -29,25 +21,19 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.value.lm_value import Value
 
+BY_RECIPE = {entry.recipe: entry for entry in ALGORITHMS.values()}
 CONF = Path(__file__).parents[2] / "conf"
 GIB = 1 << 30
-# recipe: root, function, settings, tokens of the longest sequence
+# recipe: settings, tokens of the longest sequence
 RUNS = {
-    "ppo_tiny_cpu": (RunConfig, "build:train_ppo", ["data.max_prompt_length=40"], 44),
-    "grpo_tiny_cpu": (RunConfig, "build:train_ppo", ["data.max_prompt_length=9999"], 256),
-    "rs_tiny_cpu": (RSRunConfig, "build_rs:train_rs", ["data.max_prompt_length=40"], 44),
-    "sft_tiny_cpu": (SFTRunConfig, "build_supervised:train_sft", ["data.max_length=100"], 100),
-    "dpo_tiny_cpu": (DPORunConfig, "build_preference:train_dpo", ["data.max_length=9999"], 256),
-    "kto_tiny_cpu": (DPORunConfig, "build_preference:train_dpo", ["data.max_length=64"], 64),
-    "reward_tiny_cpu": (
-        RewardRunConfig,
-        "build_reward_model:train_reward_model",
-        ["data.max_length=80"],
-        80,
-    ),
+    "ppo_tiny_cpu": (["data.max_prompt_length=40"], 44),
+    "grpo_tiny_cpu": (["data.max_prompt_length=9999"], 256),
+    "rs_tiny_cpu": (["data.max_prompt_length=40"], 44),
+    "sft_tiny_cpu": (["data.max_length=100"], 100),
+    "dpo_tiny_cpu": (["data.max_length=9999"], 256),
+    "kto_tiny_cpu": (["data.max_length=64"], 64),
+    "reward_tiny_cpu": (["data.max_length=80"], 80),
     "distill_tiny_cpu": (
-        DistillRunConfig,
-        "build_distill:train_distill",
         [
             "trainer.distill.on_policy=true",
             "data.max_length=30",
@@ -66,12 +52,17 @@ def config_of(recipe, nemo, folder, *overrides):
         *overrides,
     ]
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-        return load_config(compose(f"recipes/{recipe}", overrides=settings), RUNS[recipe][0])
+        return load_config(
+            compose(f"recipes/{recipe}", overrides=settings), algorithm_of(recipe).root_class
+        )
+
+
+def algorithm_of(recipe):
+    return BY_RECIPE.get(recipe, ALGORITHMS["dpo"])  # of which kto is one
 
 
 def train(config, recipe):
-    module, function = RUNS[recipe][1].split(":")
-    getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)(config)
+    algorithm_of(recipe).train(config)
 
 
 @pytest.fixture
@@ -109,7 +100,7 @@ def test_the_longest_batch_and_nothing_else(
 ):
     monkeypatch.chdir(tmp_path)
     before = temporary()
-    _, _, settings, longest = RUNS[recipe]
+    settings, longest = RUNS[recipe]
     if recipe.startswith("distill"):
         settings = [*settings, f"teacher.restore_from_path={teacher}"]
     config = config_of(recipe, tiny_nemo, tmp_path / "run", *settings, "dry_run=true")

@@ -1,0 +1,107 @@
+"""The algorithms: one table that scripts, commands, plans, pipelines and tests are made from.
+
+A new algorithm is a row here, a script, a configuration and a recipe in conf/, and a page. Nothing
+heavy is imported before it is asked for.
+"""
+
+import importlib
+from typing import Any, NamedTuple
+
+
+class AlgorithmEntry(NamedTuple):
+    """An algorithm that a script trains with."""
+
+    name: str  # of its script, command and configuration
+    summary: str  # for `aligner --help`
+    root: str  # what its configuration describes, package.module:Class
+    builder: str  # what runs it, package.module:function of the configuration
+    recipe: str  # of conf/recipes/: the small one, for a CPU
+    page: str  # of docs/
+
+    @property
+    def script(self) -> str:
+        """Of examples/, without its suffix."""
+        return f"train_{self.config_name}"
+
+    @property
+    def config_name(self) -> str:
+        """Of conf/, without its suffix."""
+        return f"gpt_{self.name}"
+
+    @property
+    def root_class(self) -> Any:
+        """The class of its configuration."""
+        return _imported(self.root)
+
+    def train(self, config: Any) -> None:
+        """Run it as configured."""
+        _imported(self.builder)(config)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+ALGORITHMS: dict[str, AlgorithmEntry] = {
+    entry.name: entry
+    for entry in (
+        AlgorithmEntry(
+            "ppo",
+            "PPO",
+            "aligner.config.run:RunConfig",
+            "aligner.algorithms.build:train_ppo",
+            "ppo_tiny_cpu",
+            "ppo.md",
+        ),
+        AlgorithmEntry(
+            "reinforce",
+            "REINFORCE, RLOO, GRPO and their kin",
+            "aligner.config.run:RunConfig",
+            "aligner.algorithms.build:train_ppo",
+            "grpo_tiny_cpu",
+            "reinforce.md",
+        ),
+        AlgorithmEntry(
+            "rs",
+            "rejection sampling: the best responses are learned",
+            "aligner.config.run:RSRunConfig",
+            "aligner.algorithms.build_rs:train_rs",
+            "rs_tiny_cpu",
+            "rs.md",
+        ),
+        AlgorithmEntry(
+            "sft",
+            "supervised fine-tuning",
+            "aligner.config.run:SFTRunConfig",
+            "aligner.algorithms.build_supervised:train_sft",
+            "sft_tiny_cpu",
+            "sft.md",
+        ),
+        AlgorithmEntry(
+            "dpo",
+            "preference optimisation: DPO and its relatives",
+            "aligner.config.run:DPORunConfig",
+            "aligner.algorithms.build_preference:train_dpo",
+            "dpo_tiny_cpu",
+            "dpo.md",
+        ),
+        AlgorithmEntry(
+            "reward",
+            "a reward model, from comparisons or ratings",
+            "aligner.config.run:RewardRunConfig",
+            "aligner.algorithms.build_reward_model:train_reward_model",
+            "reward_tiny_cpu",
+            "reward.md",
+        ),
+        AlgorithmEntry(
+            "distill",
+            "distillation of a larger model",
+            "aligner.config.run:DistillRunConfig",
+            "aligner.algorithms.build_distill:train_distill",
+            "distill_tiny_cpu",
+            "distill.md",
+        ),
+    )
+}
+BY_SCRIPT = {entry.script: entry for entry in ALGORITHMS.values()}

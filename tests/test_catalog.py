@@ -1,0 +1,62 @@
+"""The table of algorithms: every row has what it names, and nothing stands beside it.
+
+`test_conf` composes and validates every row's configuration and recipe, `test_commands` finds its
+command, `test_docs_tables` holds its page's options.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from documented import commands, tables
+from test_conf import RECIPES, ROOTS, root_of
+
+from aligner.catalog import ALGORITHMS, BY_SCRIPT
+from aligner.commands import COMMANDS
+from aligner.config import BaseRunConfig
+from aligner.config.run import algorithm_of
+
+ROOT = Path(__file__).parents[1]
+EVERY = pytest.mark.parametrize("entry", ALGORITHMS.values(), ids=ALGORITHMS)
+
+
+def test_every_training_script_and_configuration_is_a_row():
+    scripts = {path.stem for path in (ROOT / "examples").glob("train_*.py")}
+    assert scripts == set(BY_SCRIPT)
+    configured = {name for name, (root, _) in ROOTS.items() if issubclass(root, BaseRunConfig)}
+    assert configured == {entry.config_name for entry in ALGORITHMS.values()}
+    assert {root_of(recipe) for recipe in RECIPES} - {"gpt_evaluate"} == configured
+
+
+@EVERY
+def test_a_row_has_what_it_names(entry):
+    assert COMMANDS[f"train-{entry.name}"].script == entry.script
+    script = (ROOT / "examples" / f"{entry.script}.py").read_text()
+    assert re.findall(r'launch_algorithm\("(\w+)"', script) == [entry.name]
+    assert issubclass(entry.root_class, BaseRunConfig)
+    assert root_of(entry.recipe) == entry.config_name
+    module, _, function = entry.builder.partition(":")
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    told = re.search(rf"^def {function}\(config: (\w+)\) -> None:", source, re.MULTILINE)
+    assert told[1] == entry.root_class.__name__
+
+
+@EVERY
+def test_the_page_runs_the_script_and_the_readme_leads_there(entry):
+    scripts = {one.script for one in commands() if one.page == f"docs/{entry.page}"}
+    assert entry.script in scripts
+    rows = [
+        row
+        for table in tables()
+        if table.page == "README.md" and table.header[:3] == ("what", "script", "page")
+        for row in table.rows
+        if f"{entry.script}.py" in row[1]
+    ]
+    assert any(entry.page in row[2] for row in rows)
+
+
+def test_run_states_tell_every_algorithm():
+    sections = {"reinforce": "ppo", "reward": "reward_model"}
+    for name in ALGORITHMS:
+        section = sections.get(name, name)
+        assert algorithm_of({"trainer": {section: {}}}).section == section
