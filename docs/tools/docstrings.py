@@ -52,5 +52,11 @@ def table(lines: list[str]) -> str:
 
 
 def escaped(paragraph: str) -> str:
-    """``[rank][row]`` is an index here; Markdown would look for a page of that name."""
+    """Prose without the marks of a terminal's.
+
+    ``::`` before a block is one colon, or nothing where it stands alone. ``[rank][row]`` is an
+    index; Markdown would look for a page of that name.
+    """
+    if paragraph.endswith("::"):
+        paragraph = paragraph[:-1] if len(paragraph) > 2 else ""
     return paragraph.replace("][", "]\\[")

@@ -69,3 +69,8 @@ def test_docstrings_of_a_terminal_are_shown_as_tables_and_drawings(site):
     assert row[2] == "1 where the token was generated (EOS included)"
     kinds = text_of(site / "reference/aligner/types/index.html")
     assert "=====" not in kinds
+    for page in (site / "reference").rglob("index.html"):
+        body = page.read_text().split("<article", 1)[1].split("</article>", 1)[0]
+        prose = re.sub(r"<pre.*?</pre>", "", body, flags=re.DOTALL)
+        left = re.search(r".*(?:::\s*</p>|─►|={5,}).*", prose)
+        assert left is None, f"{page}: {left[0]}"
