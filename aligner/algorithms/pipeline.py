@@ -41,7 +41,7 @@ from aligner.config.pipeline import (
 from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
 
 RECORD = "stage.json"
-_FREE = ("arguments", "kwargs")  # mappings whose keys are the user's
+_FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings whose keys are the user's
 _PATIENCE_S = 120.0  # for a stage that is told to end: it saves its state first
 
 
