@@ -1,1 +1,1 @@
-"""Algorithms: trainers, and the pure functions on tensors they are made of."""
+"""Algorithms: a folder each, and what their runs share."""

@@ -1,1 +1,1 @@
-"""Checkpoints: `.nemo`, Hugging Face, GGUF, and the state of a run."""
+"""Weights on disk, in every format, and run states."""

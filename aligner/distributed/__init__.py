@@ -1,1 +1,1 @@
-"""Devices, process groups, batches and worker groups."""
+"""Devices, process groups and collectives; batches and workers under NeMo-RL's names."""

@@ -1,1 +1,1 @@
-"""Reward functions: the protocol, the runner and the verifiers that come with the library."""
+"""Rewards: the protocol, verifiers, and every source of rewards."""

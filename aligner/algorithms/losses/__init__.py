@@ -1,1 +1,1 @@
-"""Losses over one micro-batch, each with its global denominator."""
+"""Losses under the paths they had; the code is in `aligner.losses`."""

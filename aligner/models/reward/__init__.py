@@ -1,1 +1,1 @@
-"""The front of whatever scores responses."""
+"""Reward models in worker processes."""

@@ -1,0 +1,1 @@
+"""Runs that ask a model and train nothing: generate, evaluate."""

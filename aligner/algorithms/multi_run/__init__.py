@@ -1,0 +1,1 @@
+"""Several runs: pipelines of stages, comparisons."""

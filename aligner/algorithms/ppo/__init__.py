@@ -1,0 +1,1 @@
+"""PPO, and its kin without a critic."""

@@ -1,0 +1,1 @@
+"""Rollouts: prompts, responses and rewards, for training and validation."""

@@ -1,0 +1,1 @@
+"""Global batches: columns, and how rows become shards and micro-batches."""

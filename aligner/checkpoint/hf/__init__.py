@@ -1,0 +1,1 @@
+"""Hugging Face directories, PEFT adapters and GGUF files."""

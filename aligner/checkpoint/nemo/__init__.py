@@ -1,0 +1,1 @@
+"""`.nemo` files: the container, its configuration, weights and tokenizer."""

@@ -1,0 +1,1 @@
+"""Configuration of each algorithm's data and training loop."""

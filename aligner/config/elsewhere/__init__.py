@@ -1,0 +1,1 @@
+"""Configuration keys of other libraries, and their names here."""

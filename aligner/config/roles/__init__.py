@@ -1,0 +1,1 @@
+"""Configuration of a role: model, optimizer, adapters, backend."""

@@ -1,0 +1,1 @@
+"""Checks and values that involve more than one key."""

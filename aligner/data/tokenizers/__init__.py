@@ -1,0 +1,1 @@
+"""Tokenizers behind one interface, and from tokens back to text."""

@@ -1,0 +1,1 @@
+"""Sampling engines outside the policy's own processes."""

@@ -1,0 +1,1 @@
+"""vLLM engines that sample for a policy."""

@@ -1,0 +1,1 @@
+"""Log-probs over a vocabulary that tensor-parallel ranks share."""

@@ -1,0 +1,1 @@
+"""Losses and advantages: pure functions on tensors."""

@@ -1,0 +1,1 @@
+"""Sampling with the training weights: key-value cache, scheduler, sampler."""

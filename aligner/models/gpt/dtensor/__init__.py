@@ -1,0 +1,1 @@
+"""Roles on transformers models, sharded by FSDP2 and DTensors."""

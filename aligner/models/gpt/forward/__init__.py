@@ -1,0 +1,1 @@
+"""A forward pass over micro-batches, and log-probs out of it."""

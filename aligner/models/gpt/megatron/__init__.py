@@ -1,0 +1,1 @@
+"""Roles on megatron-core models."""

@@ -1,0 +1,1 @@
+"""A role on either backend: its interface, settings, optimizer step."""

@@ -1,0 +1,1 @@
+"""Weights from a policy's workers to sampling engines."""

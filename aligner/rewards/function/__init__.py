@@ -1,0 +1,1 @@
+"""Reward functions in threads and processes."""
