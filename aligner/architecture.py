@@ -2,7 +2,7 @@
 
 ``GPTArchitecture`` is the one description that everything else is derived from: NeMo's
 ``model_config.yaml`` and Hugging Face's ``config.json`` are read into it (``checkpoint/``)
-and megatron-core's ``TransformerConfig`` is made out of it (``models/gpt/build.py``).
+and megatron-core's ``TransformerConfig`` is made out of it (``models/gpt/megatron/build.py``).
 """
 
 import dataclasses

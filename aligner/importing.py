@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -128,3 +129,24 @@ def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
         and not name.startswith("_")
         and getattr(value, "__module__", None) == module.__name__
     )
+
+
+# Of what a function says: the message passes through a pipe, to every rank and onto the console.
+_MOST_CHARACTERS = 2000
+
+
+def describe_exception(error: BaseException) -> str:
+    """``ZeroDivisionError: division by zero (rewards.py, line 12)``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text_of(error)}{place}"
+
+
+def text_of(error: BaseException) -> str:
+    """The beginning of its text, whatever ``__str__`` does."""
+    try:
+        text = str(error)
+    except Exception as other:
+        return f"(its text cannot be had: {type(other).__name__})"
+    more = len(text) - _MOST_CHARACTERS
+    return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}… and {more} characters more"

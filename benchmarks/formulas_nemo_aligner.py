@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import generalized_advantage_estimate
-from aligner.algorithms.group_advantages import group_advantages
-from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.algorithms.losses.preference import (
+from aligner.losses.advantages import generalized_advantage_estimate
+from aligner.losses.group_advantages import group_advantages
+from aligner.losses.kto import KTOLoss, kto_kl_baseline
+from aligner.losses.preference import (
     DPOLoss,
     IPOLoss,
     PairwiseLoss,
     RPODistance,
     RPOLoss,
 )
-from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
+from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from benchmarks.formulas_cases import ROWS, Comparisons, Inputs, main, without
 
 without("nemo", "megatron", "lightning", "apex", "hydra", "omegaconf", "jsonlines", "flask")

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import generalized_advantage_estimate
-from aligner.algorithms.group_advantages import token_advantages
-from aligner.algorithms.kl import kl_estimate
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.preference import DPOLoss, IPOLoss
-from aligner.algorithms.losses.reward import BradleyTerryLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.overlong import soft_overlong_penalty
+from aligner.losses.advantages import generalized_advantage_estimate
+from aligner.losses.group_advantages import token_advantages
+from aligner.losses.kl import kl_estimate
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.losses.overlong import soft_overlong_penalty
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.preference import DPOLoss, IPOLoss
+from aligner.losses.reward import BradleyTerryLoss
+from aligner.losses.value import PPOValueLoss
 from benchmarks.formulas_cases import LENGTH, Comparisons, Inputs, main, without
 
 # Imported by its modules, not used by what is compared.

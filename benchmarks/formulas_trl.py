@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, SimPOLoss
-from aligner.algorithms.losses.reward import BradleyTerryLoss
-from aligner.algorithms.masked import masked_whiten
-from aligner.algorithms.overlong import soft_overlong_penalty
+from aligner.losses.kto import KTOLoss, kto_kl_baseline
+from aligner.losses.masked import masked_whiten
+from aligner.losses.overlong import soft_overlong_penalty
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.preference import DPOLoss, IPOLoss, SimPOLoss
+from aligner.losses.reward import BradleyTerryLoss
 from benchmarks.formulas_cases import LENGTH, ROWS, Comparisons, Inputs, main, without
 
 without("requests", "urllib3")  # for its client of a generation server

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
-from aligner.algorithms.group_advantages import CriticFreeEstimator, token_advantages
-from aligner.algorithms.kl import kl_estimate
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.masked import masked_whiten
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
+from aligner.losses.group_advantages import CriticFreeEstimator, token_advantages
+from aligner.losses.kl import kl_estimate
+from aligner.losses.masked import masked_whiten
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from benchmarks.formulas_cases import Comparisons, Inputs, main
 
 FULL_WIDTH = 17  # verl's fixed length, where it is not told one

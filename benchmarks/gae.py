@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from aligner.algorithms.advantages import generalized_advantage_estimate
-from aligner.algorithms.masked import masked_whiten
+from aligner.losses.advantages import generalized_advantage_estimate
+from aligner.losses.masked import masked_whiten
 
 ROOT = Path(__file__).resolve().parent.parent
 PEER = ROOT / ".venv-bench-verl"

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.nemo import save_nemo
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ModelConfig, OptimConfig, SequencePackingConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy
 from benchmarks.common import log, peak_mb, stdout_reserved
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from benchmarks.common import ROOT, log
 
 LIMIT = 1e-5

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.assembly import describe_model
-from aligner.algorithms.build import build_roles, load_prompts
-from aligner.algorithms.engine import Clusters
-from aligner.algorithms.ppo import PPOTrainer
+from aligner.algorithms.ppo.build import build_roles, load_prompts
+from aligner.algorithms.ppo.trainer import PPOTrainer
+from aligner.algorithms.run.assembly import describe_model
+from aligner.algorithms.run.engine import Clusters
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     CriticConfig,
     DataConfig,
@@ -31,13 +33,11 @@ from aligner.config import (
 )
 from aligner.data.collate import collate_prompts
 from aligner.data.sampler import PromptSampler
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import LayoutError
-from aligner.models.reward.lm_reward import Reward
 from aligner.observe.timers import PhaseTimers
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
+from aligner.rewards.interface import Reward
 from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, fill_head, model_config
 
 Row = Any  # tensor, float, dict of either, or a sentence

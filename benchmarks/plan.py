@@ -48,8 +48,8 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 def planned(model: str, layout: str, batches: str) -> Any:
     """The role of a fine-tuning run: `PlannedRole`, and its one phase."""
     from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+    from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
-    from aligner.config.plan import PlanConfig, varied
     from aligner.config.run import SFTRunConfig
     from aligner.plan.roles import Train
     from aligner.plan.runs import planned_run
@@ -104,9 +104,9 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-    from aligner.data.byte_tokenizer import byte_level_tokenizer
+    from aligner.cluster.worker_groups import LocalCluster
+    from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
     from aligner.distributed.parallel import initialize_parallel
-    from aligner.distributed.worker_groups import LocalCluster
     from aligner.plan.measure import share_of, without_weights
 
     role, train = planned(model, layout, batches)

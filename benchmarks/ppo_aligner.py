@@ -16,22 +16,22 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 
-from aligner.algorithms.assembly import describe_model
-from aligner.algorithms.build import build_roles, load_prompts
-from aligner.algorithms.engine import Clusters
-from aligner.algorithms.ppo import PPOTrainer
+from aligner.algorithms.ppo.build import build_roles, load_prompts
+from aligner.algorithms.ppo.trainer import PPOTrainer
+from aligner.algorithms.run.assembly import describe_model
+from aligner.algorithms.run.engine import Clusters
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import RunConfig
 from aligner.config.load import parse_config
 from aligner.data.sampler import PromptSampler
-from aligner.data.tokenizer_hf import HuggingFaceTokenizer
+from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.reward.lm_reward import Reward
 from aligner.observe.timers import PhaseTimers
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
+from aligner.rewards.interface import Reward
 from benchmarks.common import stdout_reserved
 from benchmarks.ppo_shape import (
     GAMMA,

@@ -60,8 +60,8 @@ def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
 
 def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     """The run's metrics, a line per step and one before the first."""
-    from aligner.algorithms.build import train_ppo
-    from aligner.models.gpt.dtensor_critic import DTensorCriticModel
+    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 
     settings = [
         f"model.restore_from_path={Path(model).absolute()}",

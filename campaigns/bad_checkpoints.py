@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from aligner.checkpoint.archive import ArchiveWriter
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.archive import ArchiveWriter
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.errors import AlignerError
 from campaigns.harness import TINY, Campaign, run
 from campaigns.state_pickles import payloads
@@ -181,7 +181,7 @@ def _around(campaign: Campaign) -> set[str]:
 
 
 def _convert_nemo(source: Path, output: Path) -> None:
-    from aligner.checkpoint.hf import save_hf
+    from aligner.checkpoint.hf.model_folder import save_hf
 
     def convert() -> None:
         with open_nemo(source) as nemo:
@@ -192,8 +192,8 @@ def _convert_nemo(source: Path, output: Path) -> None:
 
 
 def _convert_hugging_face(source: Path, output: Path) -> None:
-    from aligner.checkpoint.hf import read_hf
-    from aligner.checkpoint.nemo import save_nemo
+    from aligner.checkpoint.hf.model_folder import read_hf
+    from aligner.checkpoint.nemo.model_file import save_nemo
 
     def convert() -> None:
         model = read_hf(source)

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.data.labelled import LabelledDataset
 from aligner.data.preferences import PairDataset, PairFormat
 from aligner.data.prompts import PromptDataset, PromptFormat

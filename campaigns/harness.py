@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-import aligner.algorithms.build
-import aligner.algorithms.build_distill
-import aligner.algorithms.build_preference
-import aligner.algorithms.build_supervised
+import aligner.algorithms.distill.build
+import aligner.algorithms.ppo.build
+import aligner.algorithms.preference.build
+import aligner.algorithms.supervised.build
 import aligner.models.gpt  # noqa: F401 - imported for the children
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from aligner.config import EvaluateConfig
 from aligner.config.cli import launch
-from aligner.config.options import ASKING, as_overrides
+from aligner.config.commands.options import ASKING, as_overrides
 
 
 def run(config: EvaluateConfig) -> None:
     """Evaluate as configured."""
-    from aligner.algorithms.evaluate import evaluate  # imports torch: not for --help
+    from aligner.algorithms.ask.evaluate import evaluate  # imports torch: not for --help
 
     evaluate(config)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from aligner.config import GenerateConfig
 from aligner.config.cli import launch
-from aligner.config.options import ASKING, as_overrides
+from aligner.config.commands.options import ASKING, as_overrides
 
 
 def run(config: GenerateConfig) -> None:
     """Answer as configured."""
-    from aligner.algorithms.generate import generate  # imports torch: not for --help
+    from aligner.algorithms.ask.generate import generate  # imports torch: not for --help
 
     generate(config)
 

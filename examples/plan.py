@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aligner.config import BaseRunConfig
 from aligner.config.cli import launch, report_errors
-from aligner.config.plan import plan_request
+from aligner.config.commands.plan import plan_request
 
 
 def main() -> None:

@@ -44,8 +44,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Serve until SIGTERM."""
     arguments = parse_arguments()
-    from aligner.models.reward.remote import read_token  # imports torch: not for --help
-    from aligner.models.reward.serve import ServeOptions, serve_reward_model
+    from aligner.rewards.server.client import read_token  # imports torch: not for --help
+    from aligner.rewards.server.serve import ServeOptions, serve_reward_model
 
     source = RewardServerConfig(
         url="", token_env=arguments.token_env, token_file=arguments.token_file

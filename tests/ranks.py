@@ -18,8 +18,8 @@ from pathlib import Path
 
 PRELOADED = [
     "aligner.models.gpt",
-    "aligner.algorithms.build",
-    "aligner.models.gpt.dtensor_actor",
+    "aligner.algorithms.ppo.build",
+    "aligner.models.gpt.dtensor.actor",
     "transformers.models.llama.modeling_llama",
     "accelerate",
 ]

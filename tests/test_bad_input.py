@@ -48,7 +48,7 @@ def run(tmp_path, tiny_nemo):
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
     def start(**overrides):
-        from aligner.algorithms.build import train_ppo
+        from aligner.algorithms.ppo.build import train_ppo
 
         settings = {
             "model__restore_from_path": str(tiny_nemo),
@@ -214,7 +214,7 @@ def test_disk_full_while_saving_names_the_place_and_keeps_earlier_states(run, mo
     def full(folder, needed):
         raise StorageError(f"{folder}: {needed} bytes are needed and 0 are free; make room")
 
-    monkeypatch.setattr("aligner.checkpoint.run_state.require_free_space", full)
+    monkeypatch.setattr("aligner.checkpoint.run_state.store.require_free_space", full)
     refused(
         run,
         StorageError,

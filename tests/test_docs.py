@@ -13,7 +13,7 @@ from documented import PAGES, ROOT
 from aligner.config import RunConfig
 from aligner.config.parse import field_types
 from aligner.observe.metric_names import markdown
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PPO = (ROOT / "docs" / "ppo.md").read_text()

@@ -19,26 +19,26 @@ LAYERS = [
         "aligner.rewards",
         "aligner.observe",
         "aligner.algorithms.losses",
-        "aligner.algorithms.advantages",
-        "aligner.algorithms.kl",
-        "aligner.algorithms.masked",
+        "aligner.losses.advantages",
+        "aligner.losses.kl",
+        "aligner.losses.masked",
     ],
     [
         "aligner.models.interfaces",
         "aligner.models.gpt",
-        "aligner.models.generation.vllm_engine",
-        "aligner.models.generation.vllm_extension",
-        "aligner.models.generation.vllm_sampling",
+        "aligner.generation.vllm.engine",
+        "aligner.generation.vllm.extension",
+        "aligner.generation.vllm.sampling",
     ],
     [
         "aligner.models.role_worker",
-        "aligner.models.generation.vllm_worker",
+        "aligner.generation.vllm.worker",
         "aligner.models.policy.workers",
         "aligner.models.value.workers",
         "aligner.models.reward.workers",
     ],
     [
-        "aligner.models.sharded",
+        "aligner.cluster.sharded",
         "aligner.models.role_front",
         "aligner.models.generation",
         "aligner.models.policy",
@@ -51,9 +51,13 @@ LAYERS = [
 CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],
     "hydra": ["aligner/config/", "examples/", "tests/"],
-    "ray": ["aligner/distributed/virtual_cluster.py", "aligner/distributed/ray_"],
+    "ray": ["aligner/cluster/ray/virtual_cluster.py", "aligner/distributed/ray_"],
     "vllm": ["aligner/models/generation/vllm"],
-    "nemo": ["aligner/checkpoint/", "aligner/data/tokenizer", "aligner/models/gpt/megatron.py"],
+    "nemo": [
+        "aligner/checkpoint/",
+        "aligner/data/tokenizer",
+        "aligner/models/gpt/megatron/model.py",
+    ],
 }
 
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.config.trainer import CallbackConfig
-from aligner.data.importing import check_call, load_function
+from aligner.config.algorithms.trainer import CallbackConfig
 from aligner.distributed.agreement import on_rank_zero
 from aligner.errors import AlignerError, CallbackError, ConfigError
-from aligner.rewards.execution import describe_exception
+from aligner.importing import check_call, describe_exception, load_function
 
 KEY = "trainer.callbacks"
 

@@ -1,5 +1,5 @@
 """NeMo-RL's place of `TrainingSamplingParams`."""
 
-from aligner.distributed.sampling_params import TrainingSamplingParams
+from aligner.logprobs.sampling_params import TrainingSamplingParams
 
 __all__ = ["TrainingSamplingParams"]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.distributed import columns, sharding
-from aligner.distributed.microbatch_modes import (
+from aligner.batches import columns, sharding
+from aligner.batches.microbatches import (
     DynamicBatchingArgs,
     SequencePackingArgs,
     dynamic_plan,

@@ -5,8 +5,8 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from aligner.data.packing import get_packer
-from aligner.distributed import sharding
+from aligner.batches import sharding
+from aligner.batches.packing import get_packer
 from aligner.errors import ConfigError, DataError
 
 

@@ -15,9 +15,9 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from aligner.data.packing import SequencePacker
-from aligner.data.packing.bins import bin_count, split_fullest
-from aligner.distributed.length_groups import LengthGroups
+from aligner.batches.length_groups import LengthGroups
+from aligner.batches.packing import SequencePacker
+from aligner.batches.packing.bins import bin_count, split_fullest
 from aligner.errors import DataError
 
 

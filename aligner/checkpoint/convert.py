@@ -7,9 +7,9 @@ from pathlib import Path
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import Adapters, MergedWeights, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.checkpoint.hf import read_hf, save_hf
-from aligner.checkpoint.hf_peft import save_peft
-from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.hf.peft import save_peft
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.errors import ConfigError
 
 StrPath = str | os.PathLike[str]

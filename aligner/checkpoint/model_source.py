@@ -8,10 +8,10 @@ from typing import Protocol
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
-from aligner.checkpoint.hf import read_hf
-from aligner.checkpoint.nemo import open_nemo
-from aligner.checkpoint.nemo_config import Config
-from aligner.data.tokenizer import Tokenizer
+from aligner.checkpoint.hf.model_folder import read_hf
+from aligner.checkpoint.nemo.config import Config
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.data.tokenizers.tokenizer import Tokenizer
 
 
 class ModelSource(Protocol):

@@ -23,7 +23,7 @@ def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None
 
     A signal that ends the first process before the others have met it would leave them waiting for
     it. So within the block, and while they meet, a further process ends with status 1 once the
-    first is gone. What follows the block sees to that itself (`liveness.watched_ranks`).
+    first is gone. What follows the block sees to that itself (`heartbeat.watched_ranks`).
 
     Args:
         trainer: how many processes, on how many nodes.

@@ -6,13 +6,13 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from aligner.config import TrainedModelConfig
-from aligner.distributed.batched_data_dict import (
+from aligner.batches.batched_data_dict import (
     BatchedDataDict,
     DynamicBatchingArgs,
     SequencePackingArgs,
 )
-from aligner.distributed.worker_groups import MODEL_AXES, WorkerGroup
+from aligner.cluster.worker_groups import MODEL_AXES, WorkerGroup
+from aligner.config import TrainedModelConfig
 from aligner.errors import ConfigError, DataError
 
 
@@ -169,7 +169,7 @@ def check_columns(data: BatchedDataDict, names: Sequence[str]) -> None:
     if not isinstance(data, BatchedDataDict):
         raise DataError(
             f"data is a {type(data).__name__}; give an "
-            "aligner.distributed.batched_data_dict.BatchedDataDict"
+            "aligner.batches.batched_data_dict.BatchedDataDict"
         )
     missing = [name for name in names if name not in data]
     if missing:

@@ -16,7 +16,7 @@ the process group's timeout ends the wait. An exception on one rank is raised on
 data-parallel group, with the rank's name, once its worker method has returned there.
 
 `RayWorkerGroup`, `RayWorkerBuilder` and `MultiWorkerFuture` are the same on Ray, where one driver
-calls workers in processes of their own (`aligner.distributed.ray_worker_group`).
+calls workers in processes of their own (`aligner.cluster.ray.worker_group`).
 """
 
 import importlib
@@ -29,10 +29,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from aligner.batches.batched_data_dict import SlicedDataDict
+from aligner.cluster.named_sharding import NamedSharding
 from aligner.config.layout import ParallelConfig
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import SlicedDataDict
-from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
 
@@ -332,9 +332,9 @@ def to_host(value: Any) -> Any:
 
 
 _ON_RAY = {
-    "MultiWorkerFuture": "aligner.distributed.ray_calls",
-    "RayWorkerBuilder": "aligner.distributed.ray_worker_group",
-    "RayWorkerGroup": "aligner.distributed.ray_worker_group",
+    "MultiWorkerFuture": "aligner.cluster.ray.calls",
+    "RayWorkerBuilder": "aligner.cluster.ray.worker_group",
+    "RayWorkerGroup": "aligner.cluster.ray.worker_group",
 }
 
 

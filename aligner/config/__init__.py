@@ -5,10 +5,28 @@ ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``
 documented where its dataclass defines it, and again beside its default in ``conf/``.
 """
 
-from aligner.config.ask import AskConfig, AskedDataConfig, EvaluateConfig, GenerateConfig
+from aligner.config.algorithms.distill import KLDirection, StudentConfig, TeacherConfig
+from aligner.config.algorithms.preference import (
+    LOSS_OPTIONS,
+    PairDataConfig,
+    PreferenceDataConfig,
+    TrainerDPOConfig,
+)
+from aligner.config.algorithms.reward_model import RewardDataConfig
+from aligner.config.algorithms.supervised import ExampleDataConfig
+from aligner.config.algorithms.trainer import (
+    ImproperEndConfig,
+    KLControllerConfig,
+    LoopConfig,
+    ProcessConfig,
+    RewardShapingConfig,
+    SamplingLoopConfig,
+    TrainerConfig,
+    TrainerPPOConfig,
+)
 from aligner.config.cluster import ClusterConfig
+from aligner.config.commands.ask import AskConfig, AskedDataConfig, EvaluateConfig, GenerateConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
-from aligner.config.distill import KLDirection, StudentConfig, TeacherConfig
 from aligner.config.experiment import (
     ExpManagerConfig,
     WandbConfig,
@@ -22,7 +40,8 @@ from aligner.config.load import (
     plain_mapping,
     section_of,
 )
-from aligner.config.model import (
+from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerConfig
+from aligner.config.roles.model import (
     LAYOUT_KEYS,
     CriticConfig,
     Drawing,
@@ -38,17 +57,9 @@ from aligner.config.model import (
     SequencePackingConfig,
     TrainedModelConfig,
 )
-from aligner.config.optim import OptimConfig, SchedConfig
-from aligner.config.peft import LoraConfig, PeftConfig
-from aligner.config.policy import BackendConfig
-from aligner.config.preference import (
-    LOSS_OPTIONS,
-    PairDataConfig,
-    PreferenceDataConfig,
-    TrainerDPOConfig,
-)
-from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerConfig
-from aligner.config.reward_model import RewardDataConfig
+from aligner.config.roles.optim import OptimConfig, SchedConfig
+from aligner.config.roles.peft import LoraConfig, PeftConfig
+from aligner.config.roles.policy import BackendConfig
 from aligner.config.run import (
     BaseRunConfig,
     DistillRunConfig,
@@ -59,17 +70,6 @@ from aligner.config.run import (
     SamplingRunConfig,
     SFTRunConfig,
     SupervisedRunConfig,
-)
-from aligner.config.supervised import ExampleDataConfig
-from aligner.config.trainer import (
-    ImproperEndConfig,
-    KLControllerConfig,
-    LoopConfig,
-    ProcessConfig,
-    RewardShapingConfig,
-    SamplingLoopConfig,
-    TrainerConfig,
-    TrainerPPOConfig,
 )
 from aligner.config.validation import AnswerSamplingConfig, ValidationConfig
 

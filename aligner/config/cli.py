@@ -22,8 +22,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from aligner.catalog import ALGORITHMS
+from aligner.config.elsewhere.nemo_aligner import remedy
 from aligner.config.load import Root, load_config
-from aligner.config.nemo_aligner import remedy
 from aligner.config.parse import field_types, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from aligner.config.ask import AskConfig
-from aligner.config.batches import derive_batches
-from aligner.config.checks import check_config
+from aligner.config.commands.ask import AskConfig
 from aligner.config.parse import build, field_types
+from aligner.config.rules.batches import derive_batches
+from aligner.config.rules.checks import check_config
 from aligner.config.run import BaseRunConfig, RunConfig
 from aligner.errors import ConfigError
 

@@ -20,8 +20,8 @@ from typing import (
     is_typeddict,
 )
 
+from aligner.config.elsewhere.nemo_aligner import is_inert, remedy
 from aligner.config.fields import Aliases, Names, NotEmpty, Range, Refused
-from aligner.config.nemo_aligner import is_inert, remedy
 from aligner.errors import ConfigError
 
 T = TypeVar("T")

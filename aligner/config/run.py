@@ -5,30 +5,34 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from aligner.config.cluster import ClusterConfig
-from aligner.config.data import DataConfig
-from aligner.config.distill import DistillTrainerConfig, StudentConfig, TeacherConfig
-from aligner.config.experiment import ExpManagerConfig
-from aligner.config.fields import Natural
-from aligner.config.generation import GenerationConfig
-from aligner.config.layout import ParallelConfig
-from aligner.config.model import (
-    CriticConfig,
-    ModelConfig,
-    RSModelConfig,
-    TrainedModelConfig,
+from aligner.config.algorithms.distill import DistillTrainerConfig, StudentConfig, TeacherConfig
+from aligner.config.algorithms.preference import (
+    DPOTrainerConfig,
+    PairDataConfig,
+    PreferenceDataConfig,
 )
-from aligner.config.policy import BackendConfig
-from aligner.config.preference import DPOTrainerConfig, PairDataConfig, PreferenceDataConfig
-from aligner.config.reward import RewardConfig
-from aligner.config.reward_model import RewardDataConfig, RewardTrainerConfig
-from aligner.config.supervised import ExampleDataConfig, SFTTrainerConfig
-from aligner.config.trainer import (
+from aligner.config.algorithms.reward_model import RewardDataConfig, RewardTrainerConfig
+from aligner.config.algorithms.supervised import ExampleDataConfig, SFTTrainerConfig
+from aligner.config.algorithms.trainer import (
     RSTrainerConfig,
     SamplingLoopConfig,
     TrainerConfig,
     TrainingConfig,
 )
+from aligner.config.cluster import ClusterConfig
+from aligner.config.data import DataConfig
+from aligner.config.experiment import ExpManagerConfig
+from aligner.config.fields import Natural
+from aligner.config.generation import GenerationConfig
+from aligner.config.layout import ParallelConfig
+from aligner.config.reward import RewardConfig
+from aligner.config.roles.model import (
+    CriticConfig,
+    ModelConfig,
+    RSModelConfig,
+    TrainedModelConfig,
+)
+from aligner.config.roles.policy import BackendConfig
 from aligner.config.validation import ValidationConfig
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count, Function, Natural, Positive, Range
-from aligner.config.model import Drawing, LengthParams, RolloutConfig, SamplingParams
+from aligner.config.roles.model import Drawing, LengthParams, RolloutConfig, SamplingParams
 from aligner.errors import ConfigError
 
 FINAL_ANSWER = "aligner.rewards.answers:final_answer"

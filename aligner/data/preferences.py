@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.data.dataset import Dataset, read_items
 from aligner.data.readers import Row, Source, finite_number
 from aligner.data.supervised import (
@@ -21,8 +22,7 @@ from aligner.data.supervised import (
     collate_examples,
     make_example,
 )
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import DataError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from aligner.data.chat import parse_tools, render_chat
 from aligner.data.dataset import Dataset, read_items
 from aligner.data.readers import Row, Source, take
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 # Names that the reward function's own arguments and the trainer's columns already have.

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from aligner.data.importing import load_function
 from aligner.errors import ConfigError, DataError
+from aligner.importing import load_function
 
 Source = str | Path | Sequence[str | Path]
 

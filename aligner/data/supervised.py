@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.data.chat import (
     Message,
     Tools,
@@ -27,8 +28,7 @@ from aligner.data.chat import (
 from aligner.data.collate import pad_right
 from aligner.data.dataset import Dataset, read_items
 from aligner.data.readers import Row, Source, take
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 

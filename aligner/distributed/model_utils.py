@@ -5,47 +5,53 @@ Groups are explicit arguments and devices those of the tensors. Arithmetic is fl
 float64 inputs) without a float32 copy of the logits, and gradients are written by hand.
 """
 
-from aligner.distributed.context_shard import (
+from aligner.logprobs.fused import hidden_states_to_logprobs
+from aligner.logprobs.published.context_shard import (
     AllGatherCPTensor,
     _get_tokens_on_this_cp_rank,
     allgather_cp_sharded_tensor,
 )
-from aligner.distributed.distillation import get_distillation_topk_logprobs_from_logits
-from aligner.distributed.distributed_softmax import (
+from aligner.logprobs.published.distillation import get_distillation_topk_logprobs_from_logits
+from aligner.logprobs.published.distributed_softmax import (
     _compute_distributed_log_softmax,
     _compute_distributed_softmax,
 )
-from aligner.distributed.dtensor_logprobs import (
+from aligner.logprobs.published.dtensor_logprobs import (
     dtensor_from_parallel_logits_to_logprobs,
     get_logprobs_from_vocab_parallel_logits,
 )
-from aligner.distributed.fused_logprob import hidden_states_to_logprobs
-from aligner.distributed.hidden_logprobs import (
+from aligner.logprobs.published.hidden_logprobs import (
     ChunkedDistributedHiddenStatesToLogprobs,
     from_parallel_hidden_states_to_logprobs,
 )
-from aligner.distributed.linear_ce_patch import (
+from aligner.logprobs.published.linear_ce_patch import (
     _gpt_forward_with_linear_ce_fusion,
     patch_gpt_model_forward_for_linear_ce_fusion,
 )
-from aligner.distributed.logits_logprob import (
+from aligner.logprobs.published.logits_logprob import (
     ChunkedDistributedGatherLogprob,
     ChunkedDistributedLogprob,
     DistributedLogprob,
 )
-from aligner.distributed.parallel_logprobs import (
+from aligner.logprobs.published.parallel_logprobs import (
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
     get_next_token_logprobs_from_logits,
 )
-from aligner.distributed.sampling_logprob import (
+from aligner.logprobs.published.sampling_logprob import (
     ChunkedDistributedLogprobWithSampling,
     DistributedLogprobWithSampling,
 )
-from aligner.distributed.sampling_params import TrainingSamplingParams
-from aligner.distributed.vocab_entropy import ChunkedDistributedEntropy, DistributedCrossEntropy
-from aligner.distributed.vocab_sequence_exchange import all_to_all_sq2vp, all_to_all_vp2sq
-from aligner.distributed.vocab_topk import distributed_vocab_topk, gather_logits_at_global_indices
+from aligner.logprobs.published.vocab_entropy import (
+    ChunkedDistributedEntropy,
+    DistributedCrossEntropy,
+)
+from aligner.logprobs.published.vocab_topk import (
+    distributed_vocab_topk,
+    gather_logits_at_global_indices,
+)
+from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.vocab_sequence_exchange import all_to_all_sq2vp, all_to_all_vp2sq
 
 __all__ = [
     "AllGatherCPTensor",

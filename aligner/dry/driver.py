@@ -19,7 +19,7 @@ from aligner.dry.record import Record
 from aligner.dry.replacements import Replacement, answers
 from aligner.dry.sharing import Exports
 from aligner.dry.streams import Order, stream_classes
-from aligner.models.gpt import fusions
+from aligner.models.gpt.layers import fusions
 
 _aten = torch.ops.aten
 

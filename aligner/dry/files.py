@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from aligner.checkpoint import state_tree
+from aligner.checkpoint.run_state import tree as state_tree
 from aligner.dry.known import KnownValues
 from aligner.dry.streams import Order
 

@@ -43,19 +43,20 @@ class Kind(StrEnum):
 # Code whose allocations are of a kind, by the end of the file's path and, where one is named, the
 # function. Weights and gradient buffers are named by who holds them (`Memory.name`).
 _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
-    "aligner/models/gpt/kv_cache.py": ("__init__", Kind.KV_CACHE),
-    "aligner/models/gpt/optimizer.py": (None, Kind.OPTIMIZER),
-    "aligner/models/gpt/dtensor_optimizer.py": (None, Kind.OPTIMIZER),
+    "aligner/models/gpt/decode/kv_cache.py": ("__init__", Kind.KV_CACHE),
+    "aligner/models/gpt/megatron/optimizer.py": (None, Kind.OPTIMIZER),
+    "aligner/models/gpt/dtensor/optimizer.py": (None, Kind.OPTIMIZER),
+    "aligner/models/gpt/role/optimizer_step.py": (None, Kind.OPTIMIZER),
     # FSDP2: what is gathered for a pass, and gradients before and after they are scattered.
     "_fully_shard/_fsdp_param.py": ("init_all_gather_outputs", Kind.WEIGHTS),
     "_fully_shard/_fsdp_collectives.py": ("foreach_reduce", Kind.GRADIENTS),
-    "aligner/models/gpt/sampling.py": (None, Kind.LOGITS),
-    "aligner/models/gpt/token_logprobs.py": (None, Kind.LOGITS),
-    "aligner/models/gpt/candidates.py": (None, Kind.LOGITS),
-    "aligner/models/gpt/incremental.py": ("logits", Kind.LOGITS),
-    "aligner/distributed/fused_logprob.py": (None, Kind.LOGITS),
-    "aligner/distributed/vocab_entropy.py": (None, Kind.LOGITS),
-    "aligner/distributed/vocab_topk.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/decode/sampling.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/forward/token_logprobs.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/forward/topk_logprobs.py": (None, Kind.LOGITS),
+    "aligner/models/gpt/decode/model.py": ("logits", Kind.LOGITS),
+    "aligner/logprobs/fused.py": (None, Kind.LOGITS),
+    "aligner/logprobs/published/vocab_entropy.py": (None, Kind.LOGITS),
+    "aligner/logprobs/published/vocab_topk.py": (None, Kind.LOGITS),
 }
 
 

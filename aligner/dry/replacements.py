@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_map
 from aligner.dry.files import address
 from aligner.dry.known import KnownValues
 from aligner.dry.operations import Operations
-from aligner.models.gpt import elementwise, megatron, pipeline, short_attention
+from aligner.models.gpt.forward import schedule as pipeline
+from aligner.models.gpt.layers import elementwise, short_attention
+from aligner.models.gpt.megatron import model as megatron
 
 Replacement = tuple[Any, str, Any]  # where, by which name, and what is there instead
 

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from aligner.distributed.linear_product import has_onednn
+from aligner.kernels.linear_product import has_onednn
 
 # oneDNN chooses the layout by an expected number of rows. Layouts chosen for many rows are as fast
 # as any from 1 to 64 rows here, and unlike the layout chosen for 1 they give the same bits.

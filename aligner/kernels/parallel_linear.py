@@ -6,7 +6,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from aligner.distributed.linear_product import linear_product
+from aligner.kernels.linear_product import linear_product
 
 
 class _Multiplying(nn.Module):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.distributed.adjoint_collectives import gather_first
-from aligner.distributed.vocab_sequence_exchange import all_to_all_vp2sq
-from aligner.distributed.vocab_shard import Tiles, VocabShard
-from aligner.distributed.wide_product import wide_mm
+from aligner.kernels.wide_product import wide_mm
+from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
+from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
 # Of the logits that exist at a time; sorting them takes several times as much.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}

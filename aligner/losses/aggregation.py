@@ -19,8 +19,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from aligner.algorithms.masked import masked_mean, masked_sum
 from aligner.errors import ConfigError
+from aligner.losses.masked import masked_mean, masked_sum
 from aligner.types import Denominators
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from aligner.algorithms.losses.aggregation import BatchAverage
 from aligner.config import KLDirection
+from aligner.losses.aggregation import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
 # What the teacher says of tokens outside its top k, in nats, where they count: as in NeMo-RL.

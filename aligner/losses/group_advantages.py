@@ -36,9 +36,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import discounted_returns, token_rewards
-from aligner.algorithms.masked import masked_whiten
 from aligner.errors import ConfigError
+from aligner.losses.advantages import discounted_returns, token_rewards
+from aligner.losses.masked import masked_whiten
 
 SampleEstimator = Literal["reinforce", "rloo", "grpo", "dr_grpo"]
 TokenEstimator = Literal["reinforce_plus_plus", "reinforce_plus_plus_baseline"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aligner import types
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 from aligner.types import Denominators, TokenOutputs
 
@@ -75,7 +75,7 @@ class PublishedLoss:
             known = ", ".join(kind.name for kind in LossInputType)
             raise ConfigError(
                 f"loss_fn.input_type={said}: use one of {known}; distillation is "
-                "aligner.algorithms.losses.distillation"
+                "aligner.losses.distillation"
             ) from None
 
     @property

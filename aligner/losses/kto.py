@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aligner.algorithms.masked import masked_sum
 from aligner.errors import ConfigError
+from aligner.losses.masked import masked_sum
 from aligner.types import Denominators, TokenOutputs
 
 

@@ -7,14 +7,14 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from aligner.algorithms.kl import KLEstimator, check_estimator, kl_estimate
-from aligner.algorithms.losses.aggregation import (
+from aligner.errors import ConfigError
+from aligner.losses.aggregation import (
     Aggregation,
     BatchAverage,
     check_aggregation,
     row_means,
 )
-from aligner.errors import ConfigError
+from aligner.losses.kl import KLEstimator, check_estimator, kl_estimate
 from aligner.types import Denominators, TokenOutputs
 
 RatioLevel = Literal["token", "sequence"]
@@ -43,7 +43,7 @@ class PPOPolicyLoss:
       is a weight without gradient, so every token learns (as verl and NeMo-RL; with
       ``ratio_eps_low=1`` only the upper bound is left, as in TRL).
 
-    ``kl`` is the estimator of ``algorithms.kl`` against ``ref_logprobs``, its gradient pathwise
+    ``kl`` is the estimator of ``losses.kl`` against ``ref_logprobs``, its gradient pathwise
     (as verl and TRL; NeMo-RL adds a score-function term): with ``k1`` it has mean 0 and holds the
     policy to nothing, so runs refuse it. The log-ratio is not clamped (as NeMo-RL
     and TRL; verl and OpenRLHF clamp it to ±20). ``w`` corrects for a sampling engine whose

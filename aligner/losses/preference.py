@@ -22,10 +22,10 @@ from typing import ClassVar, Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.algorithms.losses.aggregation import row_means
-from aligner.algorithms.losses.pairs import pairs_of, reward_metrics, split_pairs
-from aligner.algorithms.masked import masked_sum
 from aligner.errors import ConfigError
+from aligner.losses.aggregation import row_means
+from aligner.losses.masked import masked_sum
+from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
 RPODistance = Literal["square", "forward_kl", "backward_kl"]

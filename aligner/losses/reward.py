@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.algorithms.losses.aggregation import row_means
-from aligner.algorithms.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.errors import ConfigError
+from aligner.losses.aggregation import row_means
+from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
 BradleyTerryVariant = Literal["plain", "margin", "scaled"]

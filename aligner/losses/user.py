@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.interfaces import metric_tensor
-from aligner.data.importing import check_call, load_function
 from aligner.errors import ConfigError
-from aligner.rewards.execution import describe_exception
+from aligner.importing import check_call, describe_exception, load_function
+from aligner.losses.interfaces import metric_tensor
 from aligner.types import Denominators, TokenOutputs
 
 KEY = "model.ppo.loss"
@@ -29,7 +28,7 @@ class PolicyLoss(Protocol):
     Position ``t`` speaks of token ``t``.
 
     The constructor is called with keyword arguments: all of ``model.ppo.loss_kwargs``, and of the
-    options of the built-in loss (`aligner.algorithms.losses.policy.PPOPolicyLoss`, under the names
+    options of the built-in loss (`aligner.losses.policy.PPOPolicyLoss`, under the names
     of its fields) those that its signature names. An attribute ``needs_entropy`` that is true has
     ``outputs.entropy`` computed. A loss keeps nothing from one call to the next.
     """

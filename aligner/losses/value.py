@@ -7,11 +7,11 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.interfaces import LossInputType, as_loss
-from aligner.algorithms.masked import masked_mean
 from aligner.config.fields import NonNegative
 from aligner.config.parse import build
 from aligner.errors import ConfigError
+from aligner.losses.interfaces import LossInputType, as_loss
+from aligner.losses.masked import masked_mean
 from aligner.types import Denominators, TokenOutputs
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
-    from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
+    from aligner.batches.batched_data_dict import BatchedDataDict
+    from aligner.cluster.worker_groups import WorkerFuture
     from aligner.config import Drawing
-    from aligner.distributed.batched_data_dict import BatchedDataDict
-    from aligner.distributed.worker_groups import WorkerFuture
+    from aligner.losses.interfaces import LossFunction as PublishedLossFunction
     from aligner.types import LossFunction
 
 

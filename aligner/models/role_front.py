@@ -14,15 +14,8 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
-from aligner.algorithms.losses.interfaces import as_loss
-from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.distributed.accelerator import DeviceFacts, MemoryUse
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.counter_hash import counter_hash
-from aligner.distributed.worker_groups import WorkerGroup
-from aligner.errors import ConfigError, StorageError
-from aligner.models.sharded import (
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import (
     check_columns,
     check_whole_groups,
     micro_batching,
@@ -30,6 +23,13 @@ from aligner.models.sharded import (
     run_sharded,
     train_result,
 )
+from aligner.cluster.worker_groups import WorkerGroup
+from aligner.config import CriticConfig, TrainedModelConfig
+from aligner.distributed.accelerator import DeviceFacts, MemoryUse
+from aligner.errors import ConfigError, StorageError
+from aligner.kernels.counter_hash import counter_hash
+from aligner.losses.interfaces import LossFunction as PublishedLossFunction
+from aligner.losses.interfaces import as_loss
 from aligner.types import LossFunction
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class RoleFront:
 
         ``loss_fn``: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them: a function of
         (logits, data, global_valid_seqs, global_valid_toks); see
-        `aligner.algorithms.losses.interfaces`.
+        `aligner.losses.interfaces`.
 
         Micro-batches are of ``mbs`` rows where it is given, else what the configuration says; none
         cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,

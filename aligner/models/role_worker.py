@@ -13,28 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.algorithms.losses.interfaces import LossFunction as PublishedLossFunction
-from aligner.algorithms.losses.interfaces import as_loss
+from aligner.batches.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.checkpoint.adapters import adapters_beside
-from aligner.checkpoint.hf import save_hf
+from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.role_files import (
+from aligner.checkpoint.run_state.role_files import (
     load_optimizer_state,
     save_optimizer_state,
     save_tokenizer,
 )
-from aligner.checkpoint.worker_state import ShareWriter, load_worker_state, save_worker_state
+from aligner.checkpoint.run_state.worker_state import (
+    ShareWriter,
+    load_worker_state,
+    save_worker_state,
+)
+from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import ParallelConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import gather_objects, on_rank_zero
-from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import ConfigError, LayoutError, TokenizerError
-from aligner.models.gpt.pipeline import MicroBatches
-from aligner.models.gpt.residence import Residence
-from aligner.models.gpt.role import AdaptedRole, Role
+from aligner.losses.interfaces import LossFunction as PublishedLossFunction
+from aligner.losses.interfaces import as_loss
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.role.interface import AdaptedRole, Role
+from aligner.models.gpt.role.offload import Residence
 from aligner.types import LossFunction
 
 Served = TypeVar("Served", bound=Role)
@@ -119,7 +123,7 @@ class RoleWorker(Generic[Served]):
             data: a shard that `BatchedDataDict.shard_by_batch_size` made, of the columns that
                 ``loss_fn`` and the role read.
             loss_fn: the loss: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them
-                (`aligner.algorithms.losses.interfaces`).
+                (`aligner.losses.interfaces`).
             eval_mode: forward only, no update.
             gbs: rows of a global mini-batch, over all ranks; default the role's.
             mbs: rows per forward-backward where the shard does not bring its micro-batches;

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.checkpoint.durable import storage_error, unused_path, write_json
-from aligner.checkpoint.state_tree import normalise, write_tree
+from aligner.checkpoint.run_state.tree import normalise, write_tree
 
 _step: ContextVar[int] = ContextVar("training step", default=0)
 

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf_families import architecture_from_hf
+from aligner.checkpoint.hf.families import architecture_from_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig
-from aligner.config.plan import PlanConfig
+from aligner.config.commands.plan import PlanConfig
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from aligner.plan.devices import device_named
 from aligner.plan.estimate import Estimate, Estimator

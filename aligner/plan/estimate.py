@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.algorithms.startup import count_parameters
+from aligner.algorithms.run.startup import count_parameters
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig
-from aligner.config.plan import PlanConfig, with_length
+from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.distributed.parallel import describe_layout
 from aligner.dry.record import Kind
 from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.config import BaseRunConfig, RunConfig, SamplingRunConfig
-from aligner.config.changes import RECOMPUTE
-from aligner.config.plan import PER_NODE, varied
+from aligner.config.commands.changes import RECOMPUTE
+from aligner.config.commands.plan import PER_NODE, varied
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner.plan.estimate import Estimator
 

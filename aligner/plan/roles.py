@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.architecture import GPTArchitecture
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     BaseRunConfig,
     CriticConfig,
@@ -13,8 +14,7 @@ from aligner.config import (
     TrainedModelConfig,
     VllmConfig,
 )
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.worker_groups import LocalCluster
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.role_front import RoleFront
 from aligner.types import LossFunction
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
-from aligner.config.plan import PlanConfig
+from aligner.config.commands.plan import PlanConfig
 from aligner.plan.roles import PlannedRun
 from aligner.plan.sampling import sampling_roles
 from aligner.plan.supervised import supervised_roles

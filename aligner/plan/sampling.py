@@ -3,11 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from aligner.algorithms.assembly import run_facts
-from aligner.algorithms.build_reward import frozen_beside
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.ppo import (
+from aligner.algorithms.ppo.trainer import (
     CRITIC_COLUMNS,
     POLICY_COLUMNS,
     TRAIN_COLUMNS,
@@ -15,6 +11,8 @@ from aligner.algorithms.ppo import (
     needs_reference,
     sampler_is_exact,
 )
+from aligner.algorithms.rollout.reward_source import frozen_beside
+from aligner.algorithms.run.assembly import run_facts
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     RSRunConfig,
@@ -23,7 +21,9 @@ from aligner.config import (
     TrainedModelConfig,
     check_layout,
 )
-from aligner.config.plan import PlanConfig, with_length
+from aligner.config.commands.plan import PlanConfig, with_length
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import LOGPROB_COLUMNS, Policy
 from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
 from aligner.models.value.lm_value import VALUE_COLUMNS, Value

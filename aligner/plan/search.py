@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.config import BaseRunConfig
-from aligner.config.changes import overrides_of, single_changes
-from aligner.config.plan import trainer_keys, varied
+from aligner.config.commands.changes import overrides_of, single_changes
+from aligner.config.commands.plan import trainer_keys, varied
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner.plan.estimate import Estimate, Estimator
 from aligner.plan.layouts import Layout, batch_sizes, layouts, savings

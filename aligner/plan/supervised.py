@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 
-from aligner.algorithms.assembly import run_facts
-from aligner.algorithms.build_distill import teacher_config
-from aligner.algorithms.build_preference import preference_loss
-from aligner.algorithms.losses.distillation import DistillationLoss
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
-from aligner.algorithms.ppo import TRAIN_COLUMNS
+from aligner.algorithms.distill.build import teacher_config
+from aligner.algorithms.ppo.trainer import TRAIN_COLUMNS
+from aligner.algorithms.preference.build import preference_loss
+from aligner.algorithms.run.assembly import run_facts
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
@@ -18,8 +15,11 @@ from aligner.config import (
     SFTRunConfig,
     check_layout,
 )
-from aligner.config.plan import PlanConfig, with_length
+from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.errors import ConfigError
+from aligner.losses.distillation import DistillationLoss
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.policy.lm_policy import LOGPROB_COLUMNS, Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.plan.roles import (

@@ -9,7 +9,7 @@ import torch
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import CriticConfig
-from aligner.config.model import RolloutConfig
+from aligner.config.roles.model import RolloutConfig
 from aligner.observe.memory import RoleMemory
 from aligner.plan.devices import MEMORY_REACHED, DeviceRates
 from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train

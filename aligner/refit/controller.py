@@ -14,9 +14,9 @@ budget. Names and shapes are those of a Hugging Face state dict.
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from aligner.distributed.refit_ends import RefitEnd
-from aligner.distributed.worker_groups import WorkerFuture, WorkerGroup
-from aligner.models.sharded import run_on_all
+from aligner.cluster.sharded import run_on_all
+from aligner.cluster.worker_groups import WorkerFuture, WorkerGroup
+from aligner.refit.ends import RefitEnd
 
 
 class RefitSource:

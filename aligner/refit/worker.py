@@ -10,10 +10,10 @@ from torch import Tensor
 
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
-from aligner.distributed.refit_ends import RefitEnd
-from aligner.distributed.weight_broadcast import WeightBroadcast, open_rendezvous, own_address
-from aligner.distributed.weight_segments import Offer, aligned_bytes
 from aligner.errors import WorkerError
+from aligner.refit.broadcast import WeightBroadcast, open_rendezvous, own_address
+from aligner.refit.ends import RefitEnd
+from aligner.refit.segments import Offer, aligned_bytes
 
 RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 

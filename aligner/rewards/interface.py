@@ -2,7 +2,8 @@
 
 Here that is a Python function. Rank 0 alone calls it and tells the others, so that a function
 with side effects, or one that is not deterministic, is asked once. A trained reward model
-(`model_reward`) or a server (`remote`) takes this front's place with the same method.
+(`rewards.model`) or a server (`rewards.server.client`) takes this front's place with the same
+method.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.agreement import is_rank_zero, on_rank_zero
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import RewardError
-from aligner.models.reward.sequences import response_texts
-from aligner.rewards.function import RewardFunction, RewardOutput
+from aligner.rewards.function.runner import RewardFunction, RewardOutput
 from aligner.rewards.protocol import Samples
+from aligner.rewards.sequences import response_texts
 
 
 @dataclass(frozen=True)

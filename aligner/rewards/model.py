@@ -5,16 +5,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.reward.attributes import attribute_parts, weighted
-from aligner.models.reward.lm_reward import (
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.rewards.attributes import attribute_parts, weighted
+from aligner.rewards.interface import (
     Reward,
     RewardInterface,
     ScoredResponses,
     check_finite,
 )
-from aligner.models.reward.sequences import SequenceEncoder, response_texts, scored_texts
+from aligner.rewards.sequences import SequenceEncoder, response_texts, scored_texts
 
 
 class ScoringModel(Protocol):

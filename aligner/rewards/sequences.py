@@ -10,14 +10,14 @@ sampling cannot.
 
 from collections.abc import Sequence
 
-from aligner.checkpoint.nemo import NemoCheckpoint
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import NemoCheckpoint
 from aligner.data.collate import pad_right
-from aligner.data.decoding import common_prefix, decode_response
 from aligner.data.supervised import encode_pair
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.decoding import common_prefix, decode_response
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, RewardError, TokenizerError
-from aligner.models.gpt.reward import SequenceForm
+from aligner.models.gpt.megatron.reward import SequenceForm
 
 
 class SequenceEncoder:

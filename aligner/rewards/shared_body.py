@@ -1,11 +1,11 @@
 """`SharedBodyReward`: the front of a reward model that lives in the workers of the critic."""
 
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import columns_of, run_on_all, score_sharded
 from aligner.config import TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.gpt.settings import RunFacts
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.reward.reward_model import REWARD_COLUMNS
-from aligner.models.sharded import columns_of, run_on_all, score_sharded
 from aligner.models.value.lm_value import Value
 
 

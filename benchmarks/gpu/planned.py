@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from aligner.algorithms.assembly import run_facts
+from aligner.algorithms.run.assembly import run_facts
+from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
-from aligner.config.plan import PlanConfig, varied
 from aligner.config.run import RunConfig
 from aligner.models.policy.lm_policy import Policy
 from aligner.plan.devices import device_named

@@ -21,12 +21,12 @@ if __name__ == "__main__":
     machine.choose_device()
 
 from aligner.config import ModelConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.models.gpt import MegatronGPTActorModel
-from aligner.models.policy.refit import group_by_bytes
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from aligner.refit.controller import group_by_bytes
 from benchmarks.common import ROOT, with_repository
 from benchmarks.gpu import roles
 from benchmarks.shapes import SHAPES
@@ -34,7 +34,7 @@ from benchmarks.shapes import SHAPES
 RECEIVER = """
     import pickle, sys
     from aligner.distributed import accelerator
-    from aligner.distributed.weight_segments import accept
+    from aligner.refit.segments import accept
 
     accelerator.activate()
     own = {}

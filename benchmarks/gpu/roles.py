@@ -7,10 +7,10 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, OptimConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.models.gpt import MegatronGPTModel
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings
 
 Role = TypeVar("Role", bound=MegatronGPTModel)
 

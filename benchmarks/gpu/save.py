@@ -19,7 +19,7 @@ from benchmarks.gpu import machine
 if __name__ == "__main__":
     machine.choose_device()
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.role_worker import RoleWorker
 from benchmarks.gpu import roles

@@ -18,8 +18,8 @@ from benchmarks.gpu import machine
 if __name__ == "__main__":
     machine.choose_device()
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, MegatronGPTModel
 from benchmarks.gpu import rates, roles
 from benchmarks.shapes import SHAPES

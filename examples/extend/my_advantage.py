@@ -3,13 +3,13 @@
 python examples/train_gpt_reinforce.py --config-name recipes/grpo_tiny_cpu \
     trainer.ppo.advantage.estimator=examples/extend/my_advantage.py:leave_one_out
 
-What such a function may name: `aligner.algorithms.user_estimator.AdvantageEstimator`.
+What such a function may name: `aligner.algorithms.ppo.user_estimator.AdvantageEstimator`.
 """
 
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
 
 
 def leave_one_out(

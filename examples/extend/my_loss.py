@@ -3,7 +3,7 @@
 python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu \
     model.ppo.loss=examples/extend/my_loss.py:ClippedLoss
 
-What such a class gets and must return: `aligner.algorithms.losses.user.PolicyLoss`.
+What such a class gets and must return: `aligner.losses.user.PolicyLoss`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.aggregation import BatchAverage
+from aligner.losses.aggregation import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.worker_groups import MODEL_AXES, LocalWorkerGroup
 from aligner.config import ParallelConfig
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import MODEL_AXES, LocalWorkerGroup
 from aligner.errors import AlignerError, DataError
 
 

@@ -10,14 +10,14 @@ torch.set_num_threads(1)
 
 from run_state_worker import make_batch, worker_of
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.checkpoint.rng import capture_rng, restore_rng
-from aligner.checkpoint.worker_state import load_worker_state, save_worker_state
+from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state.worker_state import load_worker_state, save_worker_state
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import shutdown_parallel
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def built(folder, sequence_parallel, dropout):

@@ -12,15 +12,15 @@ import torch
 
 torch.set_num_threads(1)
 
-from aligner.algorithms.build_distill import distill_task, load_taught, teacher_config
-from aligner.algorithms.distillation import Teaching
-from aligner.algorithms.supervised import SupervisedTrainer
+from aligner.algorithms.distill.build import distill_task, load_taught, teacher_config
+from aligner.algorithms.distill.distillation import Teaching
+from aligner.algorithms.supervised.trainer import SupervisedTrainer
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DistillRunConfig, parse_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.sampler import PromptSampler
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.timers import PhaseTimers
 

@@ -14,9 +14,9 @@ import torch
 
 torch.set_num_threads(1)
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.checkpoint.nemo import open_nemo
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -24,10 +24,10 @@ from aligner.config import (
     OptimConfig,
     SequencePackingConfig,
 )
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 

@@ -15,12 +15,12 @@ torch.set_num_threads(1)
 
 from layout_worker import OPTIM, ROWS, RUN, fill_head, make_batch, model_config, reported
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 

@@ -15,15 +15,15 @@ torch.set_num_threads(1)
 
 from rich.console import Console
 
-from aligner.algorithms.build_preference import load_labelled, load_pairs, preference_task
-from aligner.algorithms.reference_logprobs import ReferenceLogprobs
-from aligner.algorithms.supervised import SupervisedTrainer
-from aligner.checkpoint.nemo import open_nemo
+from aligner.algorithms.preference.build import load_labelled, load_pairs, preference_task
+from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+from aligner.algorithms.supervised.trainer import SupervisedTrainer
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.timers import PhaseTimers
 

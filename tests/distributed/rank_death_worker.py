@@ -13,11 +13,11 @@ import time
 import torch
 import torch.distributed as dist
 
+from aligner.cluster import heartbeat as liveness
+from aligner.cluster.heartbeat import watched_ranks
+from aligner.cluster.launch import started_processes
 from aligner.config import ProcessConfig
 from aligner.config.layout import ParallelConfig
-from aligner.distributed import liveness
-from aligner.distributed.launch import started_processes
-from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import ParallelState
 
 torch.set_num_threads(1)

@@ -13,13 +13,13 @@ torch.set_num_threads(1)
 
 import torch.distributed as dist
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ModelConfig
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.weight_segments import accept
-from aligner.models.policy.refit import group_by_bytes
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from aligner.refit.controller import group_by_bytes
+from aligner.refit.segments import accept
 
 BUDGET = 20_000  # bytes; less than the largest tensor
 

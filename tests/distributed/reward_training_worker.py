@@ -13,17 +13,17 @@ import torch
 
 torch.set_num_threads(1)
 
-from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import OptimConfig, ParallelConfig, SequencePackingConfig, TrainedModelConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.form_pairs import form_pairs
 from aligner.data.preferences import PairFormat, collate_pairs, make_pair
 from aligner.data.ratings import Rated, collate_rated
 from aligner.data.readers import Row
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
+from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.reward.reward_model import RewardModel
 
 ATTRIBUTES = ("form", "length", "nothing")

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 from aligner.config import ParallelConfig
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 def rewards(model: str, layout: str) -> torch.Tensor:

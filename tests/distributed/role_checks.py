@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 
 WORKER = Path(__file__).with_name("role_worker.py")
 

@@ -18,19 +18,15 @@ torch.set_num_threads(1)
 
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
 from aligner.distributed.agreement import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
-from aligner.models.gpt import (
-    MegatronGPTActorModel,
-    MegatronGPTCriticModel,
-    load_from_nemo,
-    optimizer,
-)
-from aligner.models.gpt.generation import Generator
-from aligner.models.gpt.settings import RoleSettings
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.megatron import optimizer
+from aligner.models.gpt.role.settings import RoleSettings
 
 ROWS, WIDTH = 8, 16
 

@@ -20,31 +20,27 @@ from rich.console import Console
 
 torch.set_num_threads(1)
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule
-from aligner.checkpoint.nemo import save_nemo
-from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.checkpoint.worker_state import (
+from aligner.algorithms.run.loop import Outcome, RunLoop, Schedule
+from aligner.checkpoint.nemo.model_file import save_nemo
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.worker_state import (
     SavedShares,
     ShareWriter,
     StatefulWorker,
     load_worker_state,
 )
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import OptimConfig, ParallelConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.agreement import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.errors import DamagedStateError, StorageError
-from aligner.models.gpt import (
-    MegatronGPTActorModel,
-    MegatronGPTCriticModel,
-    load_from_nemo,
-    role_state,
-)
-from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.settings import RoleSettings
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
+from aligner.models.gpt.megatron import state as role_state
+from aligner.models.gpt.megatron.model import MegatronGPTModel
+from aligner.models.gpt.role.settings import RoleSettings
 
 ROWS, WIDTH = 4, 12
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 TOLERANCE = 1e-5

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from aligner.algorithms.masked import masked_whiten
 from aligner.distributed.model_utils import (
     ChunkedDistributedHiddenStatesToLogprobs,
     hidden_states_to_logprobs,
 )
+from aligner.losses.masked import masked_whiten
 
 RANKS = 2
 VOCAB, ROWS, HIDDEN, TOKENS = 299, 160, 8, 14  # 2 x 160 rows, 21 of padding on the second rank

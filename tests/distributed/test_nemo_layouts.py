@@ -23,9 +23,9 @@ from test_nemo_kinds import GPT, LLAMA, distinct_weights
 
 from aligner.checkpoint import gpt_weights
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
-from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.distributed.parallel import ParallelConfig, initialize_parallel, shutdown_parallel
-from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.megatron.build import build_gpt
 
 RANKS = 4
 MODELS = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from aligner.checkpoint.hf_families import config_to_hf
-from aligner.checkpoint.hf_tensors import HuggingFaceView
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 DENSE = dataclasses.replace(
     TINY_ARCHITECTURE, num_layers=2, vocab_size=260, bias_qkv=True, family="qwen2"

@@ -16,8 +16,8 @@ import pytest
 import run_state_worker as worker
 from ranks import run_ranks
 
-from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.worker_state import SavedShares, load_worker_state
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.worker_state import SavedShares, load_worker_state
 from aligner.errors import CheckpointError
 
 WORKER = Path(worker.__file__)

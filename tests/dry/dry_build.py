@@ -8,18 +8,18 @@ from dry_roles import facts
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions, LengthParams, OptimConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
-from aligner.models.gpt.build import build_gpt, transformer_config
-from aligner.models.gpt.grouped_experts import GroupedExperts
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.layers.grouped_experts import GroupedExperts
+from aligner.models.gpt.megatron.build import build_gpt, transformer_config
+from aligner.models.gpt.role.settings import RoleSettings
 
 ROWS, LENGTH = 8, 48
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)

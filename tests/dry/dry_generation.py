@@ -7,13 +7,14 @@ import pytest
 import torch
 from dry_roles import ROWS, build, rollout, settings_of, share_of_batch
 
-import aligner.models.gpt.incremental as incremental
+import aligner.models.gpt.decode.model as incremental
 from aligner.config import LengthParams
-from aligner.distributed import accelerator, kept_set
-from aligner.distributed.vocab_shard import VocabShard
+from aligner.distributed import accelerator
 from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
-from aligner.models.gpt.attention import attend_rows
+from aligner.logprobs import top_k_top_p as kept_set
+from aligner.logprobs.vocab_shard import VocabShard
+from aligner.models.gpt.layers.attention import attend_rows
 
 FEW, MANY = 6, 14
 

@@ -14,15 +14,15 @@ import torch
 
 from aligner.config import LengthParams, SamplingParams, VllmConfig
 from aligner.distributed import accelerator
-from aligner.distributed.refit_ends import RefitEnd
 from aligner.dry.device import DryDevice
 from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError
-from aligner.models.generation import vllm_worker
-from aligner.models.gpt.phases import RolePhases
-from aligner.models.policy.refit import Refit, group_by_bytes
-from aligner.models.policy.workers.refit_worker import RefitWorker
+from aligner.generation.vllm import worker as vllm_worker
+from aligner.models.gpt.megatron.phases import RolePhases
 from aligner.models.role_worker import RoleWorker
+from aligner.refit.controller import Refit, group_by_bytes
+from aligner.refit.ends import RefitEnd
+from aligner.refit.worker import RefitWorker
 
 NAMES, SIZE = ["a", "b", "c"], 1024
 

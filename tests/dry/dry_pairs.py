@@ -12,7 +12,7 @@ import numpy as np
 
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LoraConfig, ParallelConfig, PeftConfig, TrainedModelConfig, check_layout
-from aligner.config.policy import check_policy_backend
+from aligner.config.roles.policy import check_policy_backend
 from aligner.errors import AlignerError
 
 FACTORS = {

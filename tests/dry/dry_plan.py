@@ -7,11 +7,11 @@ from unittest import mock
 
 from aligner.catalog import BY_SCRIPT
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.cluster.worker_groups import LocalCluster
+from aligner.config.commands.plan import PlanConfig
 from aligner.config.load import parse_config
-from aligner.config.plan import PlanConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.dry.device import DryDevice
 from aligner.plan import measure
 from aligner.plan.amounts import total

@@ -18,27 +18,27 @@ from types import SimpleNamespace
 
 import torch
 
-from aligner.algorithms.losses.distillation import DistillationLoss
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.preference import DPOLoss
-from aligner.algorithms.losses.reward import BradleyTerryLoss
-from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
-from aligner.data.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
+from aligner.losses.distillation import DistillationLoss
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.preference import DPOLoss
+from aligner.losses.reward import BradleyTerryLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
 )
-from aligner.models.gpt.dtensor_actor import DTensorActorModel
-from aligner.models.gpt.dtensor_critic import DTensorCriticModel
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.megatron.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.role_worker import micro_batches_of, tensors_on_device
 
 TOKENIZER = byte_level_tokenizer()

@@ -7,8 +7,8 @@ import torch
 from dry_roles import ROLES, build, share_of_batch
 from torch.distributed.tensor import DTensor
 
-from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.worker_state import seal
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.worker_state import seal
 from aligner.dry.device import DryDevice
 from aligner.models.role_worker import RoleWorker
 

@@ -15,21 +15,21 @@ if __name__ == "__main__" and sys.argv[1] == "dry":
 
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.reward import BradleyTerryLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.reward import BradleyTerryLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
     load_from_nemo,
 )
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings
 
 # As Qwen2.5 is built, with heads that every attention kernel takes.
 ARCHITECTURE = dataclasses.replace(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aligner.distributed import accelerator
-from aligner.distributed.weight_segments import Offer
+from aligner.refit.segments import Offer
 
 OFFERS = 50
 ELEMENTS = 4 << 20  # 16 MiB of float32: what leaks 50 times is seen
@@ -19,7 +19,7 @@ READER = """
     import gc, os, pickle, sys
     import torch
     from aligner.distributed import accelerator
-    from aligner.distributed.weight_segments import accept
+    from aligner.refit.segments import accept
 
     accelerator.activate()
     while (handles := pickle.load(sys.stdin.buffer)) is not None:

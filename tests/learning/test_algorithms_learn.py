@@ -15,9 +15,9 @@ from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
 TRAIN = {
-    RunConfig: ("build", "train_ppo"),
-    RSRunConfig: ("build_rs", "train_rs"),
-    SFTRunConfig: ("build_supervised", "train_sft"),
+    RunConfig: ("ppo.build", "train_ppo"),
+    RSRunConfig: ("rs.build", "train_rs"),
+    SFTRunConfig: ("supervised.build", "train_sft"),
 }
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
 

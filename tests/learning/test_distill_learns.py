@@ -19,7 +19,7 @@ SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))
 
 def validations(folder, nemo, teacher, *overrides):
     """What validation says before the first update and after the last."""
-    from aligner.algorithms.build_distill import train_distill
+    from aligner.algorithms.distill.build import train_distill
 
     settings = [
         f"model.restore_from_path={nemo}",

@@ -17,7 +17,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from aligner.catalog import ALGORITHMS
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import load_config
 from aligner.errors import CallbackError, ConfigError
 

@@ -12,10 +12,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from aligner.checkpoint.adapters import MergedWeights, read_adapters
-from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import RunConfig, SFTRunConfig, load_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -45,8 +45,8 @@ def run(folder, nemo, recipe, root, *overrides):
         *overrides,
     ]
     module, function = {
-        RunConfig: ("build", "train_ppo"),
-        SFTRunConfig: ("build_supervised", "train_sft"),
+        RunConfig: ("ppo.build", "train_ppo"),
+        SFTRunConfig: ("supervised.build", "train_sft"),
     }[root]
     train = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):

@@ -20,7 +20,7 @@ LOSSES["kto"] = "kto_tiny_cpu"
 
 def validations(folder, nemo, loss, *overrides):
     """What validation says before the first update and after the last."""
-    from aligner.algorithms.build_preference import train_dpo
+    from aligner.algorithms.preference.build import train_dpo
 
     updates = 15 if loss == "kto" else 10
     settings = [

@@ -13,16 +13,16 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.build import train_ppo
-from aligner.algorithms.build_reward_model import train_reward_model
+from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.reward_model.build import train_reward_model
 from aligner.config import RewardRunConfig, load_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.form_pairs import form_pairs
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import RewardServerError
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.reward import SequenceForm
-from aligner.models.reward.sequences import SequenceEncoder
+from aligner.models.gpt.megatron.reward import SequenceForm
 from aligner.observe.metrics import read_metrics
+from aligner.rewards.sequences import SequenceEncoder
 
 CONF = Path(__file__).parents[2] / "conf"
 UNIT = Path(__file__).parents[1] / "unit"

@@ -5,11 +5,11 @@ import sys
 import torch
 from test_losses import ROWS, NLLOfLogprobs, batch, nll_of_logits
 
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ModelConfig, OptimConfig
 from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
+from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
 
 LAYOUTS = {

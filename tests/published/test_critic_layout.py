@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.engine import Clusters
+from aligner.algorithms.run.engine import Clusters
 from aligner.config import CriticConfig, ModelConfig, ParallelConfig, load_config
 from aligner.errors import ConfigError, LayoutError
-from aligner.models.gpt.settings import RunFacts, critic_settings, policy_settings
+from aligner.models.gpt.role.settings import RunFacts, critic_settings, policy_settings
 
 CONF = Path(__file__).parents[2] / "conf"
 OWN = ["critic.tensor_model_parallel_size=2"]
@@ -114,7 +114,7 @@ def test_a_size_that_the_architecture_does_not_divide_by_names_the_critic(tiny_n
     from contextlib import ExitStack
     from types import SimpleNamespace
 
-    from aligner.algorithms.build import load_inputs
+    from aligner.algorithms.ppo.build import load_inputs
 
     odd = config(
         f"model.restore_from_path={tiny_nemo}",

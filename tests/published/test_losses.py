@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from aligner.algorithms.losses.interfaces import LossInputType, PublishedLoss, as_loss
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
 from aligner.algorithms.losses.value import MseValueLossFn, PPOValueLoss
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     CriticConfig,
     ModelConfig,
@@ -22,6 +21,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError, DataError
+from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.types import Denominators, TokenOutputs

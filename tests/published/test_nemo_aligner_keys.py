@@ -15,10 +15,10 @@ from aligner.config import (
     RunConfig,
     TrainedModelConfig,
 )
+from aligner.config.algorithms.trainer import ProcessConfig
 from aligner.config.cli import check_overrides
-from aligner.config.nemo_aligner import NEEDLESS, RENAMED
+from aligner.config.elsewhere.nemo_aligner import NEEDLESS, RENAMED
 from aligner.config.parse import build
-from aligner.config.trainer import ProcessConfig
 from aligner.errors import ConfigError
 
 TRAINER = """

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.checkpoint.nemo import open_nemo
-from aligner.config.published import published_role
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import initialize_parallel

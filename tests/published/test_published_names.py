@@ -17,14 +17,14 @@ from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
-    critic,
     load_from_nemo,
 )
-from aligner.models.gpt.dtensor_actor import DTensorActorModel
-from aligner.models.gpt.dtensor_critic import DTensorCriticModel
-from aligner.models.gpt.pipeline import split_microbatches
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.token_layout import LayoutRules
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.forward.schedule import split_microbatches
+from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.megatron import critic
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.value.workers.dtensor_value_worker_v2 import (
     _right_shift_values,
     _RightShiftLossWrapper,

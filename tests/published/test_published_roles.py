@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningModule, Trainer
 from omegaconf import OmegaConf
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import RSModelConfig, RSRunConfig, load_config
 from aligner.errors import ConfigError
 from aligner.models.gpt import (

@@ -8,7 +8,7 @@ import signal
 import pytest
 from runs import ON_RAY, train
 
-from aligner.distributed.ray_worker_group import RayWorkerGroup
+from aligner.cluster.ray.worker_group import RayWorkerGroup
 from aligner.errors import WorkerDiedError
 from aligner.observe.nonfinite import current_step
 

@@ -11,7 +11,7 @@ import time
 import pytest
 from ray_workers import teller_on
 
-from aligner.distributed.virtual_cluster import RayVirtualCluster
+from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
 from aligner.errors import DataError, WorkerError
 from aligner.observe.nonfinite import training_step
 

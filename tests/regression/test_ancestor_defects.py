@@ -12,12 +12,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.build import train_ppo
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.rollout import prompts_batch, rollout_of
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     CriticConfig,
     ModelConfig,
@@ -26,15 +25,16 @@ from aligner.config import (
     load_config,
     parse_config,
 )
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.collate import PromptBatch
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError, DamagedStateError, NonFiniteError
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
-from aligner.models.gpt.sampling import counter_uniforms
-from aligner.models.gpt.settings import RoleSettings, RunFacts
+from aligner.models.gpt.decode.sampling import counter_uniforms
+from aligner.models.gpt.role.settings import RoleSettings, RunFacts
 from aligner.models.value.lm_value import Value
 from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import read_samples

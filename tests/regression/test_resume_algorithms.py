@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     DistillRunConfig,
     RewardRunConfig,
@@ -19,12 +19,12 @@ from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
 RUNS = {
-    "grpo_tiny_cpu": ("build", "train_ppo", RunConfig, "ppo"),
-    "rs_tiny_cpu": ("build_rs", "train_rs", RSRunConfig, "rs"),
-    "sft_tiny_cpu": ("build_supervised", "train_sft", SFTRunConfig, "sft"),
-    "distill_tiny_cpu": ("build_distill", "train_distill", DistillRunConfig, "distill"),
+    "grpo_tiny_cpu": ("ppo.build", "train_ppo", RunConfig, "ppo"),
+    "rs_tiny_cpu": ("rs.build", "train_rs", RSRunConfig, "rs"),
+    "sft_tiny_cpu": ("supervised.build", "train_sft", SFTRunConfig, "sft"),
+    "distill_tiny_cpu": ("distill.build", "train_distill", DistillRunConfig, "distill"),
     "reward_tiny_cpu": (
-        "build_reward_model",
+        "reward_model.build",
         "train_reward_model",
         RewardRunConfig,
         "reward_model",

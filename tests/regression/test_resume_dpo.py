@@ -23,7 +23,7 @@ def train(folder, nemo):
     """The KTO recipe, shortened: with a reference that was asked and a baseline of the policy."""
     from hydra import compose, initialize_config_dir
 
-    from aligner.algorithms.build_preference import train_dpo
+    from aligner.algorithms.preference.build import train_dpo
     from aligner.config import DPORunConfig, load_config
 
     settings = [
@@ -45,7 +45,7 @@ def train(folder, nemo):
 def start(tiny_nemo):
     """``start(folder)`` begins or continues a run there; none outlives the test."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["aligner.algorithms.build_preference"])
+    context.set_forkserver_preload(["aligner.algorithms.preference.build"])
     processes = []
 
     def launch(folder):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.build import train_ppo
-from aligner.algorithms.build_supervised import train_sft
-from aligner.checkpoint.nemo import open_nemo
+from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.supervised.build import train_sft
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import RunConfig, SFTRunConfig, load_config
 from aligner.observe.metrics import read_metrics
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 
 USER_REWARDS = Path(__file__).with_name("user_rewards.py")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.algorithms.advantages import (
+from aligner.losses.advantages import (
     discounted_sums,
     generalized_advantage_estimate,
     token_rewards,

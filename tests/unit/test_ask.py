@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms import evaluate as evaluation
-from aligner.algorithms.asked_model import find_source, open_asked_model
-from aligner.algorithms.build_rs import train_rs
-from aligner.algorithms.compare import compare_runs
-from aligner.algorithms.evaluate import evaluate
-from aligner.algorithms.generate import Chat, generate
+from aligner.algorithms.ask import evaluate as evaluation
+from aligner.algorithms.ask.evaluate import evaluate
+from aligner.algorithms.ask.generate import Chat, generate
+from aligner.algorithms.ask.model import find_source, open_asked_model
+from aligner.algorithms.multi_run.comparison import compare_runs
+from aligner.algorithms.rs.build import train_rs
 from aligner.checkpoint.convert import convert
-from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import EvaluateConfig, GenerateConfig, RSRunConfig, load_config, parse_config
 from aligner.config.cli import check_overrides
-from aligner.config.options import ASKING, as_overrides
+from aligner.config.commands.options import ASKING, as_overrides
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -25,16 +25,17 @@ import torch
 from test_run_loop import Counter, lines, run
 from test_run_state_failures import run_ranks
 
-from aligner.algorithms import stopping
-from aligner.checkpoint import durable, worker_state
-from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.state_tree import bytes_to_copy, read_tree
-from aligner.checkpoint.worker_state import ShareWriter
+from aligner.algorithms.run import stopping
+from aligner.checkpoint import durable
+from aligner.checkpoint.run_state import worker_state
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.tree import bytes_to_copy, read_tree
+from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import StorageError
 from aligner.observe.metrics import read_metrics
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state", "aligner.observe.metrics"])
+CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 NUMBERS = 100_000
 
 

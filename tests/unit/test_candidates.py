@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.algorithms.build_distill import check_teacher
-from aligner.checkpoint.nemo import save_nemo
+from aligner.algorithms.distill.build import check_teacher
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import DistillRunConfig, TeacherConfig, parse_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizer import differing_token, tokenizer_from_files
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import differing_token
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt import candidates
-from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
-from aligner.models.gpt.token_layout import LayoutRules, build_layout
+from aligner.models.gpt.forward import topk_logprobs as candidates
+from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
+from aligner.models.gpt.forward.topk_logprobs import best_candidates, candidate_logprobs
 
 VOCABULARY, PADDED, WIDTH, TEMPERATURE = 11, 16, 5, 0.7
 LENGTHS = np.array([6, 4, 2])
@@ -168,7 +169,7 @@ def test_what_makes_no_sense_is_refused(changes, message):
 
 
 def test_prompts_too_long_for_the_student_are_limited_by_data_max_length(tiny_nemo, tmp_path):
-    from aligner.algorithms.build_distill import train_distill
+    from aligner.algorithms.distill.build import train_distill
 
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "0123456789"}\n')
     run = {

@@ -10,15 +10,15 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.labelled import LabelledDataset
 from aligner.data.preferences import PairDataset, PairFormat
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.ratings import RatedDataset
 from aligner.data.supervised import ExampleDataset, ExampleFormat, encode_chat, encode_pair
-from aligner.data.tokenizer import tokenizer_from_files
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import DataError
-from aligner.models.reward.sequences import SequenceEncoder
+from aligner.rewards.sequences import SequenceEncoder
 
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + "

@@ -9,8 +9,8 @@ import pytest
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import DPORunConfig, ParallelConfig, RSRunConfig, check_layout, parse_config
-from aligner.config.checks import check_batch_layout
 from aligner.config.cli import check_overrides, launch
+from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
 CONF = Path(__file__).parents[2] / "conf"

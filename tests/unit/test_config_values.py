@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.build_distill import check_teacher
+from aligner.algorithms.distill.build import check_teacher
 from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import (
@@ -19,7 +19,7 @@ from aligner.config import (
 )
 from aligner.config.fields import MOST_SECONDS, Range
 from aligner.errors import CheckpointNotFoundError, ConfigError
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 
 CONF = str((Path(__file__).parents[2] / "conf").resolve())
 

@@ -5,11 +5,15 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.credit import Credit
-from aligner.algorithms.dynamic_sampling import fill_with_signal
+from aligner.algorithms.ppo.credit import Credit
+from aligner.algorithms.rollout.dynamic_sampling import fill_with_signal
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
-from aligner.config.trainer import AdvantageConfig, ImproperEndConfig, RewardShapingConfig
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.config.algorithms.trainer import (
+    AdvantageConfig,
+    ImproperEndConfig,
+    RewardShapingConfig,
+)
 
 PROMPT, WIDTH = 2, 6
 

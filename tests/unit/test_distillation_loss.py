@@ -13,7 +13,7 @@ from loss_checks import (
     evaluate,
 )
 
-from aligner.algorithms.losses.distillation import LOG_OUTSIDE, DistillationLoss
+from aligner.losses.distillation import LOG_OUTSIDE, DistillationLoss
 from aligner.types import TokenOutputs
 
 LOSSES = [

@@ -25,8 +25,13 @@ from aligner.config import (
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
-from aligner.models.gpt.dtensor_actor import DTensorActorModel
-from aligner.models.gpt.settings import RoleSettings, RunFacts, critic_settings, policy_settings
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.role.settings import (
+    RoleSettings,
+    RunFacts,
+    critic_settings,
+    policy_settings,
+)
 from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -70,7 +75,7 @@ def last_line(folder, nemo, recipe, root, train, *overrides):
 def test_the_ratio_of_a_policy_that_does_not_move_is_one(
     tmp_path, old_nemo, dropout, still, capsys
 ):
-    from aligner.algorithms.build import train_ppo
+    from aligner.algorithms.ppo.build import train_ppo
 
     line = last_line(
         tmp_path,
@@ -89,7 +94,7 @@ def test_the_ratio_of_a_policy_that_does_not_move_is_one(
 
 
 def test_the_policy_is_its_own_reference_in_preference_training(tmp_path, old_nemo):
-    from aligner.algorithms.build_preference import train_dpo
+    from aligner.algorithms.preference.build import train_dpo
 
     line = last_line(
         tmp_path, old_nemo, "dpo_tiny_cpu", DPORunConfig, train_dpo, "trainer.dpo.max_steps=1"

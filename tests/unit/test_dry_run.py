@@ -8,13 +8,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.dry_run import dry_config, fullest, report
-from aligner.algorithms.longest import MadeUpRewards
+from aligner.algorithms.run.dry_run import dry_config, fullest, report
+from aligner.algorithms.run.longest import MadeUpRewards
+from aligner.batches.batched_data_dict import BatchedDataDict as Batch
 from aligner.catalog import ALGORITHMS
 from aligner.config import load_config
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse, is_out_of_memory
-from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
 from aligner.distributed.host_memory import private_memory, reset_peak_resident
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
 from aligner.models.policy.lm_policy import Policy
@@ -279,7 +279,7 @@ def test_too_little_memory_for_the_models(tmp_path, tiny_nemo, monkeypatch):
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("aligner.algorithms.build_supervised.start_policy", fails)
+    monkeypatch.setattr("aligner.algorithms.supervised.build.start_policy", fails)
     config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
     with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
         train(config, "sft_tiny_cpu")

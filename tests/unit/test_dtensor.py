@@ -10,19 +10,19 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, LayoutError
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.dtensor_actor import DTensorActorModel
-from aligner.models.gpt.dtensor_critic import DTensorCriticModel
-from aligner.models.gpt.dtensor_plan import check_backend
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.dtensor.plan import check_backend
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from aligner.models.value.workers.dtensor_value_worker_v2 import DTensorValueWorkerV2
 

@@ -12,20 +12,19 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.overlap import Rollouts
-from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.validation import HeldOut, validate_on_prompts
-from aligner.checkpoint.nemo import open_nemo
+from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.run.loop import Outcome
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import Drawing, LengthParams, SamplingParams, parse_config
 from aligner.config.cli import check_overrides
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.reward.lm_reward import ScoredResponses
 from aligner.observe.estimates import (
     answer_estimates,
     ks_of,
@@ -36,6 +35,7 @@ from aligner.observe.estimates import (
 from aligner.observe.metric_names import check_names
 from aligner.observe.timers import PhaseTimers
 from aligner.rewards.answers import final_answer
+from aligner.rewards.interface import ScoredResponses
 
 # Estimates ------------------------------------------------------------------------------------
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.worker_groups import LocalFuture, layout_of
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
     ModelConfig,
     SequencePackingConfig,
 )
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import LocalFuture, layout_of
 from aligner.errors import ConfigError
-from aligner.models.gpt.settings import RunFacts
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 

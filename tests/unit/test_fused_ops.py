@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from aligner.architecture import GPTArchitecture
 from aligner.distributed import host_memory
 from aligner.distributed.parallel import initialize_parallel
-from aligner.models.gpt import layer_spec, short_attention
-from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.elementwise import SwiGLU, rms_norm, swiglu
-from aligner.models.gpt.hidden_states import bypassed_output_layer
+from aligner.models.gpt.forward.hidden_states import bypassed_output_layer
+from aligner.models.gpt.layers import layer_spec, short_attention
+from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
+from aligner.models.gpt.megatron.build import build_gpt
 
 LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
 SCALE = 0.4

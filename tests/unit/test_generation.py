@@ -7,13 +7,13 @@ import torch
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingParams
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.generation import Generator
-from aligner.models.gpt.sampling import counter_uniforms, inverse_cdf
-from aligner.models.gpt.stop_strings import StopStrings
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.decode.sampling import counter_uniforms, inverse_cdf
+from aligner.models.gpt.decode.stop_strings import StopStrings
+from aligner.models.gpt.megatron.build import build_gpt
 
 LLAMA = GPTArchitecture(
     num_layers=2,
@@ -58,7 +58,7 @@ def variant(request):
 def without_short_cut(request, monkeypatch):
     """The same model on megatron-core's own layers."""
     monkeypatch.setattr(
-        "aligner.models.gpt.incremental.incremental_layers", lambda gpt, products: None
+        "aligner.models.gpt.decode.model.incremental_layers", lambda gpt, products: None
     )
     return make_model(VARIANTS[request.param])
 
@@ -67,8 +67,8 @@ def without_short_cut(request, monkeypatch):
 def other_way(request, monkeypatch):
     """What larger weights, and other processors, take in place of the tiny model's way."""
     limits = {
-        "packed weights": "aligner.distributed.packed_linear._CACHED_BYTES",
-        "values in products": "aligner.models.gpt.kv_cache._MOST_INT32",
+        "packed weights": "aligner.kernels.packed_linear._CACHED_BYTES",
+        "values in products": "aligner.models.gpt.decode.kv_cache._MOST_INT32",
     }
     monkeypatch.setattr(limits[request.param], 0)
 
@@ -232,7 +232,7 @@ def check_independence(variant):
 
 
 def test_samples_of_one_prompt_differ_by_id_and_share_a_prefill(llama, monkeypatch):
-    from aligner.models.gpt.incremental import IncrementalModel
+    from aligner.models.gpt.decode.model import IncrementalModel
 
     seen = []
     original = IncrementalModel.prefill

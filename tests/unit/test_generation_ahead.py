@@ -18,8 +18,9 @@ from test_generation import (
 
 from aligner.config import LengthParams
 from aligner.errors import NonFiniteError
-from aligner.models.gpt import generation, responses, sampling
-from aligner.models.gpt.responses import rows_of_graph, span_of_graph
+from aligner.models.gpt.decode import generator as generation
+from aligner.models.gpt.decode import responses, sampling
+from aligner.models.gpt.decode.responses import rows_of_graph, span_of_graph
 
 OPTIONS = {
     "greedy": {"greedy": True},

@@ -13,7 +13,7 @@ from aligner.config import (
     parse_config,
 )
 from aligner.errors import ConfigError
-from aligner.models.generation.vllm_sampling import (
+from aligner.generation.vllm.sampling import (
     logprobs_mode,
     request_seed,
     sampling_arguments,

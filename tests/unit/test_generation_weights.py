@@ -13,7 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from test_generation import LLAMA, make_model, make_prompts, run
 from torch import nn
 
-from aligner.models.gpt.incremental import without_gradients
+from aligner.models.gpt.decode.model import without_gradients
 
 VARIANTS = {
     "llama": LLAMA,
@@ -85,7 +85,7 @@ def test_inference_mode_where_transformer_engine_is_not_used():
 def test_generation_multiplies_no_8_bit_numbers(monkeypatch):
     """Transformer Engine takes multiples of 8 rows; here 4 sequences are in flight, then fewer."""
     monkeypatch.setattr(
-        "aligner.models.gpt.incremental.incremental_layers", lambda gpt, products: None
+        "aligner.models.gpt.decode.model.incremental_layers", lambda gpt, products: None
     )
     gpt, architecture = make_model(LLAMA)
     gpt.config.fp8 = "hybrid"

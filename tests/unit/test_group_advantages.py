@@ -6,15 +6,15 @@ import statistics
 import pytest
 import torch
 
-from aligner.algorithms.advantages import discounted_returns
-from aligner.algorithms.group_advantages import (
+from aligner.errors import ConfigError
+from aligner.losses.advantages import discounted_returns
+from aligner.losses.group_advantages import (
     check_critic_free,
     group_advantages,
     has_signal,
     token_advantages,
 )
-from aligner.algorithms.overlong import soft_overlong_penalty
-from aligner.errors import ConfigError
+from aligner.losses.overlong import soft_overlong_penalty
 
 NAN = float("nan")
 

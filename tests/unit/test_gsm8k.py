@@ -8,7 +8,7 @@ import pytest
 
 from aligner.data.gsm8k import final_number, gsm8k_prompts
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizer_hf import HuggingFaceTokenizer
+from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.errors import DataError
 from aligner.rewards.math_verify import reward
 
@@ -72,7 +72,7 @@ def test_a_bad_row_is_refused_by_file_and_line(row, words, tmp_path):
 
 
 def test_it_is_a_source_of_a_run(tmp_path, tiny_nemo):
-    from aligner.checkpoint.nemo import open_nemo
+    from aligner.checkpoint.nemo.model_file import open_nemo
 
     path = write(tmp_path / "train.jsonl", ROWS)
     with open_nemo(tiny_nemo) as checkpoint:

@@ -13,19 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aligner.checkpoint import hf
 from aligner.checkpoint.convert import convert
 from aligner.checkpoint.gpt_weights import load_weights
-from aligner.checkpoint.hf import read_hf, save_hf
-from aligner.checkpoint.hf_families import architecture_from_hf, config_to_hf
-from aligner.checkpoint.hf_tensors import join_qkv, part_qkv
-from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.hf import model_folder as hf
+from aligner.checkpoint.hf.families import architecture_from_hf, config_to_hf
+from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.hf.tensors import join_qkv, part_qkv
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.megatron.build import build_gpt
 
 ROOT = Path(__file__).parents[2]
 LLAMA_SIZES = {

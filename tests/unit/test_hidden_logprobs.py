@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from aligner.distributed import vocab_shard
-from aligner.distributed.kept_set import threshold
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.errors import ConfigError
+from aligner.logprobs import vocab_shard
+from aligner.logprobs.top_k_top_p import threshold
 
 VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 8, 13
 SAMPLING = [

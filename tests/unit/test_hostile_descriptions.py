@@ -15,10 +15,10 @@ import pytest
 import torch
 import yaml
 
-from aligner.checkpoint.hf import read_hf, save_hf
-from aligner.checkpoint.nemo import open_nemo
-from aligner.checkpoint.torch_dist import read_metadata
-from aligner.data.tokenizer import tokenizer_from_files
+from aligner.checkpoint.hf.model_folder import read_hf, save_hf
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.nemo.torch_dist import read_metadata
+from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import AlignerError, CheckpointError, TokenizerError
 
 

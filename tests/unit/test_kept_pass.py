@@ -14,10 +14,10 @@ import weakref
 import pytest
 import torch
 
-from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.config import OptimConfig
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTCriticModel, load_from_nemo
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings
 
 LENGTHS = (9, 5, 12, 7)
 ROWS, WIDTH = len(LENGTHS), max(LENGTHS)

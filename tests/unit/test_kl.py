@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
 from aligner.errors import ConfigError
+from aligner.losses.kl import AdaptiveKLController, FixedKLController, kl_estimate
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.labelled import LabelledDataset, collate_labelled
 from aligner.data.supervised import ExampleFormat
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
 
 ROWS = [

@@ -12,7 +12,7 @@ from loss_checks import (
     evaluate,
 )
 
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
+from aligner.losses.language import NegativeLogLikelihoodLoss
 
 LOSS = NegativeLogLikelihoodLoss()
 

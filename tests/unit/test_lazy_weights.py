@@ -8,12 +8,12 @@ import torch
 from aligner.checkpoint.canonical import EMBEDDING
 from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.gpt_weights import load_weights
-from aligner.checkpoint.hf import SafetensorsFolder, save_hf
+from aligner.checkpoint.hf.model_folder import SafetensorsFolder, save_hf
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.nemo import open_nemo
-from aligner.checkpoint.nemo_weights import LazyWeights
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.nemo.weights import LazyWeights
 from aligner.distributed.parallel import initialize_parallel
-from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.megatron.build import build_gpt
 
 
 @pytest.fixture

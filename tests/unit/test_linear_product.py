@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aligner.distributed import linear_product as products
-from aligner.distributed import packed_linear
-from aligner.distributed.linear_product import linear_product
-from aligner.distributed.packed_linear import GatedProduct, Product
+from aligner.kernels import linear_product as products
+from aligner.kernels import packed_linear
+from aligner.kernels.linear_product import linear_product
+from aligner.kernels.packed_linear import GatedProduct, Product
 
 INPUTS, OUTPUTS = 48, 80
 

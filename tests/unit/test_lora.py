@@ -6,8 +6,6 @@ import pytest
 import torch
 from reference_gpt import reference_logits
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.adapters import (
     Adapters,
     MergedWeights,
@@ -16,22 +14,24 @@ from aligner.checkpoint.adapters import (
     save_adapters,
 )
 from aligner.checkpoint.gathered_weights import GatheredWeights
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
     load_from_nemo,
 )
-from aligner.models.gpt.build import transformer_config
-from aligner.models.gpt.lora_dropout import TokenDropout
-from aligner.models.gpt.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.lora.dropout import TokenDropout
+from aligner.models.gpt.lora.linear import LoraColumnParallelLinear, LoraRowParallelLinear
+from aligner.models.gpt.megatron.build import transformer_config
+from aligner.models.gpt.megatron.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.role.settings import RoleSettings
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
 ROWS, WIDTH = 4, 14

@@ -5,7 +5,7 @@ import pytest
 from aligner.config import PeftConfig, RunConfig, parse_config
 from aligner.config.load import check_config
 from aligner.errors import ConfigError
-from aligner.models.gpt.settings import RunFacts, continuing, critic_settings, policy_settings
+from aligner.models.gpt.role.settings import RunFacts, continuing, critic_settings, policy_settings
 
 LORA = {"peft_scheme": "lora"}
 

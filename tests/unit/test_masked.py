@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from aligner.algorithms.masked import masked_mean, masked_moments, masked_sum, masked_whiten
+from aligner.losses.masked import masked_mean, masked_moments, masked_sum, masked_whiten
 
 NAN = float("nan")
 

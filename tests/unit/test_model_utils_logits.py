@@ -253,7 +253,7 @@ def test_bfloat16_logits_are_never_float32_as_a_whole(group, sampling):
 
 
 def test_chunks_are_bounded_without_a_chunk_size(group, monkeypatch):
-    from aligner.distributed import vocab_shard
+    from aligner.logprobs import vocab_shard
 
     monkeypatch.setitem(vocab_shard._CHUNK_BYTES, "cpu", 4 * 128 * 4)
     logits = draw(0, 1, 96, 128, dtype=torch.bfloat16).requires_grad_()

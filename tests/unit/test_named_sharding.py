@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.worker_groups import layout_of
+from aligner.cluster.named_sharding import NamedSharding
+from aligner.cluster.worker_groups import layout_of
 from aligner.errors import LayoutError
 
 

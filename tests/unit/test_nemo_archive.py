@@ -17,9 +17,9 @@ import pytest
 import torch
 from test_nemo_kinds import LLAMA, LLAMA_KEYS, distinct_weights
 
-from aligner.checkpoint.archive import ArchiveReader
-from aligner.checkpoint.nemo import open_nemo, save_nemo
-from aligner.checkpoint.torch_dist import read_metadata
+from aligner.checkpoint.nemo.archive import ArchiveReader
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.checkpoint.nemo.torch_dist import read_metadata
 from aligner.errors import AlignerError, CheckpointError, CheckpointNotFoundError
 
 

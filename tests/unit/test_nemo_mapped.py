@@ -23,10 +23,10 @@ import pytest
 import torch
 from test_nemo_kinds import GPT, GPT_KEYS, LLAMA, LLAMA_KEYS, distinct_weights, read_back
 
-from aligner.checkpoint import inflated, mapped_tensors
-from aligner.checkpoint.archive import ArchiveReader
 from aligner.checkpoint.canonical import split
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo import inflated, mapped_tensors
+from aligner.checkpoint.nemo.archive import ArchiveReader
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.errors import CheckpointError
 
 MIB = 1 << 20
@@ -279,7 +279,7 @@ def test_nobody_waits_until_a_reader_has_closed(packed, temporary, inflations, m
 def test_what_a_killed_reader_left_is_removed(packed, temporary, tmp_path):
     script = (
         "import sys, time\n"
-        "from aligner.checkpoint.archive import ArchiveReader\n"
+        "from aligner.checkpoint.nemo.archive import ArchiveReader\n"
         "reader = ArchiveReader(sys.argv[1])\n"
         "print('open', flush=True)\n"
         "time.sleep(300)\n"

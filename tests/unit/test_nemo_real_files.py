@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from aligner.checkpoint.gpt_weights import load_weights
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.distributed.parallel import initialize_parallel
-from aligner.models.gpt.build import build_gpt
+from aligner.models.gpt.megatron.build import build_gpt
 
 SHARED = Path(os.environ.get("ALIGNER_SHARED", Path(__file__).parents[3] / "shared"))
 FILES = ["01_llama_torchdist", "03_gpt_singlefile", "04_llama_tp2", "05_llama_te_torchdist"]

@@ -9,9 +9,9 @@ import pytest
 
 from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import MetricsWriter
-from aligner.observe.report import RunRecord, collect_series, render_report, write_report
-from aligner.observe.report_chart import Series, bars, line_chart, short_number, thin_out, ticks
-from aligner.observe.report_samples import before_and_after
+from aligner.observe.report.chart import Series, bars, line_chart, short_number, thin_out, ticks
+from aligner.observe.report.run import RunRecord, collect_series, render_report, write_report
+from aligner.observe.report.samples import before_and_after
 from aligner.observe.samples import Sample, SampleWriter
 
 VOID = {"meta", "line", "circle", "path", "br"}

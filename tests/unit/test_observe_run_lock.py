@@ -12,7 +12,7 @@ from aligner.observe.run_lock import RunLock
 
 # Children of all tests share one server, which has imported what takes time.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state", "aligner.observe.metrics"])
+CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 
 
 def _hold(folder: str, ready, fork: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aligner.algorithms.startup import training_memory
+from aligner.algorithms.run.startup import training_memory
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
 from aligner.distributed.accelerator import DeviceFacts

@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.overlap import Rollouts
-from aligner.checkpoint.nemo import open_nemo
+from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import parse_config
 from aligner.data.prompts import Prompt, PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.lm_policy import Policy
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.data.packing import PackingAlgorithm, get_packer
-from aligner.data.packing.first_fit import FirstFitShufflePacker
-from aligner.data.packing.metrics import PackingMetrics
+from aligner.batches.packing import PackingAlgorithm, get_packer
+from aligner.batches.packing.first_fit import FirstFitShufflePacker
+from aligner.batches.packing.metrics import PackingMetrics
 from aligner.errors import ConfigError, DataError
 
 ALGORITHMS = list(PackingAlgorithm)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from loss_checks import check_garbage, check_micro_batches, evaluate
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.errors import ConfigError
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.types import Denominators, TokenOutputs
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from test_role_checkpoint import OPTIM, ROWS, assert_equal, make_batch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.checkpoint.nemo import open_nemo
-from aligner.checkpoint.worker_state import seal
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.run_state.worker_state import seal
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import LengthParams, LoraConfig, ModelConfig, PeftConfig, PolicyPPOConfig
-from aligner.config.model import ReferenceConfig
+from aligner.config.roles.model import ReferenceConfig
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
-from aligner.models.gpt.settings import RunFacts
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 
 VARIANTS = {

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.ppo import PPOTrainer, needs_reference
+from aligner.algorithms.ppo.trainer import PPOTrainer, needs_reference
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import parse_config
 from aligner.data.prompts import Prompt, PromptDataset
 from aligner.data.sampler import PromptSampler
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.reward.lm_reward import ScoredResponses
 from aligner.observe.metric_names import check_names
 from aligner.observe.timers import PhaseTimers
+from aligner.rewards.interface import ScoredResponses
 
 PAD = 0
 RESPONSES = 2  # tokens of every response

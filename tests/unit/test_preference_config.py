@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from aligner.algorithms.build_preference import preference_loss
-from aligner.algorithms.losses.kto import KTOLoss
-from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
+from aligner.algorithms.preference.build import preference_loss
+from aligner.cluster.named_sharding import NamedSharding
+from aligner.cluster.sharded import check_whole_groups
 from aligner.config import DPORunConfig, parse_config
-from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
-from aligner.models.sharded import check_whole_groups
+from aligner.losses.kto import KTOLoss
+from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 
 
 def parsed(dpo=None, model=None, data=None):

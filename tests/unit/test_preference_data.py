@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from aligner.algorithms.build_reward_model import load_judged
+from aligner.algorithms.reward_model.build import load_judged
 from aligner.config import RewardRunConfig, parse_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.preferences import PairDataset, PairFormat, collate_pairs
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
 
 ROWS = [

@@ -14,9 +14,9 @@ from loss_checks import (
     evaluate,
 )
 
-from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 from aligner.errors import ConfigError, DataError
+from aligner.losses.kto import KTOLoss, kto_kl_baseline
+from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 from aligner.types import TokenOutputs
 
 

@@ -7,10 +7,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.chat import parse_messages
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.readers import read_rows
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
 
 ROWS = [

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import torch
 
-from aligner.algorithms.engine import RayEngine
+from aligner.algorithms.run.engine import RayEngine
+from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import parse_config
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import DeviceFacts
-from aligner.distributed.worker_groups import LocalFuture
 from aligner.models.role_front import RoleFront
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from aligner.algorithms.build_preference import load_pairs
-from aligner.algorithms.reference_logprobs import ReferenceLogprobs
-from aligner.checkpoint.nemo import open_nemo
+from aligner.algorithms.preference.build import load_pairs
+from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import collate_pairs
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.models.policy.lm_policy import Policy
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from aligner.config import LengthParams, SamplingParams, VllmConfig
-from aligner.distributed.refit_ends import RefitEnd, check_ends
 from aligner.errors import ConfigError
-from aligner.models.generation.vllm_worker import VllmWorker
+from aligner.generation.vllm.worker import VllmWorker
+from aligner.refit.ends import RefitEnd, check_ends
 
 ROOT = Path(__file__).parents[2]
 POLICY = [

@@ -6,11 +6,11 @@ Memory is parked by a copy on the CPU, as it would be on a GPU: what is read whi
 import pytest
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.config import LengthParams, OptimConfig
 from aligner.distributed import accelerator
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings
 
 ROWS, LENGTH = 4, 12
 

@@ -12,12 +12,12 @@ from loss_checks import (
     evaluate,
 )
 
-from aligner.algorithms.losses.reward import (
+from aligner.errors import ConfigError
+from aligner.losses.reward import (
     AttributeRegressionLoss,
     BradleyTerryLoss,
     sequence_scores,
 )
-from aligner.errors import ConfigError
 
 
 def sigmoid(x):

@@ -7,23 +7,23 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.build_reward_model import last_token
-from aligner.checkpoint.nemo import open_nemo
+from aligner.algorithms.reward_model.build import last_token
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import TrainedModelConfig, parse_config
 from aligner.config.run import RewardRunConfig, RunConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.preferences import PairDataset
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.data.supervised import ExampleFormat
-from aligner.data.tokenizer import tokenizer_from_files
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.reward import SequenceForm, Standardization
-from aligner.models.gpt.settings import RoleSettings, RunFacts
-from aligner.models.reward.attributes import attribute_parts, check_weights, weighted
-from aligner.models.reward.sequences import SequenceEncoder
+from aligner.models.gpt.megatron.reward import SequenceForm, Standardization
+from aligner.models.gpt.role.settings import RoleSettings, RunFacts
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
+from aligner.rewards.attributes import attribute_parts, check_weights, weighted
+from aligner.rewards.sequences import SequenceEncoder
 
 ATTRIBUTES = ("helpfulness", "correctness", "length")
 BATCH = {
@@ -298,7 +298,7 @@ def test_a_reward_without_what_it_needs_is_refused(reward, said):
 
 def test_every_setting_of_a_frozen_model_is_its_own_or_the_layout():
     """The list in `build_reward` of what the policy shares names fields that exist."""
-    from aligner.algorithms.build_reward import frozen_beside
+    from aligner.algorithms.rollout.reward_source import frozen_beside
     from aligner.config import RewardModelConfig
 
     policy = TrainedModelConfig("p.nemo", tensor_model_parallel_size=2, sequence_parallel=True)

@@ -9,10 +9,10 @@ import pytest
 import reward_cases
 from reward_cases import gone, score
 
-from aligner.data.importing import load_function
 from aligner.errors import RewardError
-from aligner.rewards.function import RewardFunction
-from aligner.rewards.processes import RewardProcess
+from aligner.importing import load_function
+from aligner.rewards.function.processes import RewardProcess
+from aligner.rewards.function.runner import RewardFunction
 
 module, load = reward_cases.module, reward_cases.load
 
@@ -91,7 +91,7 @@ def test_no_process_outlives_this_one(module, tmp_path, ending):
     program = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 function = RewardFunction.load("{module}:hangs", time_limit_s=500)
 threading.Thread(
     target=function, args=(["p"], ["r"], ["{marker}"]), daemon=True).start()
@@ -111,7 +111,7 @@ while not (Path("{marker}").exists() and len(Path("{marker}").read_text().split(
 
 def test_child_processes_stay_light():
     program = (
-        "import sys, aligner.rewards.worker;"
+        "import sys, aligner.rewards.function.worker;"
         "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

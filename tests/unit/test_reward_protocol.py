@@ -10,7 +10,7 @@ import torch
 from reward_cases import score
 
 from aligner.errors import ConfigError, DataError, RewardError
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 module, load = reward_cases.module, reward_cases.load

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
-from aligner.data.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, RewardError, RewardServerError
-from aligner.models.reward.remote import RemoteReward, RewardClient, read_token
-from aligner.models.reward.wire import WireSample
+from aligner.rewards.server.client import RemoteReward, RewardClient, read_token
+from aligner.rewards.server.wire import WireSample
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("reward_stub.py")
@@ -118,7 +118,7 @@ def with_token(monkeypatch):
 
 
 def test_a_served_model_scores_as_it_does_in_process(rewarding, served, with_token):
-    from aligner.models.reward.sequences import SequenceEncoder
+    from aligner.rewards.sequences import SequenceEncoder
 
     model = rewarding[0]
     encoder = SequenceEncoder(model.tokenizer, 256)

@@ -14,11 +14,11 @@ import pytest
 
 from aligner.config import RewardServerConfig
 from aligner.errors import DataError, RewardServerError
-from aligner.models.reward import server as http_side
-from aligner.models.reward.remote import RewardClient
-from aligner.models.reward.serve import score_until
-from aligner.models.reward.server import RewardHTTPServer, RewardService, Waiting
-from aligner.models.reward.wire import WireSample
+from aligner.rewards.server import http as http_side
+from aligner.rewards.server.client import RewardClient
+from aligner.rewards.server.http import RewardHTTPServer, RewardService, Waiting
+from aligner.rewards.server.serve import score_until
+from aligner.rewards.server.wire import WireSample
 
 BATCH = 4
 

@@ -10,7 +10,7 @@ import reward_cases
 from reward_cases import gone, score
 
 from aligner.errors import RewardTimeoutError
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 
 module, load = reward_cases.module, reward_cases.load
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.checkpoint.nemo import open_nemo
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, SchedConfig
-from aligner.data.tokenizer import load_tokenizer
+from aligner.data.tokenizers.loading import load_tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import CheckpointNotFoundError, StorageError, TokenizerError
-from aligner.models.gpt.settings import RunFacts
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 
@@ -145,7 +145,7 @@ def test_optimizer_state_is_replaced_and_never_half(start, tmp_path, monkeypatch
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("aligner.checkpoint.role_files.save_worker_state", full)
+        patch.setattr("aligner.checkpoint.run_state.role_files.save_worker_state", full)
         with pytest.raises(StorageError, match="full"):
             worker.save_checkpoint(str(tmp_path / "m.nemo"), str(folder))
     assert (folder / "rank_00000.pt").read_bytes() == before
@@ -155,7 +155,7 @@ def test_optimizer_state_is_replaced_and_never_half(start, tmp_path, monkeypatch
 
 
 def test_without_the_suffix_it_is_a_hugging_face_directory(start, tmp_path):
-    from aligner.checkpoint.hf import read_hf
+    from aligner.checkpoint.hf.model_folder import read_hf
 
     front = start("policy", init_optimizer=False)
     front.save_checkpoint(str(tmp_path / "hf"))

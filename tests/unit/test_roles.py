@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.config import LengthParams, OptimConfig, SamplingParams, SchedConfig
 from aligner.errors import (
     CheckpointError,
@@ -24,6 +22,8 @@ from aligner.errors import (
     LayoutError,
     NonFiniteError,
 )
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
@@ -31,11 +31,11 @@ from aligner.models.gpt import (
     MegatronGPTRewardModel,
     load_from_nemo,
 )
-from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.optimizer import learning_rate
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.token_layout import TokenLayout
-from aligner.models.gpt.value_head import ValueHead
+from aligner.models.gpt.forward.token_layout import TokenLayout
+from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.megatron.value_head import ValueHead
+from aligner.models.gpt.role.optimizer_step import learning_rate
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import training_step
 
 LENGTHS = (9, 5, 12, 7)
@@ -76,7 +76,7 @@ def make_batch(width=WIDTH):
 
 def reference_hidden(model, ids):
     """Hidden states after the final norm, one sequence at a time, through megatron-core itself."""
-    from aligner.models.gpt.hidden_states import bypassed_output_layer
+    from aligner.models.gpt.forward.hidden_states import bypassed_output_layer
 
     with torch.no_grad(), bypassed_output_layer(model.gpt):
         return model.gpt(ids[None], torch.arange(len(ids))[None], None)[0].double()

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.assembly import shared_note
-from aligner.algorithms.rollout import response_mask, shape_rewards
-from aligner.algorithms.updates import count_updates, update_metrics
+from aligner.algorithms.rollout.rollout import response_mask, shape_rewards
+from aligner.algorithms.run.assembly import shared_note
+from aligner.algorithms.run.updates import count_updates, update_metrics
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, RewardShapingConfig
 from aligner.data.prompts import Prompt, PromptDataset
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.reward.lm_reward import ScoredResponses
-from aligner.models.reward.model_reward import VerifiedReward
+from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.model import VerifiedReward
 
 
 def test_response_mask_comes_from_lengths():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from aligner.algorithms.rs import best_of_each
-from aligner.models.gpt.rs_actor import training_columns
+from aligner.algorithms.rs.trainer import best_of_each
+from aligner.models.gpt.megatron.rs_actor import training_columns
 
 
 def test_the_best_of_each_prompt():
@@ -39,7 +39,7 @@ def test_the_loss_is_the_mean_of_the_response(tiny_nemo):
     """-mean log-prob over response tokens, by the log-probs that the same model reports."""
     from aligner.distributed.parallel import initialize_parallel
     from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
-    from aligner.models.gpt.settings import RoleSettings
+    from aligner.models.gpt.role.settings import RoleSettings
 
     initialize_parallel()
     model = load_from_nemo(MegatronGPTRSModel, RoleSettings(), restore_path=str(tiny_nemo))

@@ -11,9 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from aligner.algorithms.run_directory import RunDirectory, RunIdentity
+from aligner.algorithms.run.directory import RunDirectory, RunIdentity
 from aligner.checkpoint.fingerprint import file_fingerprint
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig
 from aligner.config.load import parse_config
 from aligner.errors import CheckpointError, ConfigError

@@ -17,11 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from aligner.algorithms import stopping
-from aligner.algorithms.run_loop import Outcome, RunLoop, Schedule, config_changes
-from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.state_tree import read_tree
-from aligner.checkpoint.worker_state import ShareWriter
+from aligner.algorithms.run import stopping
+from aligner.algorithms.run.loop import Outcome, RunLoop, Schedule, config_changes
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.tree import read_tree
+from aligner.checkpoint.run_state.worker_state import ShareWriter
 from aligner.errors import CheckpointError, NonFiniteError, StorageError
 from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import Sample, SampleWriter, read_samples

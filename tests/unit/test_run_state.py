@@ -10,10 +10,10 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from aligner.checkpoint.checksums import checksum_text, file_checksum
-from aligner.checkpoint.rng import capture_rng, restore_rng
-from aligner.checkpoint.run_state import RunStateStore
-from aligner.checkpoint.state_tree import estimate_bytes, normalise, write_tree
+from aligner.checkpoint.run_state.checksums import checksum_text, file_checksum
+from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state.store import RunStateStore
+from aligner.checkpoint.run_state.tree import estimate_bytes, normalise, write_tree
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import (

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.checkpoint import durable, run_state, state_files
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint import durable
+from aligner.checkpoint.run_state import files as state_files
+from aligner.checkpoint.run_state import store as run_state
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.errors import AlignerError, StorageError
 
 # Children of all tests share one server, which has imported what takes time.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state", "aligner.observe.metrics"])
+CONTEXT.set_forkserver_preload(["aligner.checkpoint.run_state.store", "aligner.observe.metrics"])
 
 
 def state_of(step: int, numbers: int = 100_000) -> dict:

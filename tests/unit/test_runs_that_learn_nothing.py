@@ -6,10 +6,10 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.build import train_ppo
-from aligner.algorithms.build_supervised import train_sft
-from aligner.checkpoint.nemo import open_nemo, save_nemo
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.supervised.build import train_sft
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import RunConfig, SFTRunConfig, load_config
 from aligner.errors import NonFiniteError
 from aligner.observe.metrics import read_metrics

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from aligner.config import SamplingParams
-from aligner.distributed.kept_set import threshold
 from aligner.errors import NonFiniteError
-from aligner.models.gpt.sampling import (
+from aligner.logprobs.top_k_top_p import threshold
+from aligner.models.gpt.decode.sampling import (
     _keep_threshold,
     counter_uniforms,
     inverse_cdf,

@@ -19,10 +19,10 @@ import torch.nn.attention.varlen
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.distributed.context_parallel import holder, local_position
 from aligner.distributed.parallel import initialize_parallel
-from aligner.models.gpt import varlen
-from aligner.models.gpt.attention import SegmentParams
-from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.segments import build_segments
+from aligner.models.gpt.layers import varlen
+from aligner.models.gpt.layers.attention import SegmentParams
+from aligner.models.gpt.layers.segments import build_segments
+from aligner.models.gpt.megatron.build import build_gpt
 
 HEADS, GROUPS, WIDTH = 6, 2, 8
 RAGGED = [1, 40, 7, 8, 33, 64, 2, 41, 100]
@@ -238,7 +238,7 @@ def test_runs_for_the_kernel_of_a_gpu(windowed, size, installed, monkeypatch):
         }
         expected = packed(windowed, query[: local + 1], key, value, **arguments)
         with monkeypatch.context() as patch:
-            patch.setattr("aligner.models.gpt.attention.can_attend_varlen", lambda *_: True)
+            patch.setattr("aligner.models.gpt.layers.attention.can_attend_varlen", lambda *_: True)
             out = packed(windowed, query[: local + 1], key, value, **arguments)
         assert torch.allclose(out, expected, atol=1e-6)
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.checkpoint.nemo import open_nemo, save_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights, write_tiny_nemo
 from aligner.config import CriticConfig, ModelConfig, RunConfig, TrainedModelConfig, load_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
-from aligner.models.gpt.settings import RoleSettings, RunFacts
+from aligner.models.gpt.role.settings import RoleSettings, RunFacts
 from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
 from aligner.observe.metrics import read_metrics
 
@@ -91,7 +91,7 @@ def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, rew
 
 def ppo(folder, nemo, reward, *overrides, recipe="ppo_tiny_cpu"):
     """What two PPO steps report, times aside, and the policy they end with."""
-    from aligner.algorithms.build import train_ppo
+    from aligner.algorithms.ppo.build import train_ppo
 
     settings = [
         f"model.restore_from_path={nemo}",

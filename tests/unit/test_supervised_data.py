@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.supervised import (
     ExampleDataset,
     ExampleFormat,
@@ -13,6 +12,7 @@ from aligner.data.supervised import (
     encode_chat,
     encode_pair,
 )
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError
 
 CHAT = [

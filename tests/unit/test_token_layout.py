@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.architecture import RopeScaling
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import OptimConfig
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
     load_from_nemo,
 )
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.token_layout import PADDING, LayoutRules, build_layout
+from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_layout
+from aligner.models.gpt.role.settings import RoleSettings
 
 IDS = torch.tensor([[10, 11, 12, 0, 0], [20, 21, 22, 23, 24], [30, 0, 0, 0, 0]])
 LENGTHS = np.array([3, 5, 1])

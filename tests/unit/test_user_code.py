@@ -19,21 +19,21 @@ from test_credit import assign, credit, rollout
 from test_run_loop import Counter, lines, run
 
 from aligner.algorithms.callbacks import Callback, Callbacks
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.user import UserPolicyLoss
-from aligner.algorithms.ppo import make_estimator, make_policy_loss
-from aligner.algorithms.run_loop import config_changes
-from aligner.algorithms.user_estimator import UserEstimator
+from aligner.algorithms.ppo.trainer import make_estimator, make_policy_loss
+from aligner.algorithms.ppo.user_estimator import UserEstimator
+from aligner.algorithms.run.loop import config_changes
 from aligner.config import parse_config
-from aligner.config.trainer import CallbackConfig
-from aligner.data.tokenizer import named_tokenizer
+from aligner.config.algorithms.trainer import CallbackConfig
+from aligner.data.tokenizers.loading import named_tokenizer
 from aligner.errors import CallbackError, ConfigError
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.user import UserPolicyLoss
 from aligner.types import Denominators, TokenOutputs
 
 LOSSES = '''
 import torch
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
+from aligner.losses.policy import PPOPolicyLoss
 
 VALUE = 3
 
@@ -408,7 +408,7 @@ def test_an_estimator_of_a_run_with_a_critic(here):
 # Tokenizers -------------------------------------------------------------------------------------
 
 TOKENIZERS = """
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 def good():
     return byte_level_tokenizer()

@@ -5,8 +5,8 @@ import statistics
 import pytest
 import torch
 
-from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.errors import ConfigError
+from aligner.losses.value import PPOValueLoss
 from aligner.types import Denominators, TokenOutputs
 
 

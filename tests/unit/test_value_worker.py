@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from aligner.algorithms.losses.value import PPOValueLoss
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import (
     CriticConfig,
@@ -15,12 +15,12 @@ from aligner.config import (
     SchedConfig,
 )
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
-from aligner.models.gpt import build, critic
-from aligner.models.gpt.optimizer import learning_rate
-from aligner.models.gpt.settings import RunFacts
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.megatron import build, critic
+from aligner.models.gpt.role.optimizer_step import learning_rate
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.value.workers import megatron_value_worker
 from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,

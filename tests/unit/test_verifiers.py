@@ -2,11 +2,11 @@
 
 import pytest
 
-from aligner.data.byte_tokenizer import byte_level_tokenizer
 from aligner.data.prompts import PromptDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, RewardError
 from aligner.rewards import exact_number, math_verify, reasoning_gym, regex_format
-from aligner.rewards.function import RewardFunction
+from aligner.rewards.function.runner import RewardFunction
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import LengthParams, SamplingParams, VllmConfig, parse_config
-from aligner.data.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.refit_ends import RefitEnd
-from aligner.distributed.worker_groups import LocalFuture
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError
-from aligner.models.generation import vllm_engine
-from aligner.models.generation.vllm import VllmGeneration
-from aligner.models.policy.refit import RefitSource
+from aligner.generation.vllm import engine as vllm_engine
+from aligner.generation.vllm.generation import VllmGeneration
+from aligner.refit.controller import RefitSource
+from aligner.refit.ends import RefitEnd
 
 
 class Calls:

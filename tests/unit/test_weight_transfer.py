@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from aligner.distributed import accelerator
-from aligner.distributed.weight_broadcast import WeightBroadcast, open_rendezvous
-from aligner.distributed.weight_segments import Offer, Segment, accept, open_segment
 from aligner.errors import WorkerError
-from aligner.models.policy.refit import group_by_bytes
+from aligner.refit.broadcast import WeightBroadcast, open_rendezvous
+from aligner.refit.controller import group_by_bytes
+from aligner.refit.segments import Offer, Segment, accept, open_segment
 
 TENSORS = [
     ("a", torch.arange(7, dtype=torch.float32)),
@@ -58,7 +58,7 @@ def start(code):
 
 READER = """
     import pickle, sys
-    from aligner.distributed.weight_segments import accept
+    from aligner.refit.segments import accept
     tensors = accept(pickle.load(sys.stdin.buffer))
     sys.stdout.buffer.write(b"mapped\\n"); sys.stdout.flush()
     sys.stdin.buffer.read(1)  # the sender has let go by now
@@ -86,7 +86,7 @@ def test_another_process_reads_a_segment():
 def test_a_killed_sender_leaves_nothing():
     sender = start("""
         import pickle, sys, torch
-        from aligner.distributed.weight_segments import Segment
+        from aligner.refit.segments import Segment
         segment = Segment([("w", torch.ones(1000))], 4000)
         pickle.dump(segment.handle, sys.stdout.buffer); sys.stdout.flush()
         sys.stdin.read()
@@ -127,7 +127,7 @@ def test_broadcast_to_a_process_outside_the_world():
     store = open_rendezvous("127.0.0.1", 0, 2, 60.0)
     receiver = start(f"""
         import pickle, sys, torch
-        from aligner.distributed.weight_broadcast import WeightBroadcast
+        from aligner.refit.broadcast import WeightBroadcast
         group = WeightBroadcast.join("127.0.0.1", {store.port}, 2, 60.0)
         tensor = torch.empty(2, 3, dtype=torch.bfloat16)
         group.send(tensor)

@@ -7,11 +7,12 @@ sums and result in float32. Everything around it is the library's own code for G
 import pytest
 import torch
 
-from aligner.distributed import vocab_shard, wide_product
-from aligner.distributed.kept_set import keep_thresholds
 from aligner.distributed.model_utils import hidden_states_to_logprobs
-from aligner.distributed.vocab_shard import VocabShard
-from aligner.distributed.wide_product import wide_linear, wide_mm
+from aligner.kernels import wide_product
+from aligner.kernels.wide_product import wide_linear, wide_mm
+from aligner.logprobs import vocab_shard
+from aligner.logprobs.top_k_top_p import keep_thresholds
+from aligner.logprobs.vocab_shard import VocabShard
 
 VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 24, 13
 HALF = 2**-8  # twice the largest relative error of one rounding to bfloat16

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import run_on_all
+from aligner.cluster.worker_groups import MODEL_AXES, LocalCluster, LocalWorkerGroup, to_host
 from aligner.config import ParallelConfig
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import MODEL_AXES, LocalCluster, LocalWorkerGroup, to_host
 from aligner.errors import ConfigError, WorkerError
-from aligner.models.sharded import run_on_all
 
 PARALLEL = SimpleNamespace(config=ParallelConfig(), rank=0, world_size=1, dp_rank=0, dp_size=1)
 
@@ -70,7 +70,9 @@ def test_one_worker_is_called_alone():
 
 
 def test_what_needs_ray_is_published_here_and_imports_it_later():
-    from aligner.distributed import ray_calls, ray_worker_group, worker_groups
+    from aligner.cluster import worker_groups
+    from aligner.cluster.ray import calls as ray_calls
+    from aligner.cluster.ray import worker_group as ray_worker_group
 
     assert worker_groups.RayWorkerGroup is ray_worker_group.RayWorkerGroup
     assert worker_groups.RayWorkerBuilder is ray_worker_group.RayWorkerBuilder

@@ -14,9 +14,9 @@ sys.path.append(str(Path(__file__).parents[1] / "ray"))  # runs on Ray, and what
 from leftovers import living_actors, processes_of, reserved_groups, session_folder, shared_memory
 from vllm_roles import WIDE
 
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
-from aligner.data.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def write_wide(tmp_path_factory, scale):
 def own_ray():
     """Ray's processes, started once; at the end they and all memory they shared are gone."""
 
-    from aligner.distributed.ray_session import RayNeeds, ray_session
+    from aligner.cluster.ray.session import RayNeeds, ray_session
 
     memory = shared_memory()
     with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):

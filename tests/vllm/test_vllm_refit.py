@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm_roles import prompts, roles, run_config, scored
 
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.losses.policy import PPOPolicyLoss
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 TINY_BUFFER = 0.05  # MiB: the weights take a dozen groups

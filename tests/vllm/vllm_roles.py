@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.cluster.ray.worker_group import RayWorkerGroup
 from aligner.config import parse_config
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.ray_worker_group import RayWorkerGroup
 from aligner.observe.nonfinite import current_step
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +55,8 @@ def run_config(path, *, model=None, ppo=None, generation=None, vllm=None, **sect
 @contextlib.contextmanager
 def roles(config, *, backend="megatron", workers=1):
     """A policy and a `VllmGeneration` on it, on a cluster of their own."""
-    from aligner.distributed.virtual_cluster import RayVirtualCluster
-    from aligner.models.generation.vllm import VllmGeneration
+    from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
+    from aligner.generation.vllm.generation import VllmGeneration
     from aligner.models.policy.lm_policy import Policy
 
     with open_nemo(config.model.restore_from_path) as checkpoint:

@@ -12,20 +12,20 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.asked_model import open_asked_model
-from aligner.algorithms.assembly import Attempt
-from aligner.algorithms.build_reward import load_reward
-from aligner.algorithms.generate import format_of, load_set
-from aligner.algorithms.validation import Evaluation, Judge, ask
+from aligner.algorithms.ask.generate import format_of, load_set
+from aligner.algorithms.ask.model import open_asked_model
+from aligner.algorithms.rollout.reward_source import load_reward
+from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
+from aligner.algorithms.run.assembly import Attempt
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import is_rank_zero, on_rank_zero
 from aligner.observe.environment import describe_environment
 from aligner.observe.estimates import Estimate
-from aligner.observe.evaluation_page import EvaluatedSet, render_evaluation, shown_name
+from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 
 DEFAULT_SET = "prompts"  # what data.prompts is called
 

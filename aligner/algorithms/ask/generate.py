@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from aligner.algorithms.asked_model import AskedModel, open_asked_model
-from aligner.algorithms.validation import ask
+from aligner.algorithms.ask.model import AskedModel, open_asked_model
+from aligner.algorithms.rollout.validation import ask
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import AskedDataConfig, GenerateConfig, PromptSourceConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
-from aligner.data.decoding import IncrementalDecoder
 from aligner.data.prompts import PromptDataset, PromptFormat, make_prompt
 from aligner.data.readers import Row
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.decoding import IncrementalDecoder
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.agreement import is_rank_zero, on_rank_zero
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.reward.sequences import response_texts
+from aligner.rewards.sequences import response_texts
 
 RESET, HELP = "/reset", "/help"
 _HELP = f"Ctrl-D ends; {RESET} forgets the conversation; Ctrl-C stops an answer"

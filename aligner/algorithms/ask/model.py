@@ -6,19 +6,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from aligner.algorithms.assembly import describe_model, run_facts
-from aligner.algorithms.engine import Clusters, Engine, open_engine
-from aligner.algorithms.startup import check_room
-from aligner.algorithms.validation import Asking
+from aligner.algorithms.rollout.validation import Asking
+from aligner.algorithms.run.assembly import describe_model, run_facts
+from aligner.algorithms.run.engine import Clusters, Engine, open_engine
+from aligner.algorithms.run.startup import check_room
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
-from aligner.config.ask import as_run
+from aligner.config.commands.ask import as_run
 from aligner.config.parse import build
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.agreement import gather_objects, this_rank
 from aligner.errors import CheckpointError, CheckpointNotFoundError
-from aligner.models.generation.vllm import VllmGeneration
+from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 

@@ -4,25 +4,25 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from aligner.algorithms.assembly import Attempt, dropped_note, run_facts
-from aligner.algorithms.build_supervised import Lesson, load_examples, run_lesson, start_policy
-from aligner.algorithms.distillation import Teaching
-from aligner.algorithms.dry_run import may_be_dry
-from aligner.algorithms.longest import longest_set
-from aligner.algorithms.losses.distillation import DistillationLoss
-from aligner.algorithms.rollout import prompts_batch
-from aligner.algorithms.startup import check_room
-from aligner.algorithms.supervised import Task
+from aligner.algorithms.distill.distillation import Teaching
+from aligner.algorithms.rollout.rollout import prompts_batch
+from aligner.algorithms.run.assembly import Attempt, dropped_note, run_facts
+from aligner.algorithms.run.dry_run import may_be_dry
+from aligner.algorithms.run.longest import longest_set
+from aligner.algorithms.run.startup import check_room
+from aligner.algorithms.supervised.build import Lesson, load_examples, run_lesson, start_policy
+from aligner.algorithms.supervised.trainer import Task
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.archive import named_by
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, PromptSourceConfig, StudentConfig
-from aligner.config.checks import check_longest_example
+from aligner.config.rules.checks import check_longest_example
 from aligner.data.collate import collate_prompts
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.supervised import ExampleDataset, collate_examples
-from aligner.data.tokenizer import Tokenizer, differing_token
+from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.errors import ConfigError
+from aligner.losses.distillation import DistillationLoss
 from aligner.models.policy.lm_policy import Policy
 
 

@@ -6,16 +6,16 @@ on-policy   prompts ─► student: a response each ─► teacher: top k of eac
 
 from dataclasses import dataclass
 
-from aligner.algorithms.rollout import VALIDATION_SEED_OFFSET, generate, rollout_of
-from aligner.algorithms.rs import TRAIN_COLUMNS
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET, generate, rollout_of
+from aligner.algorithms.rs.trainer import TRAIN_COLUMNS
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import columns_of
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.sharded import columns_of
 
 
 @dataclass(frozen=True)
 class Teaching:
-    """Completes the batches of a distillation run; see `aligner.algorithms.supervised.Task`.
+    """Completes the batches of a distillation run; see `Task` of `supervised.trainer`.
 
     Args:
         teacher: a frozen model.

@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.pipeline_report import held_out_measures, save_comparison
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.algorithms.multi_run.report import held_out_measures, save_comparison
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.distributed import accelerator
 from aligner.errors import AlignerError, DataError
-from aligner.observe.comparison import Comparison, Learned, Policy
 from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import read_metrics
-from aligner.observe.report_chart import short_number
+from aligner.observe.report.chart import short_number
+from aligner.observe.report.comparison import Comparison, Learned, Policy
 from aligner.observe.samples import Sample
 
 _METRICS, _EVALUATION = "metrics.jsonl", "evaluation.json"

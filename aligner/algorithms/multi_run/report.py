@@ -8,9 +8,15 @@ from typing import Any
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
 from aligner.distributed import accelerator
-from aligner.observe.comparison import Comparison, Learned, Measure, Policy, render_comparison
 from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import read_metrics
+from aligner.observe.report.comparison import (
+    Comparison,
+    Learned,
+    Measure,
+    Policy,
+    render_comparison,
+)
 from aligner.observe.samples import read_samples
 
 _REWARD = "val_rollouts/rewards"
@@ -44,9 +50,9 @@ def pair_facts(config: BaseRunConfig) -> dict[str, float]:
         return {}
     if config.data.validation is None:
         return {}
-    from aligner.algorithms.assembly import describe_model  # imports torch and the tokenizers
-    from aligner.algorithms.build_preference import load_pairs
-    from aligner.data.length_baseline import length_accuracy
+    from aligner.algorithms.multi_run.length_baseline import length_accuracy
+    from aligner.algorithms.preference.build import load_pairs
+    from aligner.algorithms.run.assembly import describe_model  # imports torch and the tokenizers
 
     tokenizer, _ = describe_model(config.model)
     train = load_pairs(config.data, config.data.train, tokenizer)

@@ -26,12 +26,12 @@ from typing import Any
 
 from rich.console import Console
 
-from aligner.algorithms.pipeline_report import StageResult, pair_facts, write_comparison
-from aligner.algorithms.run_directory import set_aside
-from aligner.algorithms.run_loop import config_changes
+from aligner.algorithms.multi_run.report import StageResult, pair_facts, write_comparison
+from aligner.algorithms.run.directory import set_aside
+from aligner.algorithms.run.loop import config_changes
 from aligner.checkpoint.durable import write_json
 from aligner.config import BaseRunConfig
-from aligner.config.pipeline import (
+from aligner.config.commands.pipeline import (
     START,
     PipelineConfig,
     RecipeConfig,

@@ -3,7 +3,14 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from aligner.algorithms.assembly import (
+from aligner.algorithms.ppo.trainer import (
+    PPOTrainer,
+    make_estimator,
+    make_policy_loss,
+    needs_reference,
+)
+from aligner.algorithms.rollout.reward_source import RewardSource, load_reward
+from aligner.algorithms.run.assembly import (
     Assembled,
     Attempt,
     describe_model,
@@ -14,17 +21,10 @@ from aligner.algorithms.assembly import (
     shared_note,
     total_steps,
 )
-from aligner.algorithms.build_reward import RewardSource, load_reward
-from aligner.algorithms.dry_run import may_be_dry
-from aligner.algorithms.engine import Clusters, Engine
-from aligner.algorithms.longest import longest_set
-from aligner.algorithms.ppo import (
-    PPOTrainer,
-    make_estimator,
-    make_policy_loss,
-    needs_reference,
-)
-from aligner.algorithms.startup import (
+from aligner.algorithms.run.dry_run import may_be_dry
+from aligner.algorithms.run.engine import Clusters, Engine
+from aligner.algorithms.run.longest import longest_set
+from aligner.algorithms.run.startup import (
     check_lengths,
     check_validation_lengths,
     startup_facts,
@@ -32,11 +32,11 @@ from aligner.algorithms.startup import (
 )
 from aligner.architecture import GPTArchitecture
 from aligner.config import PromptSourceConfig, RunConfig, SamplingRunConfig, check_layout
-from aligner.config.checks import check_batch_layout, check_model_shares
+from aligner.config.rules.checks import check_batch_layout, check_model_shares
 from aligner.data.prompts import PromptDataset, PromptFormat
 from aligner.data.sampler import PromptSampler
-from aligner.data.tokenizer import Tokenizer
-from aligner.models.generation.vllm import VllmGeneration
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.observe.startup import TrainedRole

@@ -10,15 +10,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import generalized_advantage_estimate, token_rewards
-from aligner.algorithms.group_advantages import CriticFreeEstimator, has_signal, token_advantages
-from aligner.algorithms.kl import kl_estimate
-from aligner.algorithms.masked import masked_whiten
-from aligner.algorithms.overlong import soft_overlong_penalty
-from aligner.algorithms.rollout import shape_rewards
-from aligner.algorithms.user_estimator import UserEstimator
+from aligner.algorithms.ppo.user_estimator import UserEstimator
+from aligner.algorithms.rollout.rollout import shape_rewards
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
+from aligner.losses.group_advantages import CriticFreeEstimator, has_signal, token_advantages
+from aligner.losses.kl import kl_estimate
+from aligner.losses.masked import masked_whiten
+from aligner.losses.overlong import soft_overlong_penalty
 from aligner.observe.diagnostics import explained_variance, statistics
 
 

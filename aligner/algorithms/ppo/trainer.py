@@ -15,31 +15,31 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from aligner.algorithms.credit import Credit
-from aligner.algorithms.dynamic_sampling import fill_with_signal
-from aligner.algorithms.kl import AdaptiveKLController, FixedKLController, KLController
-from aligner.algorithms.losses.policy import PPOPolicyLoss
-from aligner.algorithms.losses.user import user_policy_loss
-from aligner.algorithms.losses.value import PPOValueLoss
-from aligner.algorithms.overlap import Rollouts
-from aligner.algorithms.rollout import prefixed, samples_of, score
-from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
-from aligner.algorithms.user_estimator import UserEstimator
-from aligner.algorithms.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.ppo.credit import Credit
+from aligner.algorithms.ppo.user_estimator import UserEstimator
+from aligner.algorithms.rollout.dynamic_sampling import fill_with_signal
+from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
+from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.run.loop import Outcome
+from aligner.algorithms.run.updates import count_updates, idle_roles, update_metrics
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import columns_of
 from aligner.config import PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
+from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.user import user_policy_loss
+from aligner.losses.value import PPOValueLoss
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.reward.lm_reward import RewardInterface
 from aligner.models.role_front import RoleFront
-from aligner.models.sharded import columns_of
 from aligner.models.value.lm_value import Value
 from aligner.observe.metric_names import describe
 from aligner.observe.timers import PhaseTimers
+from aligner.rewards.interface import RewardInterface
 from aligner.types import LossFunction
 
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aligner.data.importing import check_call, load_function
 from aligner.errors import ConfigError
-from aligner.rewards.execution import describe_exception
+from aligner.importing import check_call, describe_exception, load_function
 
 KEY = "trainer.ppo.advantage.estimator"
 # What the function may name.

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aligner.algorithms.assembly import Attempt, dropped_note, log_dir
-from aligner.algorithms.build_supervised import Lesson, run_lesson, start_policy
-from aligner.algorithms.dry_run import may_be_dry
-from aligner.algorithms.longest import longest_set
-from aligner.algorithms.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.algorithms.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
-from aligner.algorithms.reference_logprobs import ReferenceLogprobs
-from aligner.algorithms.supervised import Task
+from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
+from aligner.algorithms.run.assembly import Attempt, dropped_note, log_dir
+from aligner.algorithms.run.dry_run import may_be_dry
+from aligner.algorithms.run.longest import longest_set
+from aligner.algorithms.supervised.build import Lesson, run_lesson, start_policy
+from aligner.algorithms.supervised.trainer import Task
 from aligner.architecture import GPTArchitecture
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import (
     LOSS_OPTIONS,
     DPORunConfig,
@@ -21,12 +20,13 @@ from aligner.config import (
     RewardDataConfig,
     TrainerDPOConfig,
 )
-from aligner.config.checks import check_longest_example
+from aligner.config.rules.checks import check_longest_example
 from aligner.data.labelled import FOREIGN, LabelledDataset, collate_labelled
 from aligner.data.preferences import PairDataset, PairFormat, collate_pairs
 from aligner.data.supervised import ExampleFormat
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.losses.kto import KTOLoss, kto_kl_baseline
+from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.types import LossFunction
 

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from aligner.algorithms.supervised import Examples
+from aligner.algorithms.supervised.trainer import Examples
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import DPORunConfig
 from aligner.data.supervised import Example, collate_examples

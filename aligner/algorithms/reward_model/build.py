@@ -4,22 +4,22 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.assembly import dropped_note, run_facts
-from aligner.algorithms.build_preference import load_pairs, single_format
-from aligner.algorithms.build_supervised import Lesson, run_lesson
-from aligner.algorithms.dry_run import may_be_dry
-from aligner.algorithms.longest import longest_set
-from aligner.algorithms.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
-from aligner.algorithms.supervised import Examples, Task
+from aligner.algorithms.preference.build import load_pairs, single_format
+from aligner.algorithms.run.assembly import dropped_note, run_facts
+from aligner.algorithms.run.dry_run import may_be_dry
+from aligner.algorithms.run.longest import longest_set
+from aligner.algorithms.supervised.build import Lesson, run_lesson
+from aligner.algorithms.supervised.trainer import Examples, Task
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.model_source import open_model
 from aligner.config import PromptSourceConfig, RewardRunConfig
-from aligner.config.checks import check_longest_example
+from aligner.config.rules.checks import check_longest_example
 from aligner.data.preferences import Pair, PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.models.gpt.reward import Standardization, saved_attributes
+from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
+from aligner.models.gpt.megatron.reward import Standardization, saved_attributes
 from aligner.models.reward.reward_model import RewardModel
 from aligner.models.role_front import RoleFront
 

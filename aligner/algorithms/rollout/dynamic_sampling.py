@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aligner.algorithms.group_advantages import has_signal
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.losses.group_advantages import has_signal
 
 
 def fill_with_signal(

@@ -15,12 +15,12 @@ state, and one that went on, see the same rollouts.
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.algorithms.rollout import generate, prompts_batch, rollout_of
+from aligner.algorithms.rollout.rollout import generate, prompts_batch, rollout_of
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingRunConfig
 from aligner.data.collate import collate_prompts
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 
@@ -58,7 +58,7 @@ class Rollouts:
     def take(
         self, first_sample_id: int, *, more: bool, prompts: int | None = None
     ) -> BatchedDataDict:
-        """The next rollout (`aligner.algorithms.rollout.generate`); begins the one after it.
+        """The next rollout (`rollout.rollout.generate`); begins the one after it.
 
         ``first_sample_id``: of its first row. ``more``: another step will follow. ``prompts``: how
         many, where none was begun ahead; default what the sampler draws at a time.

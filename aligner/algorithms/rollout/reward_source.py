@@ -4,13 +4,13 @@ import dataclasses
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from aligner.algorithms.assembly import Attempt, run_facts
-from aligner.algorithms.engine import Engine
-from aligner.algorithms.longest import MadeUpRewards
-from aligner.algorithms.startup import role_memory
+from aligner.algorithms.run.assembly import Attempt, run_facts
+from aligner.algorithms.run.engine import Engine
+from aligner.algorithms.run.longest import MadeUpRewards
+from aligner.algorithms.run.startup import role_memory
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.archive import named_by
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import (
     DynamicBatchingConfig,
     RewardModelConfig,
@@ -20,18 +20,18 @@ from aligner.config import (
     TrainedModelConfig,
     check_layout,
 )
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.models.gpt.reward import rated_attributes
-from aligner.models.reward.attributes import check_weights
-from aligner.models.reward.lm_reward import Reward, RewardInterface
-from aligner.models.reward.model_reward import ModelReward, VerifiedReward
-from aligner.models.reward.remote import RemoteReward
+from aligner.models.gpt.megatron.reward import rated_attributes
 from aligner.models.reward.reward_model import RewardModel
-from aligner.models.reward.sequences import SequenceEncoder
-from aligner.models.reward.shared_body import SharedBodyReward
 from aligner.models.value.lm_value import Value
 from aligner.observe.memory import RoleMemory
+from aligner.rewards.attributes import check_weights
+from aligner.rewards.interface import Reward, RewardInterface
+from aligner.rewards.model import ModelReward, VerifiedReward
+from aligner.rewards.sequences import SequenceEncoder
+from aligner.rewards.server.client import RemoteReward
+from aligner.rewards.shared_body import SharedBodyReward
 
 # What says how a model begins, trains or ends; the critic's output layer is gone.
 _NOT_OF_THE_BODY = {

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import Drawing, ImproperEndConfig, RewardShapingConfig
 from aligner.data.collate import PromptBatch
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.interfaces import GenerationInterface
-from aligner.models.reward.lm_reward import RewardInterface
 from aligner.observe.diagnostics import rollout_metrics
 from aligner.observe.samples import Sample
+from aligner.rewards.interface import RewardInterface
 
 # Validation draws with the run's seed moved by this much, so that it never shares random numbers
 # with training and every validation of a run draws with the same ones.

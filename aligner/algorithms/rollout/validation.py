@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from aligner.algorithms.overlap import Rollouts
-from aligner.algorithms.rollout import (
+from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
     generate,
     prefixed,
@@ -13,18 +13,18 @@ from aligner.algorithms.rollout import (
     samples_of,
     score,
 )
-from aligner.algorithms.run_loop import Outcome
+from aligner.algorithms.run.loop import Outcome
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import Drawing, SamplingRunConfig
 from aligner.data.collate import collate_prompts
-from aligner.data.importing import load_function
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import sequential_batches
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface
-from aligner.models.reward.lm_reward import RewardInterface
 from aligner.observe.estimates import Estimate, answer_estimates, mean_over_prompts
 from aligner.observe.samples import Sample
 from aligner.observe.timers import PhaseTimers
+from aligner.rewards.interface import RewardInterface
 
 
 @dataclass(frozen=True)

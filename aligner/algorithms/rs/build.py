@@ -1,6 +1,8 @@
 """Assembling a rejection-sampling run from its configuration."""
 
-from aligner.algorithms.assembly import (
+from aligner.algorithms.ppo.build import RunInputs, build_generation, generation_note, load_inputs
+from aligner.algorithms.rs.trainer import RSTrainer
+from aligner.algorithms.run.assembly import (
     Assembled,
     Attempt,
     dropped_note,
@@ -10,10 +12,8 @@ from aligner.algorithms.assembly import (
     shared_note,
     total_steps,
 )
-from aligner.algorithms.build import RunInputs, build_generation, generation_note, load_inputs
-from aligner.algorithms.dry_run import may_be_dry
-from aligner.algorithms.rs import RSTrainer
-from aligner.algorithms.startup import startup_facts, trained_policy
+from aligner.algorithms.run.dry_run import may_be_dry
+from aligner.algorithms.run.startup import startup_facts, trained_policy
 from aligner.config import RSRunConfig
 from aligner.data.sampler import PromptSampler
 from aligner.models.policy.lm_policy import Policy

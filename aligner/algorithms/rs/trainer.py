@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.overlap import Rollouts
-from aligner.algorithms.rollout import prefixed, samples_of, score
-from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
-from aligner.algorithms.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
+from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.run.loop import Outcome
+from aligner.algorithms.run.updates import count_updates, idle_roles, update_metrics
+from aligner.cluster.sharded import columns_of
 from aligner.config import RSRunConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
+from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.reward.lm_reward import RewardInterface
 from aligner.models.role_front import RoleFront
-from aligner.models.sharded import columns_of
 from aligner.observe.timers import PhaseTimers
+from aligner.rewards.interface import RewardInterface
 
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
@@ -50,7 +50,7 @@ class RSTrainer:
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
     ) -> None:
-        """Arguments as of `aligner.algorithms.ppo.PPOTrainer`."""
+        """Arguments as of `aligner.algorithms.ppo.trainer.PPOTrainer`."""
         self.config = config
         self.policy, self.reward = policy, reward
         self.held_out = HeldOut(val_prompts, val_sets or {})

@@ -15,11 +15,11 @@ from typing import TypeVar
 import yaml
 from rich.console import Console
 
-from aligner.algorithms import dry_run
 from aligner.algorithms.callbacks import Callbacks
-from aligner.algorithms.engine import Clusters, Engine, open_engine, with_restarts
-from aligner.algorithms.run_directory import RunDirectory, RunIdentity
-from aligner.algorithms.run_loop import Learner, Restoration, RunLoop, Schedule
+from aligner.algorithms.run import dry_run
+from aligner.algorithms.run.directory import RunDirectory, RunIdentity
+from aligner.algorithms.run.engine import Clusters, Engine, open_engine, with_restarts
+from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import (
     adapter_shapes,
@@ -28,21 +28,22 @@ from aligner.checkpoint.adapters import (
     read_adapters,
 )
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
-from aligner.data.tokenizer import Tokenizer, named_tokenizer
+from aligner.data.tokenizers.loading import named_tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.agreement import gather_objects, is_rank_zero, on_rank_zero, this_rank
 from aligner.errors import NonFiniteError
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.role_front import RoleFront
 from aligner.observe.environment import describe_environment
 from aligner.observe.loggers import make_loggers
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter
-from aligner.observe.report import write_report
+from aligner.observe.report.run import write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter
 from aligner.observe.startup import Restored, StartupFacts, startup_report
@@ -295,7 +296,7 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
     """Refuse a directory that is not this run's or cannot be written, and bad names.
 
     No other process may write it until ``closing`` closes. What is to be said of the directory is
-    returned; see `run_directory`.
+    returned; see `run.directory`.
     """
     check_names([config.monitor])
     folder = log_dir(config)

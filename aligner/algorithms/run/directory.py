@@ -14,7 +14,7 @@ from typing import Any
 
 from aligner.checkpoint.durable import atomic_file, storage_error, sync_path
 from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
-from aligner.checkpoint.run_state import RunStateStore
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig
 from aligner.config.run import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files

@@ -20,12 +20,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from aligner.algorithms.distillation import Teaching
-from aligner.algorithms.longest import MadeUpRewards
-from aligner.algorithms.ppo import PPOTrainer, needs_reference
-from aligner.algorithms.rs import RSTrainer
-from aligner.algorithms.run_loop import Learner
-from aligner.algorithms.supervised import SupervisedTrainer
+from aligner.algorithms.distill.distillation import Teaching
+from aligner.algorithms.ppo.trainer import PPOTrainer, needs_reference
+from aligner.algorithms.rs.trainer import RSTrainer
+from aligner.algorithms.run.longest import MadeUpRewards
+from aligner.algorithms.run.loop import Learner
+from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.config import (
     BaseRunConfig,
     DistillRunConfig,
@@ -34,8 +34,8 @@ from aligner.config import (
     RunConfig,
     SamplingRunConfig,
 )
-from aligner.config.changes import overrides_of, single_changes
-from aligner.config.lengths import draws_responses
+from aligner.config.commands.changes import overrides_of, single_changes
+from aligner.config.rules.lengths import draws_responses
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse
 from aligner.distributed.agreement import gather_objects, this_rank

@@ -13,12 +13,12 @@ from typing import Protocol
 
 from rich.console import Console
 
+from aligner.cluster.heartbeat import watched_ranks
+from aligner.cluster.launch import started_processes
+from aligner.cluster.worker_groups import Cluster, LocalCluster
 from aligner.config import BaseRunConfig, ParallelConfig
 from aligner.distributed import accelerator
-from aligner.distributed.launch import started_processes
-from aligner.distributed.liveness import watched_ranks
 from aligner.distributed.parallel import describe_layout, initialize_parallel
-from aligner.distributed.worker_groups import Cluster, LocalCluster
 from aligner.errors import ConfigError, WorkerDiedError
 from aligner.observe.packages import check_versions
 
@@ -116,7 +116,7 @@ class RayEngine:
 
     def clusters(self, closing: ExitStack) -> Clusters:
         """Bundles that the roles share, or bundles for each role."""
-        from aligner.distributed.virtual_cluster import RayVirtualCluster
+        from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
 
         self._connect()
         config, trainer = self._config, self._config.trainer
@@ -154,7 +154,7 @@ class RayEngine:
     def _connect(self) -> None:
         if self._is_connected:
             return
-        from aligner.distributed.ray_session import RayNeeds, ray_session
+        from aligner.cluster.ray.session import RayNeeds, ray_session
 
         config = self._config
         workers = config.trainer.world_size

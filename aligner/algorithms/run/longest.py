@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from aligner.architecture import GPTArchitecture
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import BaseRunConfig
-from aligner.config.lengths import longest_lengths
+from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import SamplingRunConfig, SupervisedRunConfig
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import Labelled
@@ -19,10 +20,9 @@ from aligner.data.preferences import Pair
 from aligner.data.prompts import Prompt
 from aligner.data.ratings import Rated
 from aligner.data.supervised import Example
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.models.reward.lm_reward import ScoredResponses
-from aligner.models.reward.model_reward import ModelReward
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.model import ModelReward
 
 Kind = TypeVar("Kind", bound=Dataset[Any])
 

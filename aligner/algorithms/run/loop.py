@@ -22,10 +22,10 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
-from aligner.algorithms.stopping import stop_signal
+from aligner.algorithms.run.stopping import stop_signal
 from aligner.checkpoint.background import stop_all_tasks
-from aligner.checkpoint.rng import capture_rng, restore_rng
-from aligner.checkpoint.run_state import RunStateStore, SavedRole
+from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state.store import RunStateStore, SavedRole
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
@@ -238,7 +238,7 @@ class RunLoop:
         """Continue from the newest run state that can be read, if there are any.
 
         What was written after that state is removed; without one, everything is: whether that may
-        be is decided before (`run_directory`). Random states belong to a process: workers restore
+        be is decided before (`run.directory`). Random states belong to a process: workers restore
         their own (`worker_state`), this one rank 0's.
 
         Raises:

@@ -7,12 +7,12 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
-from aligner.config.checks import check_longest_sequence
+from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.distributed.accelerator import DeviceFacts
 from aligner.distributed.host_memory import available_bytes
-from aligner.distributed.vocab_shard import tile_bytes
 from aligner.errors import ConfigError
+from aligner.logprobs.vocab_shard import tile_bytes
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages
 from aligner.observe.startup import (

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from aligner.algorithms.assembly import (
+from aligner.algorithms.run.assembly import (
     Assembled,
     Attempt,
     describe_model,
@@ -15,17 +15,16 @@ from aligner.algorithms.assembly import (
     run_to_the_end,
     total_steps,
 )
-from aligner.algorithms.dry_run import may_be_dry
-from aligner.algorithms.engine import Engine
-from aligner.algorithms.longest import longest_set
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
-from aligner.algorithms.startup import (
+from aligner.algorithms.run.dry_run import may_be_dry
+from aligner.algorithms.run.engine import Engine
+from aligner.algorithms.run.longest import longest_set
+from aligner.algorithms.run.startup import (
     dropout_in_words,
     role_memory,
     saving,
     training_memory,
 )
-from aligner.algorithms.supervised import SupervisedTrainer, Task
+from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
@@ -35,11 +34,12 @@ from aligner.config import (
     SFTRunConfig,
     check_layout,
 )
-from aligner.config.checks import check_longest_example, check_model_shares
+from aligner.config.rules.checks import check_longest_example, check_model_shares
 from aligner.data.sampler import PromptSampler
 from aligner.data.supervised import ExampleDataset, ExampleFormat, collate_examples
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.role_front import RoleFront
 from aligner.observe.packages import find_packages

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from aligner.algorithms.rollout import prefixed
-from aligner.algorithms.run_loop import Outcome
-from aligner.algorithms.updates import count_updates, idle_roles, update_metrics
+from aligner.algorithms.rollout.rollout import prefixed
+from aligner.algorithms.run.loop import Outcome
+from aligner.algorithms.run.updates import count_updates, idle_roles, update_metrics
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.data.sampler import PromptSampler
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.role_front import RoleFront
 from aligner.observe.timers import PhaseTimers
 from aligner.types import LossFunction

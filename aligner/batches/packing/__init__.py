@@ -8,9 +8,9 @@ every process that packs the same lengths gets the same bins.
 
 from enum import Enum
 
-from aligner.data.packing.first_fit import FirstFitDecreasingPacker, FirstFitShufflePacker
-from aligner.data.packing.modified_first_fit import ModifiedFirstFitDecreasingPacker
-from aligner.data.packing.packer import ConcatenativePacker, SequencePacker
+from aligner.batches.packing.first_fit import FirstFitDecreasingPacker, FirstFitShufflePacker
+from aligner.batches.packing.modified_first_fit import ModifiedFirstFitDecreasingPacker
+from aligner.batches.packing.packer import ConcatenativePacker, SequencePacker
 from aligner.errors import ConfigError
 
 __all__ = ["PackingAlgorithm", "SequencePacker", "get_packer"]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aligner.data.packing.bins import Bins, decreasing
-from aligner.data.packing.packer import SequencePacker
+from aligner.batches.packing.bins import Bins, decreasing
+from aligner.batches.packing.packer import SequencePacker
 
 
 class FirstFitPacker(SequencePacker):

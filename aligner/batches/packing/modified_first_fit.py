@@ -3,9 +3,9 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from aligner.data.packing.bins import Bins, decreasing
-from aligner.data.packing.first_fit import first_fit
-from aligner.data.packing.packer import SequencePacker
+from aligner.batches.packing.bins import Bins, decreasing
+from aligner.batches.packing.first_fit import first_fit
+from aligner.batches.packing.packer import SequencePacker
 
 
 class ModifiedFirstFitDecreasingPacker(SequencePacker):

@@ -4,8 +4,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from aligner.data.packing.bins import Bins, bin_count, split_fullest
-from aligner.data.packing.metrics import PackingMetrics
+from aligner.batches.packing.bins import Bins, bin_count, split_fullest
+from aligner.batches.packing.metrics import PackingMetrics
 from aligner.errors import ConfigError, DataError
 
 

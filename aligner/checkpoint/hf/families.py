@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.architecture import Activation, GPTArchitecture, RopeScaling
-from aligner.checkpoint.hf_tensors import (
+from aligner.checkpoint.hf.tensors import (
     GPT2_TABLE,
     LLAMA_TABLE,
     MIXTRAL_TABLE,

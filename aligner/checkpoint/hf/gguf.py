@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from aligner.data.tokenizer import is_tokenizer_file
+from aligner.data.tokenizers.tokenizer import is_tokenizer_file
 from aligner.errors import CheckpointError
 
 

@@ -16,21 +16,20 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import REWARD_HEAD, Weights, check_names
 from aligner.checkpoint.durable import sync_path, sync_tree
-from aligner.checkpoint.hf_families import (
+from aligner.checkpoint.hf.families import (
     Family,
     architecture_from_hf,
     config_to_hf,
     family_of,
 )
-from aligner.checkpoint.hf_tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
-from aligner.checkpoint.nemo_config import Config, config_from_architecture
-from aligner.data.tokenizer import (
+from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
+from aligner.checkpoint.nemo.config import Config, config_from_architecture
+from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     Tokenizer,
     is_tokenizer_file,
-    load_tokenizer,
-    tokenizer_from_files,
 )
 from aligner.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
@@ -69,7 +68,7 @@ def read_hf(path: str | os.PathLike[str]) -> HuggingFaceModel:
         return model_from_parts(config, SafetensorsFolder(path), _tokenizer_files(path, config))
     if path.suffix != ".gguf":
         raise CheckpointError(f"{str(path)!r} is neither a Hugging Face directory nor a .gguf file")
-    from aligner.checkpoint.gguf import read_gguf  # brings in transformers
+    from aligner.checkpoint.hf.gguf import read_gguf  # brings in transformers
 
     return model_from_parts(*read_gguf(path))
 

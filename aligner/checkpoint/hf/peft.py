@@ -15,9 +15,9 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import Adapters
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD
-from aligner.checkpoint.hf import new_folder
-from aligner.checkpoint.hf_families import config_to_hf
-from aligner.checkpoint.hf_tensors import LLAMA_TABLE, SCORE, Table, part_rows
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.model_folder import new_folder
+from aligner.checkpoint.hf.tensors import LLAMA_TABLE, SCORE, Table, part_rows
 from aligner.errors import CheckpointError
 
 _PREFIX = "base_model.model."

@@ -2,8 +2,8 @@
 
 Nothing is ever unpacked: members are read, or mapped into memory, where they are in the tar, so a
 hostile member name has nowhere to go. A gzip archive is inflated into one temporary file that all
-processes of the machine share (`aligner.checkpoint.inflated`). An already unpacked directory reads
-the same way.
+processes of the machine share (`aligner.checkpoint.nemo.inflated`). An already unpacked directory
+reads the same way.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO, Self
 
-from aligner.checkpoint.inflated import open_inflated
+from aligner.checkpoint.nemo.inflated import open_inflated
 from aligner.errors import CheckpointError, CheckpointNotFoundError
 
 _KEY = "model.restore_from_path"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
+from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
 from aligner.errors import CheckpointError
 
 _REFERENCE = "nemo:"

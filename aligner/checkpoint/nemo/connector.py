@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils.app_state import AppState
 
-from aligner.checkpoint.nemo import NemoCheckpoint, open_nemo
+from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 
 
 class NemoModel(Protocol):

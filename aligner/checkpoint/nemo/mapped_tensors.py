@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from aligner.checkpoint.archive import ArchiveReader
-from aligner.checkpoint.torch_dist import load_tensor_file
+from aligner.checkpoint.nemo.archive import ArchiveReader
+from aligner.checkpoint.nemo.torch_dist import load_tensor_file
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _HEADER_BYTES = 30

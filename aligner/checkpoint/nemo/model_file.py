@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
 from aligner.checkpoint.canonical import (
     REWARD_HEAD,
     Shape,
@@ -30,18 +29,20 @@ from aligner.checkpoint.canonical import (
     split,
 )
 from aligner.checkpoint.durable import atomic_file
-from aligner.checkpoint.nemo_artifacts import extract_artifacts, write_artifacts
-from aligner.checkpoint.nemo_config import (
+from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
+from aligner.checkpoint.nemo.artifacts import extract_artifacts, write_artifacts
+from aligner.checkpoint.nemo.config import (
     Config,
     architecture_from_config,
     config_from_architecture,
     dump_config,
     parse_config,
 )
-from aligner.checkpoint.nemo_tokenizer import read_tokenizer_files, write_tokenizer_files
-from aligner.checkpoint.nemo_weights import WEIGHTS_FOLDER, LazyWeights, read_weights
-from aligner.checkpoint.torch_dist import write_torch_dist
-from aligner.data.tokenizer import Tokenizer, tokenizer_from_files
+from aligner.checkpoint.nemo.tokenizer import read_tokenizer_files, write_tokenizer_files
+from aligner.checkpoint.nemo.torch_dist import write_torch_dist
+from aligner.checkpoint.nemo.weights import WEIGHTS_FOLDER, LazyWeights, read_weights
+from aligner.data.tokenizers.loading import tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import TokenizerError
 
 CONFIG_FILE = "model_config.yaml"

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
-from aligner.data.tokenizer import GENERATION_CONFIG, is_tokenizer_file
+from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, is_tokenizer_file
 from aligner.errors import CheckpointError
 
 _REFERENCE = "nemo:"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
-from aligner.checkpoint.archive import ArchiveReader, ArchiveWriter
+from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
 from aligner.errors import CheckpointError
 
 DATA_FILE = "__0_0.distcp"

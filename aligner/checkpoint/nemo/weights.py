@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.archive import ArchiveReader
 from aligner.checkpoint.canonical import (
     OUTPUT_LAYER,
     REWARD_HEAD,
@@ -22,10 +21,11 @@ from aligner.checkpoint.canonical import (
     split,
     unpad_vocabulary,
 )
-from aligner.checkpoint.mapped_tensors import load_mapped
+from aligner.checkpoint.nemo.archive import ArchiveReader
+from aligner.checkpoint.nemo.mapped_tensors import load_mapped
+from aligner.checkpoint.nemo.torch_dist import TorchDistSource
+from aligner.checkpoint.nemo.zarr_v2 import ZarrSource
 from aligner.checkpoint.resplit import resplit
-from aligner.checkpoint.torch_dist import TorchDistSource
-from aligner.checkpoint.zarr_v2 import ZarrSource
 from aligner.errors import CheckpointError
 
 WEIGHTS_FOLDER = "model_weights"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.checkpoint.archive import ArchiveReader
+from aligner.checkpoint.nemo.archive import ArchiveReader
 from aligner.errors import CheckpointError
 
 _DTYPES = {

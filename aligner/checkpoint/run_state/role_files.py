@@ -9,14 +9,14 @@ import shutil
 from pathlib import Path
 
 from aligner.checkpoint.durable import atomic_file, sync_path, sync_tree
-from aligner.checkpoint.state_files import discard
-from aligner.checkpoint.worker_state import (
+from aligner.checkpoint.run_state.files import discard
+from aligner.checkpoint.run_state.worker_state import (
     SavedShares,
     StatefulWorker,
     check_worker_states,
     save_worker_state,
 )
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.agreement import gather_objects, on_rank_zero
 from aligner.errors import CheckpointNotFoundError, StorageError
 

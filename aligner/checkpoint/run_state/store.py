@@ -37,7 +37,6 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from aligner.checkpoint.background import BackgroundTask
-from aligner.checkpoint.checksums import CHECKSUMS, damage, file_checksum, read_checksums
 from aligner.checkpoint.durable import (
     require_free_space,
     storage_error,
@@ -45,7 +44,8 @@ from aligner.checkpoint.durable import (
     sync_tree,
     write_json,
 )
-from aligner.checkpoint.state_files import (
+from aligner.checkpoint.run_state.checksums import CHECKSUMS, damage, file_checksum, read_checksums
+from aligner.checkpoint.run_state.files import (
     FORMAT,
     SavedState,
     discard,
@@ -53,7 +53,7 @@ from aligner.checkpoint.state_files import (
     read_manifest,
     recover,
 )
-from aligner.checkpoint.state_tree import (
+from aligner.checkpoint.run_state.tree import (
     estimate_bytes,
     is_json,
     map_tensors,
@@ -61,7 +61,7 @@ from aligner.checkpoint.state_tree import (
     read_tree,
     write_tree,
 )
-from aligner.checkpoint.worker_state import seal
+from aligner.checkpoint.run_state.worker_state import seal
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -177,8 +177,8 @@ class RunStateStore:
         The state before it is waited for. With ``in_background`` this returns once everything that
         may change is copied, and the directory comes to be later: `check` and `finish` tell.
 
-        ``state``: named trees (`state_tree`) that are the same on every rank; rank 0 writes them.
-        ``roles``: by the name of their folders, the workers of which write the rest.
+        ``state``: named trees (`run_state.tree`) that are the same on every rank; rank 0 writes
+        them. ``roles``: by the name of their folders, the workers of which write the rest.
         ``write``: called on every rank with the directory, to write whatever else belongs to the
         state into folders of it. ``metric``: value of ``monitor`` at this step, None where it was
         not measured. ``on_saved``: called on rank 0 when the state is complete.

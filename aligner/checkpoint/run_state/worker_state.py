@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, Protocol, overload
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
-from aligner.checkpoint.checksums import damage, read_checksums, write_checksums
 from aligner.checkpoint.durable import (
     atomic_file,
     readable_bytes,
     require_free_space,
 )
-from aligner.checkpoint.rng import capture_rng, restore_rng
-from aligner.checkpoint.state_tree import (
+from aligner.checkpoint.run_state.checksums import damage, read_checksums, write_checksums
+from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
+from aligner.checkpoint.run_state.tree import (
     bytes_to_copy,
     copied,
     estimate_bytes,

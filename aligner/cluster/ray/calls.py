@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aligner.distributed.ray_worker import Failure, Seat
+from aligner.cluster.ray.worker import Failure, Seat
 from aligner.errors import AlignerError, WorkerDiedError, WorkerError
 from aligner.observe.nonfinite import current_step
 

@@ -5,7 +5,7 @@ processes below it; once the driver is gone (its end of a pipe closes), whatever
 is killed and their folder is removed. Ray ends most of them itself, some minutes late, and nobody
 its folder.
 
-    python -m aligner.distributed.ray_guardian DRIVER_PID FOLDER < pipe | pipe
+    python -m aligner.cluster.ray.reaper DRIVER_PID FOLDER < pipe | pipe
 
 It leaves the driver's family, for Ray kills the driver's children when it disconnects, and closes
 its standard output when all is done.

@@ -115,9 +115,9 @@ def _started(needs: RayNeeds) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guardian(folder: str) -> Iterator[None]:
-    """Something that clears up when this process ends, killed or not; see `ray_guardian`."""
+    """Something that clears up when this process ends, killed or not; see `cluster.ray.reaper`."""
     guardian = subprocess.Popen(
-        [sys.executable, "-m", "aligner.distributed.ray_guardian", str(os.getpid()), folder],
+        [sys.executable, "-m", "aligner.cluster.ray.reaper", str(os.getpid()), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # signals for the run's process group are not for it

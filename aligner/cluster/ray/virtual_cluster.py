@@ -13,28 +13,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 from typing import Any
 
+from aligner.cluster.named_sharding import NamedSharding
+from aligner.cluster.ray.bundles import Bundle
+from aligner.cluster.ray.worker_group import RayWorkerBuilder, RayWorkerGroup
+from aligner.cluster.worker_groups import layout_of
 from aligner.config.layout import ParallelConfig
-from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.ray_worker_group import RayWorkerBuilder, RayWorkerGroup
-from aligner.distributed.worker_groups import layout_of
 from aligner.errors import ConfigError, LayoutError, WorkerError
 
 _PLACING_S = 60.0  # for the cluster to have room
 _ATTEMPT_S = 10.0  # for one choice of nodes to turn out free
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Room for one worker of each group: bundle ``index`` of a placement group on ``node``."""
-
-    group: Any
-    index: int
-    node: str
 
 
 class RayVirtualCluster:

@@ -179,7 +179,7 @@ def _in_step(step: int) -> AbstractContextManager[None]:
 
 
 def _on_host(result: Any) -> Any:
-    from aligner.distributed.worker_groups import to_host
+    from aligner.cluster.worker_groups import to_host
 
     return to_host(result)
 

@@ -14,24 +14,22 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
 
 import aligner
+from aligner.batches.batched_data_dict import SlicedDataDict
+from aligner.cluster.named_sharding import NamedSharding
+from aligner.cluster.ray.bundles import Bundle, Room
+from aligner.cluster.ray.calls import MultiWorkerFuture, WorkerHandle, wait_for
+from aligner.cluster.ray.worker import Seat, TorchWorld, WorkerProcess
+from aligner.cluster.worker_groups import WorkerFuture
 from aligner.config.layout import ParallelConfig
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import SlicedDataDict
-from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.ray_calls import MultiWorkerFuture, WorkerHandle, wait_for
-from aligner.distributed.ray_worker import Seat, TorchWorld, WorkerProcess
-from aligner.distributed.worker_groups import WorkerFuture
 from aligner.errors import AlignerError, WorkerError
 from aligner.observe.nonfinite import current_step
-
-if TYPE_CHECKING:
-    from aligner.distributed.virtual_cluster import Bundle, RayVirtualCluster
 
 _CLEANUP_S = 10.0  # for a worker's cleanup method, and for its process to be gone
 # What of the driver's environment its workers see on other nodes too, by how names begin.
@@ -75,7 +73,7 @@ class RayWorkerGroup:
 
     def __init__(
         self,
-        cluster: "RayVirtualCluster",
+        cluster: Room,
         worker_builder: RayWorkerBuilder,
         name_prefix: str,
         workers_per_node: int | Sequence[int] | None = None,
@@ -273,7 +271,7 @@ class RayWorkerGroup:
 
     def _start_processes(
         self,
-        bundles: "Sequence[Bundle]",
+        bundles: Sequence[Bundle],
         environment: Mapping[str, str],
         python_executable: str | None,
     ) -> None:
@@ -312,7 +310,7 @@ class RayWorkerGroup:
 
     def _start_workers(
         self,
-        bundles: "Sequence[Bundle]",
+        bundles: Sequence[Bundle],
         builder: RayWorkerBuilder,
         parallel: ParallelConfig | None,
         seed: int,

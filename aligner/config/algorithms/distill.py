@@ -1,15 +1,16 @@
 """Distillation: a student, its teacher, and the loop."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.fields import Count, Fraction, ModelPath
-from aligner.config.model import LengthParams, RolloutConfig, SamplingParams, TrainedModelConfig
-from aligner.config.trainer import SupervisedLoopConfig, TrainingConfig
-from aligner.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aligner.config.run import DistillRunConfig
+from aligner.config.roles.model import (
+    LengthParams,
+    RolloutConfig,
+    SamplingParams,
+    TrainedModelConfig,
+)
 
 KLDirection = Literal["forward", "backward", "mixed"]
 
@@ -73,24 +74,3 @@ class DistillTrainerConfig(TrainingConfig):
     """The trainer of a distillation run."""
 
     distill: TrainerDistillConfig = field(default_factory=TrainerDistillConfig)
-
-
-def check_distill(config: "DistillRunConfig") -> None:
-    """Refuse what distillation does not have, and options that nobody reads."""
-    loop = config.trainer.distill
-    if config.policy.backend != "megatron":
-        raise ConfigError(
-            f"policy.backend={config.policy.backend}: student and teacher are megatron-core "
-            "models; set policy.backend=megatron"
-        )
-    if loop.kl != "mixed" and loop.mixed_weight != TrainerDistillConfig.mixed_weight:
-        raise ConfigError(
-            f"trainer.distill.mixed_weight={loop.mixed_weight} weighs the two divergences of "
-            f"kl=mixed, and trainer.distill.kl={loop.kl}; leave it at "
-            f"{TrainerDistillConfig.mixed_weight}, or set kl=mixed"
-        )
-    if loop.on_policy and config.data.messages_column is not None:
-        raise ConfigError(
-            f"data.messages_column={config.data.messages_column} is a chat with its answers, and "
-            "trainer.distill.on_policy=true reads prompts alone; name data.prompt_column instead"
-        )

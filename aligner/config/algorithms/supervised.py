@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count
-from aligner.config.trainer import SupervisedLoopConfig, TrainingConfig
 
 
 @dataclass(frozen=True)

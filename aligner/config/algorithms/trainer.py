@@ -17,7 +17,7 @@ from aligner.config.fields import (
     Refused,
     UserClass,
 )
-from aligner.config.model import KLEstimator
+from aligner.config.roles.model import KLEstimator
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class AdvantageConfig:
     """How a response's reward becomes the advantage of its tokens."""
 
     # gae: a critic tells (PPO). The others need none, and no critic is built: responses to the same
-    # prompt, or of the same batch, are each other's baseline (`algorithms.group_advantages`).
+    # prompt, or of the same batch, are each other's baseline (`losses.group_advantages`).
     # package.module:function: one of the user's own (`algorithms.user_estimator`), with a critic
     # where the section critic is given.
     estimator: Estimator = "gae"

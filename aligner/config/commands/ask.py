@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from aligner.config.cluster import ClusterConfig, check_cluster
+from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
+from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Count, FilePath, Function, Natural, NotEmpty
-from aligner.config.generation import GenerationConfig, check_generation
-from aligner.config.model import PolicyRSConfig, RSModelConfig
-from aligner.config.peft import PeftConfig
-from aligner.config.policy import BackendConfig, check_policy_backend
-from aligner.config.reward import RewardConfig, check_reward
+from aligner.config.generation import GenerationConfig
+from aligner.config.reward import RewardConfig
+from aligner.config.roles.model import PolicyRSConfig, RSModelConfig
+from aligner.config.roles.peft import PeftConfig
+from aligner.config.roles.policy import BackendConfig, check_policy_backend
+from aligner.config.rules.cluster import check_cluster
+from aligner.config.rules.generation import check_generation
+from aligner.config.rules.reward import check_reward
 from aligner.config.run import RSRunConfig
-from aligner.config.trainer import ProcessConfig, RSTrainerConfig
 from aligner.config.validation import (
     FINAL_ANSWER,
     AnswerSamplingConfig,

@@ -13,9 +13,9 @@ from hydra.errors import HydraException
 
 from aligner.catalog import BY_SCRIPT
 from aligner.config.fields import Count, FilePath, Range
-from aligner.config.lengths import longest_lengths
 from aligner.config.load import parse_config
 from aligner.config.parse import build
+from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 

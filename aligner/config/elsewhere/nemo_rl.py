@@ -14,7 +14,8 @@ from typing import Any, Literal, TypedDict
 from omegaconf import DictConfig, OmegaConf
 
 from aligner.config.fields import Count, ModelPath, Natural, NonNegative, Positive
-from aligner.config.model import (
+from aligner.config.parse import build, unknown_key
+from aligner.config.roles.model import (
     CriticConfig,
     DynamicBatchingConfig,
     LengthParams,
@@ -23,9 +24,8 @@ from aligner.config.model import (
     SamplingParams,
     SequencePackingConfig,
 )
-from aligner.config.optim import OptimConfig, SchedConfig
-from aligner.config.parse import build, unknown_key
-from aligner.config.peft import LoraConfig, PeftConfig
+from aligner.config.roles.optim import OptimConfig, SchedConfig
+from aligner.config.roles.peft import LoraConfig, PeftConfig
 from aligner.errors import ConfigError
 
 

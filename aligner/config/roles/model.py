@@ -19,8 +19,8 @@ from aligner.config.fields import (
     UserClass,
 )
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
-from aligner.config.optim import OptimConfig
-from aligner.config.peft import PeftConfig
+from aligner.config.roles.optim import OptimConfig
+from aligner.config.roles.peft import PeftConfig
 
 FP8_MULTIPLE = 16  # rows of 8-bit matrix products come in multiples of it
 KLEstimator = Literal["k1", "k2", "k3", "abs"]

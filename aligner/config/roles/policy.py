@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from aligner.config.model import TrainedModelConfig
-from aligner.config.peft import check_peft
+from aligner.config.roles.model import TrainedModelConfig
+from aligner.config.rules.peft import check_peft
 from aligner.errors import ConfigError
 
 

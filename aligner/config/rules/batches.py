@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from aligner.config.model import TrainedModelConfig
+from aligner.config.roles.model import TrainedModelConfig
 from aligner.config.run import BaseRunConfig, RSRunConfig, RunConfig, SupervisedRunConfig
 from aligner.errors import ConfigError
 

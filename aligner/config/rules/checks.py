@@ -2,8 +2,11 @@
 
 import os
 
-from aligner.config.ask import AskConfig, check_ask
-from aligner.config.batches import (
+from aligner.config.algorithms.trainer import parse_duration
+from aligner.config.commands.ask import AskConfig, check_ask
+from aligner.config.roles.model import CriticConfig, ModelConfig, TrainedModelConfig
+from aligner.config.roles.policy import check_policy_backend
+from aligner.config.rules.batches import (
     check_rows_together,
     check_shares,
     check_token_budgets,
@@ -11,15 +14,13 @@ from aligner.config.batches import (
     multiples_near,
     token_budgets,
 )
-from aligner.config.cluster import check_cluster
-from aligner.config.credit import check_credit
-from aligner.config.distill import check_distill
-from aligner.config.generation import check_generation
-from aligner.config.model import CriticConfig, ModelConfig, TrainedModelConfig
-from aligner.config.policy import check_policy_backend
-from aligner.config.preference import check_preference
-from aligner.config.reward import check_reward
-from aligner.config.reward_model import check_reward_model
+from aligner.config.rules.cluster import check_cluster
+from aligner.config.rules.credit import check_credit
+from aligner.config.rules.distill import check_distill
+from aligner.config.rules.generation import check_generation
+from aligner.config.rules.preference import check_preference
+from aligner.config.rules.reward import check_reward
+from aligner.config.rules.reward_model import check_reward_model
 from aligner.config.run import (
     BaseRunConfig,
     DistillRunConfig,
@@ -30,7 +31,6 @@ from aligner.config.run import (
     SamplingRunConfig,
     SupervisedRunConfig,
 )
-from aligner.config.trainer import parse_duration
 from aligner.config.validation import check_samples_differ, check_sets
 from aligner.errors import ConfigError
 

@@ -4,7 +4,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from aligner.data.tokenizer_hf import HuggingFaceTokenizer
+from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (

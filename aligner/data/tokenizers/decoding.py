@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 
 # A token's text depends on few tokens before it: SentencePiece drops the space of a first piece,
 # and a character may be spread over up to four byte tokens.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.tokenizer import GENERATION_CONFIG, generation_ends
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends
 from aligner.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class HuggingFaceTokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Every token that ends a response; see `aligner.data.tokenizer.Tokenizer`."""
+        """Every token that ends a response; see `aligner.data.tokenizers.tokenizer.Tokenizer`."""
         if self._ends is None:
             named = generation_ends(self._generation_file(), self._origin)
             self._ends = tuple(dict.fromkeys((self._eos_id, *named, self.turn_end_id)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from aligner.data.tokenizer import GENERATION_CONFIG
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG
 from aligner.errors import TokenizerError
 
 

@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf_families import config_to_hf
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
-from aligner.models.generation.vllm_sampling import (
+from aligner.generation.vllm.sampling import (
     logprobs_mode,
     request_seed,
     sampling_arguments,
 )
-from aligner.models.gpt.stop_strings import StopStrings
+from aligner.models.gpt.decode.stop_strings import StopStrings
 
 _ASK_EVERY = 8  # steps, where processes have to agree on whether a batch is abandoned
 # How responses are drawn, and what finds their stop strings; None: there are none.
@@ -99,7 +99,7 @@ class VllmEngine:
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
             "disable_log_stats": True,
-            "worker_extension_cls": "aligner.models.generation.vllm_extension.RefitExtension",
+            "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
         self._llm = _start(architecture, self._eos_ids, arguments)
@@ -220,7 +220,7 @@ class VllmEngine:
         return False
 
     def _ends(self, rules: Rules, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """As our own engine has it (`aligner.models.gpt.rollout`)."""
+        """As our own engine has it (`aligner.models.gpt.decode.scheduler`)."""
         if response[-1] in self._eos_ids:
             return True  # before min_length it could not have been drawn
         drawing, stop = rules

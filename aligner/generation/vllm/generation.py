@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf_families import config_to_hf
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.cluster.sharded import columns_of, run_on_all, run_sharded
+from aligner.cluster.worker_groups import Cluster, WorkerFuture, layout_of
 from aligner.config import Drawing, SamplingRunConfig, VllmConfig
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import Cluster, WorkerFuture, layout_of
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration
-from aligner.models.policy.refit import Refit, RefitSource
 from aligner.models.role_front import CallSeeds
-from aligner.models.sharded import columns_of, run_on_all, run_sharded
+from aligner.refit.controller import Refit, RefitSource
 
-WORKER = "aligner.models.generation.vllm_worker.VllmWorker"
+WORKER = "aligner.generation.vllm.worker.VllmWorker"
 GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
@@ -40,7 +40,7 @@ class VllmGeneration(BackgroundGeneration):
             CheckpointError: no Hugging Face family can express ``architecture``.
 
         What an engine raises when it starts, such as a torch that cannot take over the policy's
-        weights (`aligner.distributed.refit_ends`), is raised by the first call.
+        weights (`aligner.refit.ends`), is raised by the first call.
         """
         config_to_hf(architecture)
         self.tokenizer = tokenizer

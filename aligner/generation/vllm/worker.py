@@ -20,20 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
-from aligner.data.tokenizer import tokenizer_from_files
+from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.refit_ends import RefitEnd, check_ends
-from aligner.distributed.weight_broadcast import WeightBroadcast
-from aligner.distributed.weight_segments import accept
 from aligner.errors import WorkerError
-from aligner.models.generation.vllm_engine import Response, VllmEngine
-from aligner.models.gpt.stop_strings import StopStrings
+from aligner.generation.vllm.engine import Response, VllmEngine
+from aligner.models.gpt.decode.stop_strings import StopStrings
+from aligner.refit.broadcast import WeightBroadcast
+from aligner.refit.ends import RefitEnd, check_ends
+from aligner.refit.segments import accept
 
 
 class VllmWorker:
-    """Serves `aligner.models.generation.vllm.VllmGeneration`."""
+    """Serves `aligner.generation.vllm.generation.VllmGeneration`."""
 
     def __init__(
         self,

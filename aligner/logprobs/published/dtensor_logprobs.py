@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from aligner.distributed.logits_logprob import LogprobPlan, PlannedLogprob
-from aligner.distributed.sampling_params import TrainingSamplingParams
-from aligner.distributed.vocab_shard import VocabShard
 from aligner.errors import LayoutError
+from aligner.logprobs.published.logits_logprob import LogprobPlan, PlannedLogprob
+from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.vocab_shard import VocabShard
 
 
 def get_logprobs_from_vocab_parallel_logits(

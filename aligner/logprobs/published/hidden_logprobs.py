@@ -16,18 +16,18 @@ from aligner.distributed.adjoint_collectives import (
     gather_first,
     reduce_scatter_first,
 )
-from aligner.distributed.context_shard import gather_context, scatter_context
-from aligner.distributed.fused_logprob import (
+from aligner.errors import LayoutError
+from aligner.logprobs.fused import (
     RowStatistics,
     input_gradients,
     logit_gradient,
     row_statistics,
     shard_logprobs,
 )
-from aligner.distributed.packed_frame import packed_targets, unpack
-from aligner.distributed.sampling_params import TrainingSamplingParams
-from aligner.distributed.vocab_shard import VocabShard
-from aligner.errors import LayoutError
+from aligner.logprobs.published.context_shard import gather_context, scatter_context
+from aligner.logprobs.published.packed_frame import packed_targets, unpack
+from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.vocab_shard import VocabShard
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -65,7 +65,7 @@ def from_parallel_hidden_states_to_logprobs(
         vocab_end_index: behind the last.
         tp_group: spreads the vocabulary (and the sequence).
         inference_only: keep nothing for backward.
-        cp_group: spreads the sequence, in the chunks of `aligner.distributed.context_shard`.
+        cp_group: spreads the sequence, in the chunks of `aligner.logprobs.published.context_shard`.
         chunk_size: most tokens at a time; None lets the memory of a tile decide.
         sampling_params: the distribution the tokens were drawn from, temperature included.
         cu_seqlens_padded: integers [n + 1], boundaries of packed sequences in [T] (B is 1).

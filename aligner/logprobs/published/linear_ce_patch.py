@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.distributed.hidden_logprobs import from_parallel_hidden_states_to_logprobs
-from aligner.distributed.output_layer import bypassed_output_layer, output_weight
 from aligner.errors import ConfigError
+from aligner.logprobs.output_layer import bypassed_output_layer, output_weight
+from aligner.logprobs.published.hidden_logprobs import from_parallel_hidden_states_to_logprobs
 
 if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
     from megatron.core.models.gpt import GPTModel

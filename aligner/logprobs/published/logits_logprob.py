@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.distributed_softmax import arithmetic_dtype
-from aligner.distributed.kept_set import shard_thresholds
-from aligner.distributed.sampling_params import TrainingSamplingParams
-from aligner.distributed.vocab_shard import VocabShard, sequence_chunks
+from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
+from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import shard_thresholds
+from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 @dataclass(frozen=True)

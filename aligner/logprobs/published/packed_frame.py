@@ -4,7 +4,7 @@ Everything is computed from the boundaries on their device, for all sequences at
 
 Shape legend: ``n`` sequences, ``T`` packed tokens, ``T_cp = T / CP`` of them on this rank; each
 sequence's (padded) length is a multiple of 2·CP and its share of every rank's tokens lies together,
-chunks in the order of `aligner.distributed.context_shard`.
+chunks in the order of `aligner.logprobs.published.context_shard`.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Next-token log-probs in the published frame, from logits in any layout.
 
 The published frame is [B, S-1]: position t speaks of token t + 1. Targets come unshifted.
-`aligner.distributed.context_shard` says which positions a context-parallel rank holds.
+`aligner.logprobs.published.context_shard` says which positions a context-parallel rank holds.
 """
 
 import torch
@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from aligner.distributed.context_shard import gather_context, scatter_context
-from aligner.distributed.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
-from aligner.distributed.logits_logprob import LogprobPlan, PlannedLogprob
-from aligner.distributed.packed_frame import packed_targets, unpack
-from aligner.distributed.sampling_params import TrainingSamplingParams
-from aligner.distributed.vocab_shard import VocabShard
 from aligner.errors import LayoutError
+from aligner.logprobs.published.context_shard import gather_context, scatter_context
+from aligner.logprobs.published.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
+from aligner.logprobs.published.logits_logprob import LogprobPlan, PlannedLogprob
+from aligner.logprobs.published.packed_frame import packed_targets, unpack
+from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.vocab_shard import VocabShard
 
 
 def from_parallel_logits_to_logprobs(

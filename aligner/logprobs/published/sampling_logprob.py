@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.logits_logprob import LogprobPlan, logprob_backward, logprob_forward
-from aligner.distributed.sampling_params import TrainingSamplingParams
-from aligner.distributed.vocab_shard import VocabShard
+from aligner.logprobs.published.logits_logprob import LogprobPlan, logprob_backward, logprob_forward
+from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.vocab_shard import VocabShard
 
 
 def _plan(

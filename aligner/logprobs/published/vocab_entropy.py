@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.distributed_softmax import arithmetic_dtype
-from aligner.distributed.vocab_shard import VocabShard, sequence_chunks
 from aligner.errors import LayoutError
+from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
+from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.context_shard import gather_context, scatter_context
-from aligner.distributed.distributed_softmax import arithmetic_dtype
-from aligner.distributed.logits_logprob import take_owned
-from aligner.distributed.vocab_shard import VocabShard, sequence_chunks
+from aligner.logprobs.published.context_shard import gather_context, scatter_context
+from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
+from aligner.logprobs.published.logits_logprob import take_owned
+from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 @torch.no_grad()
@@ -70,8 +70,9 @@ def gather_logits_at_global_indices(
 
     ``vocab_parallel_logits``: float [B, S_cp, V_local], whose first ``vocab_end_index -
     vocab_start_index`` columns are those global ids. With ``cp_group`` they are this rank's chunks
-    of the sequence (`aligner.distributed.context_shard`), which may have been padded. Without
-    ``tp_group`` they are the whole vocabulary. ``chunk_size``: positions at a time in the gradient.
+    of the sequence (`aligner.logprobs.published.context_shard`), which may have been padded.
+    Without ``tp_group`` they are the whole vocabulary. ``chunk_size``: positions at a time in the
+    gradient.
 
     Differentiable in the logits; repeated indices add up.
     """

@@ -7,28 +7,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aligner.models.gpt.actor import MegatronGPTActorModel
-    from aligner.models.gpt.critic import MegatronGPTCriticModel
-    from aligner.models.gpt.loading import load_from_nemo
-    from aligner.models.gpt.megatron import MegatronGPTModel
-    from aligner.models.gpt.reference import ReferencePolicy
-    from aligner.models.gpt.reward import (
+    from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
+    from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+    from aligner.models.gpt.megatron.loading import load_from_nemo
+    from aligner.models.gpt.megatron.model import MegatronGPTModel
+    from aligner.models.gpt.megatron.reward import (
         REWARD_MODEL_CLASS_DICT,
         MegatronGPTRewardModel,
         RewardModelType,
     )
-    from aligner.models.gpt.rs_actor import MegatronGPTRSModel
+    from aligner.models.gpt.megatron.rs_actor import MegatronGPTRSModel
+    from aligner.models.gpt.role.reference import ReferencePolicy
 
 _HOMES = {
-    "MegatronGPTActorModel": "actor",
-    "MegatronGPTCriticModel": "critic",
-    "MegatronGPTModel": "megatron",
-    "MegatronGPTRSModel": "rs_actor",
-    "MegatronGPTRewardModel": "reward",
-    "REWARD_MODEL_CLASS_DICT": "reward",
-    "ReferencePolicy": "reference",
-    "RewardModelType": "reward",
-    "load_from_nemo": "loading",
+    "MegatronGPTActorModel": "megatron.actor",
+    "MegatronGPTCriticModel": "megatron.critic",
+    "MegatronGPTModel": "megatron.model",
+    "MegatronGPTRSModel": "megatron.rs_actor",
+    "MegatronGPTRewardModel": "megatron.reward",
+    "REWARD_MODEL_CLASS_DICT": "megatron.reward",
+    "ReferencePolicy": "role.reference",
+    "RewardModelType": "megatron.reward",
+    "load_from_nemo": "megatron.loading",
 }
 
 __all__ = [

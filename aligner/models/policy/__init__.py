@@ -1,5 +1,5 @@
 """The policy: its front `Policy` and its workers."""
 
-from aligner.config.published import PolicyConfig
+from aligner.config.elsewhere.nemo_rl import PolicyConfig
 
 __all__ = ["PolicyConfig"]

@@ -9,24 +9,25 @@ from typing import Any
 
 import torch
 
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import columns_of, run_on_all, run_sharded, score_sharded
+from aligner.cluster.worker_groups import Cluster
 from aligner.config import Drawing, TrainedModelConfig
-from aligner.config.batches import check_token_budgets
-from aligner.config.policy import check_policy_backend
-from aligner.config.published import PublishedRole, published_role
-from aligner.data.tokenizer import Tokenizer, as_tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import Cluster
+from aligner.config.elsewhere.nemo_rl import PublishedRole, published_role
+from aligner.config.roles.policy import check_policy_backend
+from aligner.config.rules.batches import check_token_budgets
+from aligner.data.tokenizers.loading import as_tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, TokenizerError
-from aligner.models.gpt.rollout import TokenListener
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.decode.scheduler import TokenListener
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
     GenerationInterface,
     check_generation_output,
 )
-from aligner.models.policy.refit import RefitSource
 from aligner.models.role_front import CallSeeds, RoleFront, checkpoint_paths, worker_class
-from aligner.models.sharded import columns_of, run_on_all, run_sharded, score_sharded
+from aligner.refit.controller import RefitSource
 
 WORKERS = {
     "megatron": "aligner.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",

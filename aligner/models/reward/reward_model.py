@@ -1,12 +1,12 @@
 """`RewardModel`: the controller's front of a group of reward-model workers."""
 
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import columns_of, run_on_all, score_sharded
+from aligner.cluster.worker_groups import Cluster
 from aligner.config import TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import Cluster
-from aligner.models.gpt.settings import RunFacts
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.role_front import RoleFront, checkpoint_paths
-from aligner.models.sharded import columns_of, run_on_all, score_sharded
 
 WORKER = "aligner.models.reward.workers.megatron_reward_worker.MegatronRewardWorker"
 REWARD_COLUMNS = ("input_ids", "input_lengths")

@@ -1,5 +1,5 @@
 """The critic: its front `Value` and its workers."""
 
-from aligner.config.published import ValueConfig
+from aligner.config.elsewhere.nemo_rl import ValueConfig
 
 __all__ = ["ValueConfig"]

@@ -4,18 +4,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.sharded import columns_of, score_sharded
+from aligner.cluster.worker_groups import Cluster
 from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.config.batches import check_token_budgets
-from aligner.config.policy import check_policy_backend
-from aligner.config.published import published_role
-from aligner.data.tokenizer import Tokenizer, as_tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.worker_groups import Cluster
+from aligner.config.elsewhere.nemo_rl import published_role
+from aligner.config.roles.policy import check_policy_backend
+from aligner.config.rules.batches import check_token_budgets
+from aligner.data.tokenizers.loading import as_tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.interfaces import ValueInterface
 from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
-from aligner.models.sharded import columns_of, score_sharded
 
 WORKERS = {
     "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from aligner.observe.intervals import wilson_interval
-from aligner.observe.report import chart_card, collect_series, legend_of
-from aligner.observe.report_chart import Series, bars, short_number
-from aligner.observe.report_page import facts, folded, page, section
+from aligner.observe.report.chart import Series, bars, short_number
+from aligner.observe.report.intervals import wilson_interval
+from aligner.observe.report.page import facts, folded, page, section
+from aligner.observe.report.run import chart_card, collect_series, legend_of
 from aligner.observe.samples import Sample
 
 _MOST_PROMPTS = 12

@@ -6,9 +6,9 @@ from html import escape
 
 from aligner.observe.estimates import Estimate
 from aligner.observe.metric_names import describe
-from aligner.observe.report_chart import short_number
-from aligner.observe.report_page import facts, folded, page, section
-from aligner.observe.report_samples import plain_table
+from aligner.observe.report.chart import short_number
+from aligner.observe.report.page import facts, folded, page, section
+from aligner.observe.report.samples import plain_table
 from aligner.observe.samples import Sample
 
 _Z95 = 1.959963984540054  # the normal distribution holds 95 % within so many deviations

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import read_metrics
-from aligner.observe.report_chart import Series, bars, line_chart, short_number
-from aligner.observe.report_page import facts, folded, page, section
-from aligner.observe.report_samples import samples_section
+from aligner.observe.report.chart import Series, bars, line_chart, short_number
+from aligner.observe.report.page import facts, folded, page, section
+from aligner.observe.report.samples import samples_section
 from aligner.observe.samples import Sample, read_samples
 
 

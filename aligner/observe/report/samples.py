@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from html import escape
 
-from aligner.observe.report_chart import short_number
-from aligner.observe.report_page import section
+from aligner.observe.report.chart import short_number
+from aligner.observe.report.page import section
 from aligner.observe.samples import Sample
 
 _MOST_ROWS = 12

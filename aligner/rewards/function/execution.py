@@ -3,20 +3,17 @@
 import asyncio
 import functools
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from aligner.data.importing import load_function
 from aligner.errors import RewardTimeoutError
+from aligner.importing import load_function
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 Scored = tuple[list[float], dict[str, list[float]]]
 
 # A function that failed on a batch is tried on this many single samples to name the guilty one.
 _MOST_TRIED = 256
-# Of what a function says: the message passes through a pipe, to every rank and onto the console.
-_MOST_CHARACTERS = 2000
 
 
 class LoadedFunction:
@@ -64,23 +61,6 @@ def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
         return answer()
     except RewardTimeoutError as error:
         return error
-
-
-def describe_exception(error: BaseException) -> str:
-    """``ZeroDivisionError: division by zero (rewards.py, line 12)``."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text_of(error)}{place}"
-
-
-def text_of(error: BaseException) -> str:
-    """The beginning of its text, whatever ``__str__`` does."""
-    try:
-        text = str(error)
-    except Exception as other:
-        return f"(its text cannot be had: {type(other).__name__})"
-    more = len(text) - _MOST_CHARACTERS
-    return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}… and {more} characters more"
 
 
 def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 from aligner import errors
 from aligner.errors import AlignerError, RewardError, RewardTimeoutError
-from aligner.rewards.execution import Scored, failure_message, in_time
-from aligner.rewards.process_tree import kill_tree
+from aligner.rewards.function.execution import Scored, failure_message, in_time
+from aligner.rewards.function.process_tree import kill_tree
 from aligner.rewards.protocol import Samples, Signature
 
 # Importing the function's module is not part of its time limit, but must end some time.
@@ -26,7 +26,7 @@ _MOST_BYTES = 2**30  # of one answer
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aligner.rewards.worker import main; main(int(sys.argv[2]))"
+    "from aligner.rewards.function.worker import main; main(int(sys.argv[2]))"
 )
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from aligner.config.fields import MOST_SECONDS
 from aligner.errors import ConfigError, RewardError, RewardTimeoutError
-from aligner.rewards.execution import Scored
-from aligner.rewards.processes import ProcessRunner
+from aligner.rewards.function.execution import Scored
+from aligner.rewards.function.processes import ProcessRunner
+from aligner.rewards.function.threads import ThreadRunner
 from aligner.rewards.protocol import Samples, Signature
-from aligner.rewards.threads import ThreadRunner
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,8 @@ from functools import partial
 from typing import Any
 
 from aligner.errors import AlignerError, RewardError, RewardTimeoutError
-from aligner.rewards.execution import (
-    LoadedFunction,
-    Scored,
-    describe_exception,
-    failure_message,
-    in_time,
-)
+from aligner.importing import describe_exception
+from aligner.rewards.function.execution import LoadedFunction, Scored, failure_message, in_time
 from aligner.rewards.protocol import Samples, Signature
 
 

@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aligner.errors import AlignerError
-from aligner.rewards.execution import LoadedFunction, describe_exception, text_of
-from aligner.rewards.process_tree import adopt_orphans, kill_tree
+from aligner.importing import describe_exception, text_of
+from aligner.rewards.function.execution import LoadedFunction
+from aligner.rewards.function.process_tree import adopt_orphans, kill_tree
 from aligner.rewards.protocol import Samples
 
 

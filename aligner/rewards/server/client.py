@@ -21,15 +21,15 @@ from urllib.parse import SplitResult, urlsplit
 
 import torch
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.agreement import on_rank_zero
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, RewardServerError
-from aligner.models.reward.attributes import attribute_parts, check_weights, weighted
-from aligner.models.reward.lm_reward import ScoredResponses, check_finite
-from aligner.models.reward.sequences import response_texts, scored_texts
-from aligner.models.reward.wire import (
+from aligner.rewards.attributes import attribute_parts, check_weights, weighted
+from aligner.rewards.interface import ScoredResponses, check_finite
+from aligner.rewards.sequences import response_texts, scored_texts
+from aligner.rewards.server.wire import (
     HEALTH,
     JSON_TYPE,
     MAX_BYTES,

@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 from aligner.errors import AlignerError
-from aligner.models.reward.wire import (
+from aligner.rewards.server.wire import (
     HEALTH,
     JSON_TYPE,
     MAX_BYTES,

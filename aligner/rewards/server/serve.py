@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.agreement import from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError
-from aligner.models.gpt.reward import rated_attributes
-from aligner.models.gpt.settings import RunFacts
+from aligner.models.gpt.megatron.reward import rated_attributes
+from aligner.models.gpt.role.settings import RunFacts
 from aligner.models.reward.reward_model import RewardModel
-from aligner.models.reward.sequences import SequenceEncoder
-from aligner.models.reward.server import Ids, RewardHTTPServer, RewardService, Slice, Waiting
-from aligner.models.reward.wire import WireSample
+from aligner.rewards.sequences import SequenceEncoder
+from aligner.rewards.server.http import Ids, RewardHTTPServer, RewardService, Slice, Waiting
+from aligner.rewards.server.wire import WireSample
 
 # The other ranks wait for rank 0 in a collective; so often it says that there is nothing to do.
 _HEARTBEAT_S = 1.0

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import Drawing, LengthParams, SamplingParams
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.expert_lockstep import experts_in_step
-from aligner.models.gpt.incremental import IncrementalModel
-from aligner.models.gpt.responses import Prompts, RolloutRules
-from aligner.models.gpt.rollout import Rollout, TokenListener, WideNucleusError
-from aligner.models.gpt.stop_strings import StopStrings
+from aligner.models.gpt.decode.expert_sync import experts_in_step
+from aligner.models.gpt.decode.model import IncrementalModel
+from aligner.models.gpt.decode.responses import Prompts, RolloutRules
+from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
+from aligner.models.gpt.decode.stop_strings import StopStrings
 
 
 class GenerationOutput(NamedTuple):

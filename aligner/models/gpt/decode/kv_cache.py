@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.distributed import accelerator
-from aligner.models.gpt.attention import _window_mask, attend
+from aligner.models.gpt.layers.attention import _window_mask, attend
 
 ALIGNMENT = 16
 # torch multiplies matrices whose three sizes have a smaller product in a way of its own.

@@ -27,11 +27,11 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from aligner.distributed.packed_linear import GatedProduct, Product
-from aligner.models.gpt.attention import CoreAttention
-from aligner.models.gpt.elementwise import rms_norm_rows
-from aligner.models.gpt.kv_cache import KVCache
-from aligner.models.gpt.layer_spec import Norm
+from aligner.kernels.packed_linear import GatedProduct, Product
+from aligner.models.gpt.decode.kv_cache import KVCache
+from aligner.models.gpt.layers.attention import CoreAttention
+from aligner.models.gpt.layers.elementwise import rms_norm_rows
+from aligner.models.gpt.layers.layer_spec import Norm
 
 
 class Rotation(NamedTuple):

@@ -23,21 +23,21 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.distributed import accelerator
-from aligner.distributed.packed_linear import Product, packed_linears
-from aligner.distributed.vocab_shard import VocabShard
-from aligner.distributed.wide_product import has_wide_products, wide_mm
 from aligner.errors import LayoutError
-from aligner.models.gpt.attention import CoreAttention
-from aligner.models.gpt.generation_stages import GenerationStages
-from aligner.models.gpt.hidden_states import output_weight
-from aligner.models.gpt.incremental_layers import (
+from aligner.kernels.packed_linear import Product, packed_linears
+from aligner.kernels.wide_product import has_wide_products, wide_mm
+from aligner.logprobs.vocab_shard import VocabShard
+from aligner.models.gpt.decode.kv_cache import KVCache, aligned
+from aligner.models.gpt.decode.layers import (
     IncrementalLayer,
     Rotation,
     fast_norm,
     incremental_layers,
     is_transformer_engine,
 )
-from aligner.models.gpt.kv_cache import KVCache, aligned
+from aligner.models.gpt.decode.pipeline_comm import GenerationStages
+from aligner.models.gpt.forward.hidden_states import output_weight
+from aligner.models.gpt.layers.attention import CoreAttention
 
 _CUT_BY_ROWS = ("sequence_parallel", "reduce_scatter_embeddings")
 _EIGHT_BIT = {"fp8": None, "moe_router_padding_for_quantization": False}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aligner.distributed import accelerator
 from aligner.errors import AlignerError
-from aligner.models.gpt.sampling import SampledTokens
+from aligner.models.gpt.decode.sampling import SampledTokens
 
 _NOTHING_DRAWN = -1
 

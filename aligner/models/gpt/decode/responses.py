@@ -17,8 +17,8 @@ from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.distributed import accelerator
-from aligner.models.gpt.incremental import IncrementalModel
-from aligner.models.gpt.sampling import SampledTokens, counter_uniforms, sample_tokens
+from aligner.models.gpt.decode.model import IncrementalModel
+from aligner.models.gpt.decode.sampling import SampledTokens, counter_uniforms, sample_tokens
 
 _LEAST_SPAN_STEP = 64  # spans of attention are rounded up to a multiple of it,
 _SPAN_STEPS = 8  # or of this part of the power of two below them
@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """How the tokens of a rollout are drawn; see `aligner.models.gpt.generation.Generator`."""
+    """How the tokens of a rollout are drawn; see `Generator` of `decode.generator`."""
 
     seed: int
     greedy: bool

@@ -6,7 +6,7 @@ the inverse CDF of that number over the vocabulary in id order.
 
 The log-prob that comes with a token is that of the distribution the token was drawn from:
 temperature applied and top-k, then top-p, renormalised over the tokens kept, the trainer's own
-convention (`aligner.distributed.kept_set`). Two things the trainer does not know: the ban of
+convention (`aligner.logprobs.top_k_top_p`). Two things the trainer does not know: the ban of
 end-of-sequence tokens before ``min_length`` is left out of the log-prob (as vLLM does), so that it
 is the policy's own, unless top-k or top-p is on, whose kept set the ban changes; a repetition
 penalty is part of it, so with one the recorded log-probs differ from recomputed ones.
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from aligner.config import SamplingParams
-from aligner.distributed.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
-from aligner.distributed.kept_set import threshold
 from aligner.errors import NonFiniteError
+from aligner.kernels.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
+from aligner.logprobs.top_k_top_p import threshold
 
 _BLOCK = 128  # probabilities are added up in blocks of so many tokens,
 _ONE_LEVEL = 2048  # unless the vocabulary is as small as this
@@ -231,7 +231,7 @@ def _keep_threshold(
 
 
 def _nucleus_threshold(likeliest: Tensor, mass: Tensor, top_p: float) -> Tensor:
-    """As `aligner.distributed.kept_set.threshold`, from descending logits and their mass."""
+    """As `aligner.logprobs.top_k_top_p.threshold`, from descending logits and their mass."""
     probability = torch.diff(mass, dim=1, prepend=torch.zeros_like(mass[:, :1]))
     count = ((mass - probability) < top_p).sum(dim=1, keepdim=True)
     smallest = likeliest.gather(1, (count - 1).clamp(0, likeliest.shape[1] - 1))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from aligner.distributed.accelerator import HostCopy
 from aligner.errors import AlignerError
-from aligner.models.gpt.incremental import IncrementalModel
-from aligner.models.gpt.kv_cache import aligned
-from aligner.models.gpt.responses import (
+from aligner.models.gpt.decode.kv_cache import aligned
+from aligner.models.gpt.decode.model import IncrementalModel
+from aligner.models.gpt.decode.responses import (
     Batch,
     Prompts,
     Responses,
@@ -25,8 +25,8 @@ from aligner.models.gpt.responses import (
     rows_of_graph,
     span_of_graph,
 )
-from aligner.models.gpt.sampling import check_finite
-from aligner.models.gpt.stop_strings import StopStrings
+from aligner.models.gpt.decode.sampling import check_finite
+from aligner.models.gpt.decode.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
 
@@ -101,7 +101,7 @@ class Rollout:
         """Generate until every sample has ended.
 
         Raises:
-            NonFiniteError: as of `aligner.models.gpt.sampling.sample_tokens`.
+            NonFiniteError: as of `aligner.models.gpt.decode.sampling.sample_tokens`.
             WideNucleusError: a rollout that does not wait met a nucleus that needs it to.
         """
         try:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from aligner.data.decoding import common_prefix
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.decoding import common_prefix
+from aligner.data.tokenizers.tokenizer import Tokenizer
 
-_CONTEXT = 8  # tokens that a token's text may depend on (`aligner.data.decoding`)
+_CONTEXT = 8  # tokens that a token's text may depend on (`aligner.data.tokenizers.decoding`)
 _INCOMPLETE = "�"
 
 

@@ -7,23 +7,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.interfaces import reads_logits
 from aligner.checkpoint.model_source import ModelSource
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.adjoint_collectives import SumGradient
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
-from aligner.models.gpt.drawing_policy import DrawingPolicy
-from aligner.models.gpt.dtensor import DTensorModel
-from aligner.models.gpt.dtensor_generation import megatron_copy
-from aligner.models.gpt.dtensor_model import TransformersModel
-from aligner.models.gpt.dtensor_shards import WholeParameters
-from aligner.models.gpt.generation import Generator
-from aligner.models.gpt.held_weights import HeldWeights
-from aligner.models.gpt.pipeline import Microbatch
-from aligner.models.gpt.reference import ReferenceModel
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
+from aligner.losses.interfaces import reads_logits
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.dtensor.generation import megatron_copy
+from aligner.models.gpt.dtensor.model import DTensorModel
+from aligner.models.gpt.dtensor.module import TransformersModel
+from aligner.models.gpt.dtensor.shards import WholeParameters
+from aligner.models.gpt.forward.schedule import Microbatch
+from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
+from aligner.models.gpt.role.drawing_policy import DrawingPolicy
+from aligner.models.gpt.role.held_weights import HeldWeights
+from aligner.models.gpt.role.reference import ReferenceModel
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.types import LossFunction, TokenOutputs
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from aligner.models.gpt.attention import attend_rows, attend_segments
-from aligner.models.gpt.segments import Segments
+from aligner.models.gpt.layers.attention import attend_rows, attend_segments
+from aligner.models.gpt.layers.segments import Segments
 
 NAME = "aligner"
 RECOMPUTED = "aligner_recomputed"  # the same; probabilities are computed again in backward

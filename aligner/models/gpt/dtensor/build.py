@@ -15,20 +15,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf_families import config_to_hf
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
-from aligner.models.gpt import dtensor_attention
-from aligner.models.gpt.dtensor_model import TransformersModel
-from aligner.models.gpt.dtensor_plan import (
+from aligner.models.gpt.dtensor import attention as dtensor_attention
+from aligner.models.gpt.dtensor.module import TransformersModel
+from aligner.models.gpt.dtensor.plan import (
     APPLIED_TO_OWN_HEADS,
     check_backend,
     split_layer,
     split_vocabulary,
 )
-from aligner.models.gpt.dtensor_shards import ParameterShard
-from aligner.models.gpt.value_head import ValueHead
+from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.models.gpt.megatron.value_head import ValueHead
 
 Recompute = Literal["full", "selective"]
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from aligner.models.gpt.dtensor import DTensorModel
-from aligner.models.gpt.dtensor_model import TransformersModel
-from aligner.models.gpt.pipeline import Microbatch, MicroBatches
+from aligner.models.gpt.dtensor.model import DTensorModel
+from aligner.models.gpt.dtensor.module import TransformersModel
+from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
 from aligner.types import TokenOutputs
 
 

@@ -13,11 +13,11 @@ from megatron.core.models.gpt import GPTModel
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.gpt_weights import load_weights
-from aligner.checkpoint.hf_families import config_to_hf
-from aligner.checkpoint.hf_tensors import HuggingFaceWeights
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceWeights
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.dtensor_shards import ParameterShard, WholeParameters
+from aligner.models.gpt.dtensor.shards import ParameterShard, WholeParameters
+from aligner.models.gpt.megatron.build import build_gpt
 
 
 def canonical_weights(

@@ -13,26 +13,26 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
-from aligner.checkpoint.hf_families import config_to_hf
-from aligner.checkpoint.hf_tensors import HuggingFaceView
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.checkpoint.model_source import ModelSource
-from aligner.checkpoint.nemo import save_nemo
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import check_layout
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.gpt.dtensor_build import build_sharded
-from aligner.models.gpt.dtensor_generation import canonical_weights
-from aligner.models.gpt.dtensor_model import TransformersModel
-from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
-from aligner.models.gpt.dtensor_plan import check_dropout
-from aligner.models.gpt.dtensor_shards import ParameterShard
-from aligner.models.gpt.dtensor_state import load_shard_state, shard_state
-from aligner.models.gpt.pipeline import Microbatch, MicroBatches
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.updates import (
+from aligner.models.gpt.dtensor.build import build_sharded
+from aligner.models.gpt.dtensor.generation import canonical_weights
+from aligner.models.gpt.dtensor.module import TransformersModel
+from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
+from aligner.models.gpt.dtensor.plan import check_dropout
+from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.models.gpt.dtensor.state import load_shard_state, shard_state
+from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.updates import (
     BatchResult,
     count_denominators,
     reduce_result,
@@ -183,7 +183,7 @@ class DTensorModel(LightningModule):
     def training_update(
         self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
     ) -> dict[str, float]:
-        """One optimizer step on one global batch; see `aligner.models.gpt.updates.update`."""
+        """One optimizer step on one global batch; see `aligner.models.gpt.role.updates.update`."""
         return update(self, self.optimizer, batch, number, mbs)
 
     def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from aligner.models.gpt.token_layout import TokenLayout
-from aligner.models.gpt.value_head import ValueHead
+from aligner.models.gpt.forward.token_layout import TokenLayout
+from aligner.models.gpt.megatron.value_head import ValueHead
 
 Result = TypeVar("Result")
 

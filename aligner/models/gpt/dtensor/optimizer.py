@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from aligner.config import OptimConfig
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.dtensor_shards import ParameterShard
-from aligner.models.gpt.optimizer import OwnedSlice, StepOutcome, learning_rate
+from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOutcome, learning_rate
 
 
 class ShardOptimizer:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.hf_families import config_to_hf
+from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, LayoutError
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from aligner.checkpoint.canonical import check_shape
 from aligner.errors import CheckpointError
-from aligner.models.gpt.dtensor_optimizer import ShardOptimizer
-from aligner.models.gpt.dtensor_shards import ParameterShard, Shape, rows_of
-from aligner.models.gpt.optimizer import OwnedSlice
+from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
+from aligner.models.gpt.dtensor.shards import ParameterShard, Shape, rows_of
+from aligner.models.gpt.role.optimizer_step import OwnedSlice
 
 BACKEND = "dtensor"
 WEIGHT = "weight"

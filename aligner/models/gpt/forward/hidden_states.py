@@ -15,12 +15,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from aligner.distributed.output_layer import (
+from aligner.logprobs.output_layer import (
     OutputLayerBypass,
     bypassed_output_layer,
     output_weight,
 )
-from aligner.models.gpt.token_layout import TokenLayout
+from aligner.models.gpt.forward.token_layout import TokenLayout
 
 __all__ = [
     "OutputLayerBypass",

@@ -9,21 +9,28 @@ role binds the head of `forward_step`.
                                       head(hidden, microbatch) ◄────────────┘
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.distributed import accelerator
-from aligner.models.gpt.attention import SegmentParams
-from aligner.models.gpt.hidden_states import bypassed_output_layer, placed_positions
-from aligner.models.gpt.lora import dropped_out
-from aligner.models.gpt.token_layout import BoolArray, LayoutRules, TokenLayout, build_layout
+from aligner.models.gpt.forward.hidden_states import bypassed_output_layer, placed_positions
+from aligner.models.gpt.forward.token_layout import (
+    BoolArray,
+    LayoutRules,
+    TokenLayout,
+    build_layout,
+)
+from aligner.models.gpt.layers.attention import SegmentParams
+from aligner.models.gpt.lora.dropout import TokenDropout
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
@@ -172,3 +179,16 @@ def _run(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+@contextlib.contextmanager
+def dropped_out(gpt: GPTModel, microbatch: Microbatch) -> Iterator[None]:
+    """The block of a forward pass in which the adapters' dropout knows the tokens."""
+    dropout = getattr(gpt, "adapter_dropout", None)
+    if dropout is None or not gpt.training:
+        yield
+        return
+    columns, layout = microbatch.columns, microbatch.layout
+    held = torch.from_numpy(layout.held).to(layout.input_ids.device).view_as(layout.input_ids)
+    with cast(TokenDropout, dropout).of_pass(columns["input_ids"], columns["input_lengths"], held):
+        yield

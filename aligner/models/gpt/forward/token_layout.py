@@ -23,7 +23,7 @@ from torch.nn import functional
 from aligner.config import ParallelConfig
 from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.segments import Segments, build_segments
+from aligner.models.gpt.layers.segments import Segments, build_segments
 
 PADDING = -1
 BoolArray = NDArray[np.bool_]

@@ -5,9 +5,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from torch import Tensor
 
 from aligner.config import SamplingParams
-from aligner.distributed.model_utils import hidden_states_to_logprobs
-from aligner.distributed.wide_product import wide_linear
-from aligner.models.gpt.token_layout import BoolArray, TokenLayout
+from aligner.kernels.wide_product import wide_linear
+from aligner.logprobs.fused import hidden_states_to_logprobs
+from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from aligner.distributed.distillation import logprobs_of, mean_logprob
-from aligner.distributed.model_utils import distributed_vocab_topk
-from aligner.distributed.vocab_shard import VocabShard
-from aligner.distributed.wide_product import wide_linear
-from aligner.models.gpt.token_layout import BoolArray, TokenLayout
+from aligner.kernels.wide_product import wide_linear
+from aligner.logprobs.published.distillation import logprobs_of, mean_logprob
+from aligner.logprobs.published.vocab_topk import distributed_vocab_topk
+from aligner.logprobs.vocab_shard import VocabShard
+from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 
 _LOGIT_BYTES = 256 * 2**20  # of the logits that exist at a time

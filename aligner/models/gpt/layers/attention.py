@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.errors import LayoutError
-from aligner.models.gpt.segments import Segments
-from aligner.models.gpt.varlen import attend_varlen, can_attend_varlen
+from aligner.models.gpt.layers.segments import Segments
+from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
 
 class AttentionCache(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from aligner.distributed import accelerator
-from aligner.distributed.output_layer import weight_is_read
+from aligner.logprobs.output_layer import weight_is_read
 
 _MULTIPLE = 8  # of the columns of bf16 matrices: rows begin at multiples of 16 bytes
 

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from aligner.config import LayerOptions, LayerSpec, LoraConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
-from aligner.models.gpt.attention import CoreAttention
-from aligner.models.gpt.elementwise import SwiGLU, rms_norm
-from aligner.models.gpt.grouped_experts import GroupedExperts, can_group
-from aligner.models.gpt.lora_linear import LoraColumnParallelLinear, LoraRowParallelLinear
-from aligner.models.gpt.parallel_linear import ColumnLinear, RowLinear
-from aligner.models.gpt.short_attention import ShortSelfAttention
+from aligner.kernels.parallel_linear import ColumnLinear, RowLinear
+from aligner.models.gpt.layers.attention import CoreAttention
+from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm
+from aligner.models.gpt.layers.grouped_experts import GroupedExperts, can_group
+from aligner.models.gpt.layers.short_attention import ShortSelfAttention
+from aligner.models.gpt.lora.linear import LoraColumnParallelLinear, LoraRowParallelLinear
 
 
 class Norm(nn.Module):

@@ -23,7 +23,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.models.gpt.attention import CoreAttention
+from aligner.models.gpt.layers.attention import CoreAttention
 
 MAX_LENGTH = 128
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.models.gpt.segments import Segments
+from aligner.models.gpt.layers.segments import Segments
 
 
 class VarlenKernel(Protocol):

@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -25,11 +25,8 @@ from aligner.config import LoraConfig
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
-from aligner.models.gpt.lora_dropout import TokenDropout
-from aligner.models.gpt.lora_linear import Adapter
-
-if TYPE_CHECKING:
-    from aligner.models.gpt.pipeline import Microbatch
+from aligner.models.gpt.lora.dropout import TokenDropout
+from aligner.models.gpt.lora.linear import Adapter
 
 
 class RoleAdapters:
@@ -131,19 +128,6 @@ def adapters_off(gpt: nn.Module) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.enabled = True
-
-
-@contextlib.contextmanager
-def dropped_out(gpt: GPTModel, microbatch: "Microbatch") -> Iterator[None]:
-    """The block of a forward pass in which the adapters' dropout knows the tokens."""
-    dropout = getattr(gpt, "adapter_dropout", None)
-    if dropout is None or not gpt.training:
-        yield
-        return
-    columns, layout = microbatch.columns, microbatch.layout
-    held = torch.from_numpy(layout.held).to(layout.input_ids.device).view_as(layout.input_ids)
-    with cast(TokenDropout, dropout).of_pass(columns["input_ids"], columns["input_lengths"], held):
-        yield
 
 
 def _adapters(gpt: GPTModel, architecture: GPTArchitecture) -> dict[str, Adapter]:

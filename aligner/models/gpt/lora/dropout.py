@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from aligner.distributed.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
+from aligner.kernels.counter_hash import UNIFORM_BITS, combine, counter_hash, uniform_bits
 
 
 class TokenDropout:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from aligner.checkpoint.adapters import add_product
 from aligner.config import LoraConfig
-from aligner.models.gpt.lora_dropout import TokenDropout
-from aligner.models.gpt.parallel_linear import ColumnLinear, RowLinear
+from aligner.kernels.parallel_linear import ColumnLinear, RowLinear
+from aligner.models.gpt.lora.dropout import TokenDropout
 
 
 class Adapter(nn.Module):

@@ -8,23 +8,23 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from aligner.algorithms.losses.interfaces import reads_logits
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.models.gpt.candidates import best_candidates, candidate_logprobs
-from aligner.models.gpt.drawing_policy import DrawingPolicy
-from aligner.models.gpt.generation import Generator
-from aligner.models.gpt.given_settings import SectionType
-from aligner.models.gpt.hidden_states import full_hidden_states, output_weight
-from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.pipeline import (
+from aligner.losses.interfaces import reads_logits
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.gpt.forward.hidden_states import full_hidden_states, output_weight
+from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
     MicroBatches,
     forward_step,
     loss_head,
 )
-from aligner.models.gpt.reference import ReferencePolicy
-from aligner.models.gpt.token_logprobs import token_logits, token_logprobs
+from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
+from aligner.models.gpt.forward.topk_logprobs import best_candidates, candidate_logprobs
+from aligner.models.gpt.megatron.model import MegatronGPTModel
+from aligner.models.gpt.role.drawing_policy import DrawingPolicy
+from aligner.models.gpt.role.given_settings import SectionType
+from aligner.models.gpt.role.reference import ReferencePolicy
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 

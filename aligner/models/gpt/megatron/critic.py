@@ -10,13 +10,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from aligner.algorithms.losses.interfaces import as_loss
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.distributed.parallel import joined_parallel
-from aligner.models.gpt.given_settings import SectionType
-from aligner.models.gpt.hidden_states import OutputLayerBypass, full_hidden_states
-from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.pipeline import (
+from aligner.losses.interfaces import as_loss
+from aligner.models.gpt.forward.hidden_states import OutputLayerBypass, full_hidden_states
+from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
     MicroBatches,
@@ -24,8 +22,10 @@ from aligner.models.gpt.pipeline import (
     loss_head,
     split_microbatches,
 )
-from aligner.models.gpt.token_layout import LayoutRules
-from aligner.models.gpt.value_head import ValueHead
+from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.megatron.model import MegatronGPTModel
+from aligner.models.gpt.megatron.value_head import ValueHead
+from aligner.models.gpt.role.given_settings import SectionType
 from aligner.models.interfaces import CriticModelInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from aligner.models.gpt.pipeline import Microbatch
+from aligner.models.gpt.forward.schedule import Microbatch
 
 
 class KeptPass:

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 from aligner.checkpoint.model_source import open_model
 from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointNotFoundError
-from aligner.models.gpt.given_settings import run_section, settings_of_section
-from aligner.models.gpt.megatron import MegatronGPTModel
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.megatron.model import MegatronGPTModel
+from aligner.models.gpt.role.given_settings import run_section, settings_of_section
+from aligner.models.gpt.role.settings import RoleSettings
 
 Role = TypeVar("Role", bound=MegatronGPTModel)
 

@@ -20,25 +20,19 @@ from torch import Tensor, nn
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes
 from aligner.checkpoint.canonical import REWARD_HEAD
-from aligner.checkpoint.connector import GPTSaveRestoreConnector
 from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.checkpoint.model_source import ModelSource
-from aligner.checkpoint.nemo import save_nemo
-from aligner.checkpoint.nemo_config import architecture_from_config
+from aligner.checkpoint.nemo.config import architecture_from_config
+from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
+from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.collectives import broadcast_floats
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import CheckpointError, ConfigError
-from aligner.models.gpt.build import build_gpt
-from aligner.models.gpt.given_settings import SectionType, settings_beside_architecture
-from aligner.models.gpt.kept_pass import KeptPass
-from aligner.models.gpt.lora import RoleAdapters
-from aligner.models.gpt.optimizer import RoleOptimizer, wrap_for_training
-from aligner.models.gpt.phases import RolePhases
-from aligner.models.gpt.pipeline import (
+from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Head,
     Microbatch,
@@ -48,8 +42,14 @@ from aligner.models.gpt.pipeline import (
     loss_head,
     train_microbatches,
 )
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.updates import (
+from aligner.models.gpt.lora.adapters import RoleAdapters
+from aligner.models.gpt.megatron.build import build_gpt
+from aligner.models.gpt.megatron.forward_reuse import KeptPass
+from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
+from aligner.models.gpt.megatron.phases import RolePhases
+from aligner.models.gpt.role.given_settings import SectionType, settings_beside_architecture
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.updates import (
     BatchResult,
     count_denominators,
     reduce_result,
@@ -294,7 +294,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
     def training_update(
         self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
     ) -> dict[str, float]:
-        """One optimizer step on one global batch; see `aligner.models.gpt.updates.update`."""
+        """One optimizer step on one global batch; see `aligner.models.gpt.role.updates.update`."""
         return update(self, self.optimizer, batch, number, mbs)
 
     def _reduce(self, results: list[dict[str, Tensor]], own_tokens: Tensor) -> BatchResult:

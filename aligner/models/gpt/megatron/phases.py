@@ -9,11 +9,11 @@ from torch import nn
 from aligner.architecture import GPTArchitecture
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.kept_pass import KeptPass
-from aligner.models.gpt.optimizer import RoleOptimizer
-from aligner.models.gpt.role_state import load_role_state, role_state
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.updates import trainable
+from aligner.models.gpt.megatron.forward_reuse import KeptPass
+from aligner.models.gpt.megatron.optimizer import RoleOptimizer
+from aligner.models.gpt.megatron.state import load_role_state, role_state
+from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.updates import trainable
 
 
 class RolePhases:
@@ -65,7 +65,7 @@ class RolePhases:
         accelerator.release_shared_memory()
 
     def run_state(self) -> dict[str, Any]:
-        """This process's share of weights and optimizer, exact; see `role_state`."""
+        """This process's share of weights and optimizer, exact; see `megatron.state`."""
         self.collect_weights()
         self._bring_gradients()
         return role_state(

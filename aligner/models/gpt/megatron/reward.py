@@ -13,11 +13,11 @@ from torch import Tensor
 from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.model_source import ModelSource
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointError
-from aligner.models.gpt.critic import MegatronGPTCriticModel
-from aligner.models.gpt.pipeline import MicroBatches
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+from aligner.models.gpt.role.settings import RoleSettings
 
 _STANDARDIZATION = "reward_standardization"
 _SEQUENCES = "reward_sequences"

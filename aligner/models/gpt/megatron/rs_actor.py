@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from aligner.algorithms.losses.language import NegativeLogLikelihoodLoss
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.models.gpt.actor import MegatronGPTActorModel
-from aligner.models.gpt.pipeline import MicroBatches
-from aligner.models.gpt.updates import BatchResult
+from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
+from aligner.models.gpt.role.updates import BatchResult
 
 
 class MegatronGPTRSModel(MegatronGPTActorModel):

@@ -12,13 +12,13 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.checkpoint.model_source import ModelSource
-from aligner.data.tokenizer import Tokenizer
-from aligner.models.gpt.critic import MegatronGPTCriticModel
-from aligner.models.gpt.held_weights import HeldWeights
-from aligner.models.gpt.lora import adapters_off
-from aligner.models.gpt.pipeline import MicroBatches
-from aligner.models.gpt.reward import MegatronGPTRewardModel
-from aligner.models.gpt.settings import RoleSettings
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.lora.adapters import adapters_off
+from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
+from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
+from aligner.models.gpt.role.held_weights import HeldWeights
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 class SharedBodyRewardModel(MegatronGPTRewardModel):

@@ -47,7 +47,8 @@ from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.config import LoraConfig
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
-from aligner.models.gpt.optimizer import OwnedSlice, RoleOptimizer
+from aligner.models.gpt.megatron.optimizer import RoleOptimizer
+from aligner.models.gpt.role.optimizer_step import OwnedSlice
 
 WEIGHT = "weight"
 

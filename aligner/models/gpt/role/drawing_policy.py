@@ -9,14 +9,14 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import Drawing, LengthParams, SamplingParams
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
-from aligner.models.gpt.generation import GenerationOutput, Generator
-from aligner.models.gpt.pipeline import MicroBatches
-from aligner.models.gpt.reference import ReferenceModel
-from aligner.models.gpt.rollout import TokenListener
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.decode.generator import GenerationOutput, Generator
+from aligner.models.gpt.decode.scheduler import TokenListener
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.role.reference import ReferenceModel
+from aligner.models.gpt.role.settings import RoleSettings
 
 
 class DrawingPolicy:
@@ -104,7 +104,7 @@ class DrawingPolicy:
         drawing: Drawing | None = None,
         listener: TokenListener | None = None,
     ) -> GenerationOutput:
-        """Continue right-padded prompts; see `aligner.models.gpt.generation.Generator`."""
+        """Continue right-padded prompts; see `aligner.models.gpt.decode.generator.Generator`."""
         return self._ready_generator().generate(
             prompts,
             prompt_lengths,

@@ -13,7 +13,12 @@ from aligner.config import (
     section_of,
 )
 from aligner.errors import ConfigError
-from aligner.models.gpt.settings import RoleSettings, RunFacts, critic_settings, policy_settings
+from aligner.models.gpt.role.settings import (
+    RoleSettings,
+    RunFacts,
+    critic_settings,
+    policy_settings,
+)
 
 SectionConfig = TrainedModelConfig | CriticConfig
 SectionType = type[TrainedModelConfig] | type[CriticConfig]

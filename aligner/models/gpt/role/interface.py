@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
 from aligner.config import Drawing, LengthParams, SamplingParams
-from aligner.data.tokenizer import Tokenizer
-from aligner.models.gpt.generation import GenerationOutput
-from aligner.models.gpt.pipeline import MicroBatches
-from aligner.models.gpt.rollout import TokenListener
-from aligner.models.gpt.settings import RoleSettings
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.models.gpt.decode.generator import GenerationOutput
+from aligner.models.gpt.decode.scheduler import TokenListener
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.types import LossFunction
 
 

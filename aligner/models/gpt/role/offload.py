@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.checkpoint.state_tree import storage_bytes
+from aligner.checkpoint.run_state.tree import storage_bytes
 from aligner.distributed import accelerator
 
 

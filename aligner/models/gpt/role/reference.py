@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from aligner.models.gpt.held_weights import HeldWeights
-from aligner.models.gpt.lora import adapters_off
-from aligner.models.gpt.pipeline import MicroBatches
+from aligner.models.gpt.forward.schedule import MicroBatches
+from aligner.models.gpt.lora.adapters import adapters_off
+from aligner.models.gpt.role.held_weights import HeldWeights
 from aligner.models.interfaces import Inferrable
 
 # (batch, micro-batches, model with the initial weights) -> log-probs, as the policy scores.

@@ -19,7 +19,7 @@ from aligner.config import (
     SamplingParams,
     TrainedModelConfig,
 )
-from aligner.config.published import PublishedRole
+from aligner.config.elsewhere.nemo_rl import PublishedRole
 
 Precision = Literal["32", "bf16"]
 

@@ -9,14 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.config import OptimConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import combine_metrics, reduce_metrics
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError, NonFiniteError
-from aligner.models.gpt.optimizer import StepOutcome
-from aligner.models.gpt.pipeline import Microbatch, MicroBatches, row_bounds, split_microbatches
-from aligner.models.gpt.settings import RoleSettings
-from aligner.models.gpt.token_layout import LayoutRules
+from aligner.models.gpt.forward.schedule import (
+    Microbatch,
+    MicroBatches,
+    row_bounds,
+    split_microbatches,
+)
+from aligner.models.gpt.forward.token_layout import LayoutRules
+from aligner.models.gpt.role.optimizer_step import StepOutcome
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import current_step, write_nonfinite
 from aligner.types import Denominators
 

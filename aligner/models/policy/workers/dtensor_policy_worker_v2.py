@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.model_source import open_model
 from aligner.config import Drawing, TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.dtensor_actor import DTensorActorModel
-from aligner.models.gpt.rollout import TokenListener
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.decode.scheduler import TokenListener
+from aligner.models.gpt.dtensor.actor import DTensorActorModel
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 
 

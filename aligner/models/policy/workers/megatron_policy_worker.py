@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.gathered_weights import GatheredWeights
-from aligner.checkpoint.hf_families import config_to_hf
-from aligner.checkpoint.hf_tensors import HuggingFaceView
+from aligner.checkpoint.hf.families import config_to_hf
+from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import RSModelConfig, TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
-from aligner.models.gpt.actor import MegatronGPTActorModel
-from aligner.models.gpt.rs_actor import MegatronGPTRSModel
-from aligner.models.gpt.settings import RoleSettings
+from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
+from aligner.models.gpt.megatron.rs_actor import MegatronGPTRSModel
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 from aligner.models.role_worker import micro_batches_of, tensors_on_device
 

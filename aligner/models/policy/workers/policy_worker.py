@@ -6,18 +6,18 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from aligner.checkpoint.role_files import load_optimizer_state
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.run_state.role_files import load_optimizer_state
+from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import Drawing, TrainedModelConfig
-from aligner.config.published import published_role
-from aligner.data.tokenizer import Tokenizer, as_tokenizer
+from aligner.config.elsewhere.nemo_rl import published_role
+from aligner.data.tokenizers.loading import as_tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.role import PolicyRole
-from aligner.models.gpt.rollout import TokenListener
-from aligner.models.gpt.settings import RoleSettings, RunFacts, policy_settings
-from aligner.models.policy.workers.refit_worker import RefitWorker
+from aligner.models.gpt.decode.scheduler import TokenListener
+from aligner.models.gpt.role.interface import PolicyRole
+from aligner.models.gpt.role.settings import RoleSettings, RunFacts, policy_settings
 from aligner.models.role_worker import (
     RoleWorker,
     micro_batches_of,
@@ -25,6 +25,7 @@ from aligner.models.role_worker import (
     place_of,
     tensors_on_device,
 )
+from aligner.refit.worker import RefitWorker
 
 Policy = TypeVar("Policy", bound=PolicyRole)
 

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from aligner.checkpoint.role_files import load_optimizer_state
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
-from aligner.models.gpt.reward import MegatronGPTRewardModel, SequenceForm, Standardization
-from aligner.models.gpt.settings import RunFacts, continuing, reward_settings
+from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel, SequenceForm, Standardization
+from aligner.models.gpt.role.settings import RunFacts, continuing, reward_settings
 from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
 
 

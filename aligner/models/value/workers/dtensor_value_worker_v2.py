@@ -1,12 +1,12 @@
 """One process's share of a critic on a transformers model, as FSDP2 and DTensors."""
 
-from aligner.algorithms.losses.value import RightShiftedLoss as _RightShiftLossWrapper
-from aligner.algorithms.losses.value import right_shift_values as _right_shift_values
 from aligner.checkpoint.model_source import open_model
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.dtensor_critic import DTensorCriticModel
-from aligner.models.gpt.settings import RoleSettings
+from aligner.losses.value import RightShiftedLoss as _RightShiftLossWrapper
+from aligner.losses.value import right_shift_values as _right_shift_values
+from aligner.models.gpt.dtensor.critic import DTensorCriticModel
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.value.workers.value_worker import ValueWorker
 
 __all__ = ["DTensorValueWorkerV2", "_RightShiftLossWrapper", "_right_shift_values"]

@@ -5,18 +5,21 @@ from typing import Any, TypeVar
 
 from megatron.core.utils import unwrap_model as _unwrap_model
 
-from aligner.checkpoint.nemo import open_nemo
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import TrainedModelConfig
-from aligner.data.tokenizer import Tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
+from aligner.logprobs.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
 from aligner.models.gpt import load_from_nemo
-from aligner.models.gpt.critic import MegatronGPTCriticModel, forward_step_value
-from aligner.models.gpt.settings import RoleSettings, RunFacts, continuing, reward_settings
-from aligner.models.gpt.shared_reward import SharedBodyRewardModel
-from aligner.models.gpt.value_head import ValueHead
-from aligner.models.gpt.weight_gather import defer_weight_gather, gather_weights_after_updates
+from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel, forward_step_value
+from aligner.models.gpt.megatron.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.megatron.value_head import ValueHead
+from aligner.models.gpt.megatron.weight_gather import (
+    defer_weight_gather,
+    gather_weights_after_updates,
+)
+from aligner.models.gpt.role.settings import RoleSettings, RunFacts, continuing, reward_settings
 from aligner.models.role_worker import micro_batches_of, tensors_on_device
 from aligner.models.value.workers.value_worker import ValueWorker
 

@@ -4,17 +4,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from aligner.checkpoint.archive import named_by
-from aligner.checkpoint.role_files import load_optimizer_state
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.archive import named_by
+from aligner.checkpoint.run_state.role_files import load_optimizer_state
+from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.config.published import published_role
-from aligner.data.tokenizer import Tokenizer, as_tokenizer
-from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.named_sharding import NamedSharding
+from aligner.config.elsewhere.nemo_rl import published_role
+from aligner.data.tokenizers.loading import as_tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
-from aligner.models.gpt.role import CriticRole
-from aligner.models.gpt.settings import RoleSettings, RunFacts, critic_settings
+from aligner.models.gpt.role.interface import CriticRole
+from aligner.models.gpt.role.settings import RoleSettings, RunFacts, critic_settings
 from aligner.models.role_worker import (
     RoleWorker,
     micro_batches_of,

@@ -1,0 +1,183 @@
+"""Tokenizers out of files: which kind they are, and how to read it.
+
+Hugging Face tokenizers are :class:`aligner.data.tokenizers.hf.HuggingFaceTokenizer`, SentencePiece
+models :class:`aligner.data.tokenizers.sentencepiece.SentencePieceTokenizer`. Neither imports
+transformers unless a chat template, a GGUF file or a directory without ``tokenizer.json`` asks
+for it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer, generation_ends
+from aligner.errors import CheckpointNotFoundError, ConfigError, TokenizerError
+from aligner.importing import check_call, load_function
+
+# Text that a tokenizer and the one its files make must encode alike.
+_PROBE = "What is 12 + 34?\n  Sixteen, or é."
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer from a directory or a file.
+
+    Args:
+        path: a Hugging Face directory; a ``tokenizer.json`` (its neighbours are read too, as
+            ``generation_config.json``); a SentencePiece ``.model``; a directory with ``vocab.json``
+            and ``merges.txt`` (GPT-2); or a ``.gguf`` file.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` does not exist.
+        TokenizerError: there is no tokenizer in it, or it is damaged.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise CheckpointNotFoundError(
+            f"tokenizer {path} does not exist; give a Hugging Face directory, a tokenizer.json "
+            "or a SentencePiece .model"
+        )
+    if path.suffix == ".gguf":
+        return _convert_with_transformers(path.parent, gguf_file=path.name)
+    if path.suffix == ".model":
+        return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
+    directory = path if path.is_dir() else path.parent
+    files = _read_known_files(directory)
+    if path.is_file():
+        if path.name not in ("tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES):
+            files["tokenizer.json"] = path.read_bytes()
+    elif "tokenizer.json" not in files and "tokenizer_config.json" in files:
+        return _convert_with_transformers(directory)
+    return tokenizer_from_files(files, origin=str(path))
+
+
+def named_tokenizer(name: str, *, key: str) -> Tokenizer:
+    """The tokenizer at a path (`load_tokenizer`), or the one that a user's function builds.
+
+    Args:
+        name: a path, or ``package.module:function`` or ``path/to/file.py:function``. The function
+            takes no argument and returns a tokenizer of transformers or a `Tokenizer`.
+        key: the configuration key that held it, for error messages.
+
+    Raises:
+        ConfigError: the function cannot be imported or called, raises, or returns no tokenizer
+            that its ``files`` rebuild, of which a trained model keeps only those.
+        CheckpointNotFoundError, TokenizerError: see `load_tokenizer`.
+    """
+    if ":" not in name or Path(name).expanduser().exists():
+        return load_tokenizer(name)
+    function = load_function(name, key=key)
+    check_call(function, (), f"{key}={name}", "It is called without arguments")
+    try:
+        made = as_tokenizer(function())
+    except Exception as error:
+        raise ConfigError(f"{key}={name}: raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Tokenizer):
+        raise ConfigError(
+            f"{key}={name}: returned a {type(made).__name__}; return a tokenizer of transformers, "
+            "or one of aligner.data.tokenizers.tokenizer"
+        )
+    try:
+        rebuilt = tokenizer_from_files(made.files(), origin=f"{key}={name}")
+    except TokenizerError as error:
+        raise ConfigError(f"{key}={name}: its files make no tokenizer: {error}") from error
+    if rebuilt.encode(_PROBE) != made.encode(_PROBE) or rebuilt.end_ids != made.end_ids:
+        raise ConfigError(
+            f"{key}={name}: what its files() rebuild encodes text or ends responses otherwise, "
+            "and a trained model keeps the files; return a tokenizer of transformers"
+        )
+    return rebuilt  # it travels to any process
+
+
+def tokenizer_from_files(
+    files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
+) -> Tokenizer:
+    """Build a tokenizer from file contents, as packed in an archive.
+
+    Args:
+        files: ``tokenizer.json`` (with ``tokenizer_config.json``, ``special_tokens_map.json``,
+            ``chat_template.jinja`` if there are any), or ``vocab.json`` and ``merges.txt``, or one
+            SentencePiece ``*.model``. With a ``tokenizer_config.json`` the latter is a Hugging Face
+            tokenizer, special tokens and chat template included, as transformers converts it.
+            ``generation_config.json`` names further tokens that end a response.
+        origin: where they come from, for error messages.
+    """
+    # Imported here: each needs a package that the other does without.
+    from aligner.data.tokenizers.hf import HuggingFaceTokenizer
+    from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
+
+    if "tokenizer.json" in files or {"vocab.json", "merges.txt"} <= files.keys():
+        return HuggingFaceTokenizer.from_files(files, origin=origin)
+    models = [name for name in files if name.endswith(".model")]
+    if len(models) == 1 and "tokenizer_config.json" in files:
+        with TemporaryDirectory() as folder:
+            for name, content in files.items():
+                (Path(folder) / Path(name).name).write_bytes(content)
+            _name_class(Path(folder) / "tokenizer_config.json", origin)
+            return _convert_with_transformers(Path(folder), origin=origin)
+    if len(models) == 1:
+        return SentencePieceTokenizer(
+            files[models[0]], further_ends=generation_ends(files, origin), origin=origin
+        )
+    raise TokenizerError(
+        f"{origin} holds no tokenizer; looked for tokenizer.json, one *.model, or vocab.json with "
+        f"merges.txt and found {sorted(files) or 'nothing'}"
+    )
+
+
+def as_tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer of transformers as one of ours; what is ours, or None, is returned as it is."""
+    if not hasattr(tokenizer, "save_pretrained"):
+        return tokenizer
+    origin = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    return tokenizer_from_files(_saved_files(tokenizer), origin=origin)
+
+
+_CONFIG_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    GENERATION_CONFIG,
+)
+
+
+def _read_known_files(directory: Path) -> dict[str, bytes]:
+    names = ["tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES]
+    candidates = [directory / name for name in names] + sorted(directory.glob("*.model"))
+    return {file.name: file.read_bytes() for file in candidates if file.is_file()}
+
+
+def _saved_files(tokenizer: Any) -> dict[str, bytes]:
+    """What a tokenizer of transformers writes of itself."""
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return _read_known_files(Path(folder))
+
+
+def _name_class(path: Path, origin: str) -> None:
+    """Files by themselves have no ``config.json`` that would tell transformers the class."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{origin}: {path.name} is not JSON: {error}") from error
+    if isinstance(config, dict) and not config.get("tokenizer_class"):
+        path.write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizer"}))
+
+
+def _convert_with_transformers(
+    directory: Path, gguf_file: str | None = None, origin: str | None = None
+) -> Tokenizer:
+    """Let transformers turn a slow or GGUF tokenizer into a ``tokenizer.json``."""
+    from transformers import AutoTokenizer
+
+    origin = origin or str(directory / gguf_file if gguf_file else directory)
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        converted = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, **options
+        )
+        files = _saved_files(converted)
+        if (directory / GENERATION_CONFIG).is_file() and gguf_file is None:
+            files[GENERATION_CONFIG] = (directory / GENERATION_CONFIG).read_bytes()
+    except Exception as error:
+        raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
+    return tokenizer_from_files(files, origin=origin)

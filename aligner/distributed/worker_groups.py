@@ -1,0 +1,35 @@
+"""NeMo-RL's place of what is in `aligner.cluster.worker_groups`."""
+
+from typing import Any
+
+from aligner.cluster import worker_groups
+from aligner.cluster.worker_groups import (
+    AXES,
+    MODEL_AXES,
+    Cluster,
+    LocalCluster,
+    LocalFuture,
+    LocalWorkerGroup,
+    WorkerFuture,
+    WorkerGroup,
+    layout_of,
+    to_host,
+)
+
+__all__ = [
+    "AXES",
+    "Cluster",
+    "LocalCluster",
+    "LocalFuture",
+    "LocalWorkerGroup",
+    "MODEL_AXES",
+    "WorkerFuture",
+    "WorkerGroup",
+    "layout_of",
+    "to_host",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that import Ray on first use."""
+    return getattr(worker_groups, name)

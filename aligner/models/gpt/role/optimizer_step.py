@@ -1,0 +1,73 @@
+"""Learning rate, result and state of an optimizer step, whichever the backend."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aligner.config import SchedConfig
+
+
+def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:
+    """Learning rate of optimizer step ``step`` (0-based).
+
+    Warm-up rises as ``peak * (step + 1) / (warmup_steps + 1)``. cosine then falls by half a cosine
+    to ``min_lr`` and stays there for the last ``constant_steps``; linear falls in a straight line.
+    """
+    if step < sched.warmup_steps:
+        return peak * (step + 1) / (sched.warmup_steps + 1)
+    total = sched.max_steps or total_steps
+    if sched.name == "constant" or total is None:
+        return peak
+    constant = sched.constant_steps if sched.name == "cosine" else 0
+    span = max(1, total - sched.warmup_steps - constant)
+    progress = min(1.0, (step - sched.warmup_steps) / span)
+    share = (1 + math.cos(math.pi * progress)) / 2 if sched.name == "cosine" else 1 - progress
+    return sched.min_lr + (peak - sched.min_lr) * share
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did. ``grad_norm`` is the norm before clipping."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """The elements of a parameter that this process updates: all, or a run of them."""
+
+    parameter: nn.Parameter
+    start: int  # of the first in the flattened parameter
+    main: Tensor  # float32 weights that are updated, flat where they are a run
+    inner: torch.optim.Optimizer | None  # keeps the moments; None: the role does not learn
+
+    def moments(self) -> dict[str, Tensor]:
+        """Optimizer state that is shaped like ``main``; empty before the first update."""
+        state = {} if self.inner is None else self.inner.state.get(self.main, {})
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == self.main.shape and name != "step"
+        }
+
+    def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
+        """Put copies of ``moments`` in place, as they are after ``steps`` updates."""
+        assert self.inner is not None
+        self.inner.state.pop(self.main, None)
+        if not moments:
+            return
+        state = {name: value.to(self.main.device, copy=True) for name, value in moments.items()}
+        group = self.inner.param_groups[0]
+        if isinstance(self.inner, torch.optim.Adam):  # counts per parameter, others per group
+            on_device = group["fused"] or group["capturable"]
+            device = self.main.device if on_device else torch.device("cpu")
+            state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
+        else:
+            for group in self.inner.param_groups:
+                group["step"] = steps
+        self.inner.state[self.main] = state
