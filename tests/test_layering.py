@@ -1,6 +1,11 @@
-"""Imports point down, and what is confined stays confined. A rule without a checker is no rule."""
+"""Imports point down, folders are small, and what is confined stays confined.
+
+A rule without a checker is no rule.
+"""
 
 import ast
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,115 +13,172 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "aligner"
 
-# From the bottom up; a module may import from its own layer and from those above it in this list.
-LAYERS = [
-    ["aligner.errors", "aligner.types", "aligner.architecture", "aligner.catalog"],
-    ["aligner.config"],
-    [
-        "aligner.data",
-        "aligner.distributed",
-        "aligner.checkpoint",
-        "aligner.rewards",
-        "aligner.observe",
-        "aligner.algorithms.losses",
-        "aligner.losses.advantages",
-        "aligner.losses.kl",
-        "aligner.losses.masked",
-    ],
-    [
-        "aligner.models.interfaces",
-        "aligner.models.gpt",
-        "aligner.generation.vllm.engine",
-        "aligner.generation.vllm.extension",
-        "aligner.generation.vllm.sampling",
-    ],
-    [
-        "aligner.models.role_worker",
-        "aligner.generation.vllm.worker",
-        "aligner.models.policy.workers",
-        "aligner.models.value.workers",
-        "aligner.models.reward.workers",
-    ],
-    [
-        "aligner.cluster.sharded",
-        "aligner.models.role_front",
-        "aligner.models.generation",
-        "aligner.models.policy",
-        "aligner.models.value",
-        "aligner.models.reward",
-    ],
-    ["aligner.algorithms", "aligner.dry", "aligner.plan"],
-    ["aligner.commands"],
+# From the bottom up: a module imports from its own package and from those above it in this list.
+# The longest name that fits is a module's package.
+PACKAGES = [
+    "aligner.errors",
+    "aligner.types",
+    "aligner.architecture",
+    "aligner.importing",
+    "aligner.catalog",
+    "aligner.config",
+    "aligner.kernels",
+    "aligner.distributed",
+    "aligner.batches",
+    "aligner.losses",
+    "aligner.logprobs",
+    "aligner.data",
+    "aligner.checkpoint",
+    "aligner.observe",
+    "aligner.cluster",
+    "aligner.refit",
+    "aligner.models.interfaces",
+    "aligner.models.gpt.lora",
+    "aligner.models.gpt.layers",
+    "aligner.models.gpt.forward",
+    "aligner.models.gpt.decode",
+    "aligner.models.gpt.role",
+    "aligner.models.gpt.megatron",
+    "aligner.models.gpt.dtensor",
+    "aligner.models.gpt",
+    "aligner.models",
+    "aligner.rewards",
+    "aligner.generation",
+    "aligner.algorithms",
+    "aligner.dry",
+    "aligner.plan",
+    "aligner.commands",
 ]
+# Published paths of what is in another room: they only import, and only users import them.
+FACES = [
+    "aligner.algorithms.logits_sampling_utils",
+    "aligner.algorithms.losses.interfaces",
+    "aligner.algorithms.losses.policy",
+    "aligner.algorithms.losses.value",
+    "aligner.distributed.batched_data_dict",
+    "aligner.distributed.model_utils",
+    "aligner.distributed.named_sharding",
+    "aligner.distributed.virtual_cluster",
+    "aligner.distributed.worker_groups",
+]
+MODULES_IN_A_FOLDER = 16
 CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],
     "hydra": ["aligner/config/", "examples/", "tests/"],
-    "ray": ["aligner/cluster/ray/virtual_cluster.py", "aligner/distributed/ray_"],
-    "vllm": ["aligner/models/generation/vllm"],
-    "nemo": [
-        "aligner/checkpoint/",
-        "aligner/data/tokenizer",
-        "aligner/models/gpt/megatron/model.py",
-    ],
+    "ray": ["aligner/cluster/ray/"],
+    "vllm": ["aligner/generation/vllm/"],
+    "nemo": ["aligner/checkpoint/nemo/connector.py", "aligner/models/gpt/megatron/model.py"],
 }
 
 
+@cache
 def modules():
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def name_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer_of(module):
-    """Index of the layer with the longest matching prefix; None for the package itself."""
-    best = max(
-        (
-            (len(prefix), index)
-            for index, layer in enumerate(LAYERS)
-            for prefix in layer
-            if module == prefix or module.startswith(f"{prefix}.")
-        ),
-        default=None,
-    )
-    return None if best is None else best[1]
+def place_of(module):
+    """Index of the longest name of `PACKAGES` that fits; None for the package itself."""
+    fitting = [p for p in PACKAGES if module == p or module.startswith(f"{p}.")]
+    return PACKAGES.index(max(fitting, key=len)) if fitting else None
 
 
+@cache
 def imports_of(path):
     """Absolute names of everything a file imports, wherever in it, with line numbers."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield node.module, node.lineno
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno
+            found.append((node.module, node.lineno))
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
 
 
 def relative(path):
     return path.relative_to(ROOT).as_posix()
 
 
+def test_every_package_of_the_list_is_there():
+    assert len(set(PACKAGES)) == len(PACKAGES)
+    assert set(PACKAGES) | set(FACES) <= {name_of(path) for path in modules()}
+
+
+def test_every_module_has_a_place():
+    assert [name_of(p) for p in modules() if place_of(name_of(p)) is None] == ["aligner"]
+
+
 @pytest.mark.parametrize("path", modules(), ids=relative)
 def test_imports_point_down(path):
-    own = layer_of(name_of(path))
-    if own is None:  # aligner/__init__.py and packages that only group others
+    own = place_of(name_of(path))
+    if own is None or name_of(path) in FACES:
         return
     upward = [
         f"line {line}: {name}"
         for name, line in imports_of(path)
-        if name.startswith("aligner.") and (layer_of(name) or 0) > own
+        if name.startswith("aligner.") and (place_of(name) or 0) > own
     ]
     assert upward == []
 
 
-def test_every_module_has_a_layer():
-    grouping = {"aligner", "aligner.models"}
-    assert [name_of(p) for p in modules() if layer_of(name_of(p)) is None] == sorted(grouping)
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions and for type checkers count too."""
+    names = {name_of(path) for path in modules()}
+    needs = {name_of(path): modules_needed(path, names) for path in modules()}
+    # Modules that need none that is left go, again and again; circles and what needs them stay.
+    while ready := [name for name, needed in needs.items() if not needed]:
+        for name in ready:
+            del needs[name]
+        for needed in needs.values():
+            needed.difference_update(ready)
+    assert {name: sorted(needed) for name, needed in needs.items()} == {}
+
+
+def modules_needed(path, names):
+    """Modules that a file imports: of ``from package import module`` the module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in names else node.module for name in full}
+    return found & names - {name_of(path)}
+
+
+def test_no_folder_has_many_modules():
+    sizes = Counter(relative(p.parent) for p in modules() if p.name != "__init__.py")
+    assert {folder: n for folder, n in sizes.items() if n > MODULES_IN_A_FOLDER} == {}
+
+
+def test_published_paths_only_import():
+    strays = [
+        f"{relative(path)}:{line}: {name}"
+        for path in modules()
+        if name_of(path) not in FACES
+        for name, line in imports_of(path)
+        if name in FACES
+    ]
+    assert strays == []
+    for path in modules():
+        if name_of(path) in FACES:
+            code = [node for node in ast.parse(path.read_text()).body[1:] if not _only_names(node)]
+            assert code == [], relative(path)
+
+
+def _only_names(node):
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets] == ["__all__"]
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "__getattr__"
+    return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 @pytest.mark.parametrize("package", CONFINED)
