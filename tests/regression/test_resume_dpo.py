@@ -79,7 +79,10 @@ def test_killed_and_continued(tmp_path, start):
     finish(start(alone))
     process = start(killed)
     deadline = time.monotonic() + PATIENCE_S
-    while len(read_metrics(killed / "metrics.jsonl")) < 4:  # step 3 is made
+    # Step 3 is made, and the state of step 2, which is written beside it, is whole.
+    while len(read_metrics(killed / "metrics.jsonl")) < 4 or not any(
+        (killed / "run_state").glob("step_*")
+    ):
         assert process.is_alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
