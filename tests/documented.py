@@ -175,7 +175,7 @@ def commands() -> list[Command]:
         if "Examples" in footer.get("footer", ""):
             text = footer["footer"].split("Examples", 1)[1].split("\n\n", 1)[0]
             found += shell_lines(name_of(path), 1, text)
-    for path in sorted((ROOT / "examples").glob("*.py")):
+    for path in sorted((ROOT / "examples").rglob("*.py")):
         said = ast.get_docstring(ast.parse(path.read_text())) or ""
         found += shell_lines(name_of(path), 1, said, strict=False)
     for path in sorted((ROOT / "examples" / "slurm").glob("*.sbatch")):
