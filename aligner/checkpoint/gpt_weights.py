@@ -162,6 +162,9 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """Each rank's shares of ``tensors`` joined, in the order of ``names``, on rank 0's CPU.
 
+    ``tensors``: canonical names and this rank's parts, [out / tp, in] or [out, in / tp] as `split`
+    makes them, of any dtype.
+
     Called on every rank, with its groups (None: not split that way); an empty dict elsewhere. The
     first rank of each pipeline stage joins the stage's tensors, with the ranks of its own
     tensor-parallel and expert-parallel groups; the first stage's keeps them, the others send each

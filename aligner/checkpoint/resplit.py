@@ -35,9 +35,10 @@ def origin_of_rows(
 
 
 def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of rows that were together: (first now, part, first in the part, how many).
+    """Runs of adjacent rows: (first now, part, first in the part, how many).
 
-    ``size``: that of a part along the split axis. Padding is in none.
+    ``origin``: int64 [n], see `origin_of_rows`. ``size``: that of a part along the split axis.
+    Padding belongs to no run.
     """
     part = torch.div(origin, size, rounding_mode="floor")
     together = (origin.diff() == 1) & (part.diff() == 0)
@@ -50,9 +51,9 @@ def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int
 def resplit(
     name: str, parts: list[Tensor], architecture: GPTArchitecture, *, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """`split` of what `merge` makes of ``parts``; of mapped parts only what is wanted is read.
+    """`split` of what `merge` makes of ``parts``; of mapped parts only what is needed is read.
 
-    A view of one part where the rows were together.
+    Shapes of the parts: see `merge`. Returns a view of one part where the rows were together.
     """
     axis = split_axis(name)
     shapes = {part.shape for part in parts}

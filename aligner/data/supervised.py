@@ -39,7 +39,7 @@ class Example:
     id: int
     ids: list[int]
     learned: list[tuple[int, int]]  # [start, end) of the tokens that the loss speaks of
-    ref_logprobs: Tensor | None = None  # float32, of the learned tokens; None: nobody asked
+    ref_logprobs: Tensor | None = None  # float32 [N] of the N learned tokens, if known
 
     @property
     def length(self) -> int:

@@ -201,12 +201,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def generator_state() -> Tensor | None:
-    """State of the device's random generator; None on CPU, where torch's own is the only one."""
+    """State of the device's random generator, uint8 [n]; None on CPU, where torch's own is the only
+    one.
+    """
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
 def set_generator_state(state: Tensor | None) -> None:
-    """Inverse of `generator_state`."""
+    """Restore ``state``, uint8 [n]; inverse of `generator_state`."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
 
@@ -214,13 +216,14 @@ def set_generator_state(state: Tensor | None) -> None:
 def rng_state() -> dict[str, Any]:
     """`generator_state` under ``generator``; states that megatron-core keeps under ``tracker``.
 
-    From the latter it draws the dropout of what tensor-parallel ranks have different parts of.
+    From the latter, uint8 [n] each, it draws the dropout of what tensor-parallel ranks have
+    different parts of.
     """
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
 def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
-    """Inverse of `rng_state`; states of earlier versions are a `generator_state` alone."""
+    """Inverse of `rng_state`; earlier versions saved only the `generator_state`, uint8 [n]."""
     if not isinstance(state, Mapping):
         set_generator_state(state)
         return
@@ -250,7 +253,9 @@ def is_deterministic() -> bool:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Move a tensor to (pinned) host memory; a tensor that is there already is returned as is."""
+    """Move a tensor of any shape and dtype to (pinned) host memory; one already there is returned
+    as is.
+    """
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -269,9 +274,9 @@ def copy_memory(size: int) -> memoryview:
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor to ``where``, by default `device`; one that is there is returned as is.
+    """Move a tensor of any shape and dtype to ``where``, by default `device`.
 
-    The host does not wait for the device.
+    One that is there already is returned as is. The host does not wait for the device.
     """
     return tensor.to(where or device(), non_blocking=True)
 
@@ -280,6 +285,7 @@ class HostCopy:
     """Copies of tensors on their way to the host, as they are now; later changes do not count."""
 
     def __init__(self, *tensors: Tensor) -> None:
+        """``tensors``: of any shape and dtype."""
         self._done: torch.cuda.Event | None = None
         if any(each.is_cuda for each in tensors):
             self._copies = [to_host(each) for each in tensors]
@@ -323,7 +329,10 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """What another process needs to open a GPU tensor of this one (CUDA IPC); picklable."""
+    """Picklable handle by which another process opens a GPU tensor of this one (CUDA IPC).
+
+    ``tensor``: of any shape and dtype.
+    """
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)

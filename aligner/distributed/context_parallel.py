@@ -34,7 +34,8 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
 
 
 def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of ``partial`` over the ranks, each of which goes on to compute the same with it.
+    """Sum of ``partial``, float [...], over the ranks, which all compute the same from it
+    afterwards.
 
     The gradient is therefore every rank's own and passes unchanged.
     """

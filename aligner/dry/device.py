@@ -182,7 +182,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         return self._operations.known
 
     def saw_host_read(self, tensor: Tensor) -> None:
-        """The host waits for a value, where the tensor is on the device."""
+        """Count a read of a tensor's values (any shape) by the host, which waits where it is on the
+        device.
+        """
         if not tensor.is_cuda:
             self.order.on_host("a read of its values", [tensor])
             return
@@ -198,7 +200,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             record.host_waits[place] += 1
 
     def saw_copy_to_host(self, tensor: Tensor) -> None:
-        """Count a copy of the tensor's whole storage, for which the host waits."""
+        """Count a copy of the whole storage of a tensor (any shape), for which the host waits."""
         self.saw_host_read(tensor)
         for record in self.records:
             record.copied_bytes += tensor.untyped_storage().nbytes()

@@ -27,7 +27,7 @@ class KnownValues:
         self._overwritten: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's value, on the CPU; None: it is unknown."""
+        """The tensor's value on the CPU, of its own shape (any shape); None where it is unknown."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= _LIMIT else None
         value = getattr(tensor, "_known", None)
@@ -36,7 +36,9 @@ class KnownValues:
         return value
 
     def set(self, tensor: Any, value: Tensor | None) -> None:
-        """Say what a fake tensor holds."""
+        """Set the value of a fake tensor: ``value`` has its shape (any shape) and dtype; None is
+        unknown.
+        """
         tensor._known = value
         if value is not None and isinstance(tensor, FakeTensor):
             storage, twin = tensor.untyped_storage(), value.untyped_storage()
@@ -44,7 +46,7 @@ class KnownValues:
                 storage._dry_twin = twin  # for tensors that are made of the storage
 
     def forget(self, tensor: Tensor) -> None:
-        """What the tensor holds, and its views hold there, became unknown."""
+        """Mark the tensor's values unknown (any shape), and with them those of its views."""
         value = getattr(tensor, "_known", None)
         if value is not None:
             self._overwritten.add(value.untyped_storage())

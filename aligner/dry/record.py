@@ -180,7 +180,10 @@ class Record:
         flops: int = 0,
         moved_bytes: int | None = None,
     ) -> None:
-        """Count one kernel, which reads its operands and writes its results once by default."""
+        """Count one kernel, which reads its operands and writes its results once by default.
+
+        Tensors may have any shape and dtype.
+        """
         first = operands[0] if operands else results[0]
         if moved_bytes is None:
             moved_bytes = sum(map(_bytes, (*operands, *results)))
@@ -211,7 +214,7 @@ class Memory:
         self._known: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on this device."""
+        """True if the tensor (any shape) is on this device."""
         return tensor.device.type == self.device_type
 
     def snapshot(self) -> Snapshot:
@@ -219,7 +222,7 @@ class Memory:
         return Snapshot(self.alive_bytes, {kind: n for kind, n in self.kinds.items() if n})
 
     def saw(self, tensor: Tensor) -> bool:
-        """Count the tensor's storage, once; whether it is new."""
+        """Count the tensor's storage (any shape), once; return True if it is new."""
         storage = tensor.untyped_storage()
         if storage in self._known:
             return False
@@ -235,7 +238,7 @@ class Memory:
             self._set(self._known[storage], storage.nbytes())
 
     def name(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
-        """Say what the storages of tensors on the device are for."""
+        """Record the use of the storages of those tensors (any shape) that are on the device."""
         for tensor in tensors:
             if self.holds(tensor):
                 self.saw(tensor)
@@ -245,7 +248,9 @@ class Memory:
                 block.kind = kind
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Collectives write into these; activations among them are theirs."""
+        """Record tensors (any shape) that a collective writes; activations among them become its
+        own.
+        """
         self.name(
             Kind.COMMUNICATION,
             [each for each in tensors if self._kind_of(each) is Kind.ACTIVATIONS],

@@ -28,7 +28,7 @@ class Exports:
         self._unopened: dict[int, tuple[Tensor, Process]] = {}
 
     def reduce(self, tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """In the place of `torch.multiprocessing.reductions.reduce_tensor`."""
+        """Stand-in for `torch.multiprocessing.reductions.reduce_tensor`, of any shape and dtype."""
         if not tensor.is_cuda:
             raise DryDeviceError(f"a tensor on {tensor.device} is no memory of the device")
         self._count += 1

@@ -198,7 +198,7 @@ class Order:
         return not beside
 
     def launch(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """An operation on this thread's stream.
+        """An operation on this thread's stream, which reads and writes tensors of any shape.
 
         Raises:
             DryDeviceError: memory is used on another stream, or by the host, beside this.
@@ -208,7 +208,9 @@ class Order:
         self._use(stream.act(what), reads, writes)
 
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> None:
-        """An operation of this thread's host; raises as `launch` does."""
+        """An operation of this thread's host on tensors of any shape; raises the errors of
+        `launch`.
+        """
         self._use(self.process.host.act(what), reads, writes)
 
     def is_idle_at(self, moment: Moment) -> bool:
@@ -238,7 +240,7 @@ class Order:
     # Memory -------------------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> None:
-        """The host's memory of this tensor is locked: copies may run beside the host."""
+        """Lock the host memory of this tensor (any shape): copies may run beside the host."""
         self._memory(tensor).pinned = True
 
     def lock(self, addresses: range) -> None:
@@ -250,7 +252,7 @@ class Order:
         return any(address in each for each in self._locked)
 
     def record_stream(self, tensor: Tensor, stream: Lane) -> None:
-        """The tensor's memory is not taken again before what ``stream`` does now is over."""
+        """Keep the tensor's memory (any shape) until the present work of ``stream`` is done."""
         self._memory(tensor).shared.add(stream)
 
     def freed(self, storage: torch.UntypedStorage) -> None:

@@ -19,7 +19,9 @@ _MOST_TERMS = 512  # of a sum in the forward pass
 
 
 def has_onednn(tensor: Tensor) -> bool:
-    """Whether this build of torch and this processor have oneDNN's products for the tensor."""
+    """True if this build of torch and this processor have oneDNN's products for ``tensor`` [...,
+    n].
+    """
     if tensor.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if tensor.dtype == torch.bfloat16:

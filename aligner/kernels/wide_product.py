@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def has_wide_products(*matrices: Tensor) -> bool:
-    """Whether these matrices are multiplied as they are, without a float32 copy."""
+    """True if these matrices [n, m] are multiplied as they are, without a float32 copy."""
     return all(_has_kernel(each) and each.dtype == torch.bfloat16 for each in matrices)
 
 

@@ -86,7 +86,7 @@ class UserPolicyLoss:
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch; see `PolicyLoss`."""
+        """Loss and metric shares of one micro-batch; see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
         told = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, told, denominators)

@@ -30,7 +30,9 @@ class SupervisedInterface(ABC):
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of this process's share of a global batch, reduced over all ranks.
 
-        Gradients are accumulated unless ``forward_only``.
+        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
+        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Gradients are accumulated unless
+        ``forward_only``.
         """
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role

@@ -70,7 +70,11 @@ class WeightBroadcast:
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Rank 0's tensor into everybody's ``tensor``, which has its shape and dtype."""
+        """Copy rank 0's ``tensor``, of any shape and dtype, into everybody's, which has the same.
+
+        Raises:
+            WorkerError: the connection failed, or a rank is gone.
+        """
         try:
             self._send(tensor)
         except RuntimeError as error:

@@ -47,7 +47,9 @@ class WithReference(Generic[Item]):
     """A data set whose examples bring what the reference says of them."""
 
     def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
-        """``logprobs``: float32, of the learned tokens of all examples of all items, in order."""
+        """``logprobs``: float32 [N], of the N learned tokens of all examples of all items, in
+        order.
+        """
         counts = [example.learned_tokens for example in _examples(items)]
         bounds = pairwise(accumulate(counts, initial=0))
         self._items, self._logprobs, self._bounds = items, logprobs, list(bounds)

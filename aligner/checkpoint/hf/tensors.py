@@ -24,9 +24,10 @@ from aligner.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Layout:
-    """How one canonical tensor is made of Hugging Face's, and back.
+    """Conversion of one canonical tensor from those of Hugging Face, and back.
 
-    ``join(parts, architecture) -> tensor``; ``part(tensor, architecture) -> parts``.
+    ``join(parts, architecture) -> tensor``; ``part(tensor, architecture) -> parts``. Weights are
+    [out, in], biases [out], of any dtype.
     """
 
     join: Callable[[list[Tensor], GPTArchitecture], Tensor]
@@ -47,7 +48,7 @@ def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
 
 
 def part_qkv(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
-    """Inverse of `join_qkv`."""
+    """Inverse of `join_qkv`: ``[(heads + 2 * groups) * D, …]`` to query, key and value rows."""
     groups, head = architecture.num_query_groups, architecture.kv_channels
     queries = architecture.num_attention_heads // groups * head
     grouped = tensor.reshape(groups, queries + 2 * head, *tensor.shape[1:])

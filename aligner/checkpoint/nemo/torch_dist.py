@@ -179,8 +179,8 @@ def write_torch_dist(
 ) -> None:
     """Write a torch_dist checkpoint into an archive, one box at a time.
 
-    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``; boxes of one key
-    must tile it. Nothing but the current box is held in memory.
+    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``, tensors of any
+    shape and dtype; boxes of one key must tile it. Nothing but the current box is held in memory.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}

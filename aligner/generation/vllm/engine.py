@@ -187,7 +187,10 @@ class VllmEngine:
         self._llm.collective_rpc("begin_refit")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the weights; their memory must stay valid until `finish_refit`."""
+        """Load some of the weights; their memory must stay valid until `finish_refit`.
+
+        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        """
         self._llm.collective_rpc("load_refit_weights", args=(weights,))
 
     def finish_refit(self) -> None:

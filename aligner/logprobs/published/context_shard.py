@@ -61,7 +61,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """Reduce-scatter of the chunks, back in rank order."""
+        """Reduce-scatter [..., S, ...] to this rank's chunks [..., S / CP, ...]."""
         ranks = dist.get_world_size(ctx.group)
         if ranks == 1:
             return grad_outputs[0], None, None

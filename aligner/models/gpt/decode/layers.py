@@ -66,7 +66,9 @@ class Rotation(NamedTuple):
         return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate ``heads`` (the first half of ``D_rot`` against the second); contiguous."""
+        """Rotate ``heads`` [n, G, R + 2, D] (the first half of ``D_rot`` against the second);
+        contiguous.
+        """
         if heads.shape[-1] == 2 * self.half:
             turned = heads.roll(self.half, dims=-1)
         else:

@@ -82,7 +82,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
         microbatch: Microbatch,
         with_entropy: bool,
     ) -> TokenOutputs:
-        """Log-probs (and entropy) where ``token_mask`` is 1."""
+        """Log-probs (and entropy) where ``token_mask`` is 1; see `DTensorModel.token_outputs`."""
         tp_group = self.vocab_group
         return token_logprobs(
             self._vocab_input(hidden),
@@ -99,7 +99,9 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
     def loss_outputs(
         self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
-        """What ``loss_fn`` reads of each token: log-probs, or all logits."""
+        """Outputs that ``loss_fn`` reads of hidden states [n * L, H]: log-probs [B, S], or all
+        logits.
+        """
         if not reads_logits(loss_fn):
             return super().loss_outputs(hidden, microbatch, loss_fn)
         logits = token_logits(

@@ -60,7 +60,9 @@ class ParameterShard:
         return rows_of(self.part_shape[0], self.parallel.dp_rank, self.parallel.dp_size)
 
     def share_of(self, whole: Tensor) -> Tensor:
-        """What of a whole tensor of this shape this process holds; a view."""
+        """View of the elements that this process holds of ``whole``, a tensor [out, in] or
+        [out].
+        """
         part = whole
         if self.split_dim is not None:
             columns = rows_of(

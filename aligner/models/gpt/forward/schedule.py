@@ -38,10 +38,10 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 class Microbatch:
     """Some rows of a batch, trimmed to the longest of them, and how they stand in the model."""
 
-    columns: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]  # of `aligner.types`, [b] or [b, S, ...]
     layout: TokenLayout
     selected: BoolArray  # [b, S] on the host: ``token_mask``, or nowhere where there is none
-    hidden: Tensor | None = None  # of the last stage, where its pass was made before
+    hidden: Tensor | None = None  # [n, L, H] of the last stage, where its pass was made before
 
 
 # Sequences per micro-batch, or [first row, last row + 1] of each; a micro-batch may be empty.
@@ -120,7 +120,7 @@ def loss_head(
     loss_fn: LossFunction,
     denominators: Denominators,
 ) -> Head:
-    """The head that ends in ``loss_fn`` of what ``outputs`` makes of the hidden states."""
+    """The head that ends in ``loss_fn`` of the ``outputs`` for hidden states ``[n, L, H]``."""
 
     def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)

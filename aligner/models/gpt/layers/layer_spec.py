@@ -60,7 +60,7 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension of ``hidden`` [..., H]; same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.is_rms:
             # In bf16 torch's own computes in float32 inside.

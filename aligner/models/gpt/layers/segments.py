@@ -128,7 +128,7 @@ class Runs:
 
     queries: IntArray  # [m] lengths; the queries are the local rows in order
     keys: IntArray  # [m] lengths
-    key_rows: Tensor | None  # int64, rows of the keys among those of all ranks; None: in order
+    key_rows: Tensor | None  # int64 [k], rows of the keys among those of all ranks; None: in order
     query_ends: Tensor  # int32 [m + 1], where each run begins, and where the last one ends
     key_ends: Tensor
 

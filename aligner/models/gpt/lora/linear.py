@@ -52,7 +52,9 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """The weight of a plain linear that does the same, from this linear's."""
+        """Weight [out, in] of a plain linear that computes the same, from this linear's ``weight``
+        [out, in].
+        """
         return add_product(weight, self.a, self.b, self.scale)
 
 
@@ -69,7 +71,9 @@ class AdaptedLinear(nn.Module):
         return output + self.adapted(input_) if self.lora.enabled else output, bias
 
     def adapted(self, hidden: Tensor) -> Tensor:
-        """What the adapter adds to the output."""
+        """The adapter's part of the output: ``[s, b, in]`` to ``[s, b, out]``, shared out as in
+        `forward`.
+        """
         raise NotImplementedError
 
 

@@ -54,7 +54,9 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Log-probs (and entropy) where ``token_mask`` is 1."""
+        """Log-probs (and entropy) where ``token_mask`` is 1; see
+        `MegatronGPTModel.token_outputs`.
+        """
         columns, tp_group = microbatch.columns, self.vocab_group
         rows = full_hidden_states(gpt, hidden, vocab_parallel=True)
         if "teacher_topk_indices" in columns:

@@ -217,7 +217,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rope frequencies stretched to a longer context.
+    """Rope frequencies stretched to a longer context, float32 [D_rot / 2] to the same shape.
 
     ``linear`` divides all by the factor (Chen et al. 2023). ``llama3`` divides only those whose
     wavelength exceeds the original context and interpolates in between (Llama 3.1, 2024);

@@ -65,7 +65,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """What the head says of every token; see `value_outputs`."""
+        """Outputs of the head for every token; see `value_outputs`."""
         assert not with_entropy  # a policy's matter
         return value_outputs(gpt, hidden, microbatch, gpt.rm_head, right_shift=self.right_shift)
 
@@ -132,7 +132,11 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return self.get_values(batch)
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values under ``values``; rewards join them where a reward model shares the body."""
+        """Values float32 [B, S] under ``values``, and ``rewards`` where a reward model shares the
+        body.
+
+        ``batch`` as in `get_values`.
+        """
         values = {"values": self.get_values(batch)}
         if self.rewards_of is None:
             return values
@@ -213,12 +217,12 @@ def value_outputs(
     *,
     right_shift: bool,
 ) -> TokenOutputs:
-    """What ``value_head`` makes of hidden states ``[n, L, H]``: ``[B, S]``, or ``[B, S, K]`` of a
+    """Outputs of ``value_head`` for hidden states ``[n, L, H]``: ``[B, S]``, or ``[B, S, K]`` of a
     head with K outputs.
 
-    With ``right_shift`` what was read up to token j is the value of j + 1, the state *before* that
-    token: otherwise the value of a state would be computed after its action was seen. Without it
-    the number speaks of the token just read.
+    With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
+    otherwise the value of a state would be computed after its action was seen. Without it the
+    output belongs to the token just read.
     """
     layout = microbatch.layout
     rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()

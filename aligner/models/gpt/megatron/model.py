@@ -125,7 +125,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """What the role says of each token, from ``gpt``'s hidden states ``[n, L, H]``."""
+        """The role's outputs for each token, from ``gpt``'s hidden states ``[n, L, H]``."""
         raise NotImplementedError
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
@@ -211,7 +211,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
         return frame
 
     def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Zeros of the shape that `infer_tokens` returns."""
+        """Zeros of the shape that `infer_tokens` returns, float32 ``[B, S]`` or ``[B, S, K]``."""
         ids = batch["input_ids"]
         return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
 
@@ -264,7 +264,9 @@ class MegatronGPTModel(RolePhases, ModelPT):
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
-        Unless ``forward_only``, gradients are added to the gradient buffers.
+        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
+        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Unless ``forward_only``, gradients
+        are added to the gradient buffers.
         """
         metrics = self.run_batch(batch, forward_only, mbs).metrics
         return metrics["loss"], metrics
@@ -272,7 +274,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
     def run_batch(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> BatchResult:
-        """The passes of `get_loss_and_metrics`.
+        """The passes over ``batch``; see `get_loss_and_metrics`.
 
         Denominators are counted over all data-parallel ranks before the first micro-batch, so
         neither the loss nor its gradient depends on micro-batch size or layout.
@@ -339,7 +341,11 @@ class MegatronGPTModel(RolePhases, ModelPT):
         return model
 
     def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Inverse of `whole_weights`: this process's share of canonical weights, on every rank."""
+        """Load this process's share of canonical weights, on every rank; inverse of
+        `whole_weights`.
+
+        ``weights``: whole tensors, [out, in] or [out], in any float dtype.
+        """
         load_weights(
             self.gpt,
             weights,
@@ -364,7 +370,12 @@ class MegatronGPTModel(RolePhases, ModelPT):
         self.adapters.save(path, self.nemo_keys())
 
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Copy the reward head, where both the model and the checkpoint have one."""
+        """Copy the reward head, weight [K, H] and bias [K], where both the model and the checkpoint
+        have one.
+
+        Raises:
+            CheckpointError: the shapes differ and ``strict`` is set.
+        """
         head = getattr(self.gpt, "rm_head", None)
         if head is None:
             return

@@ -90,7 +90,7 @@ class Standardization:
         return cls(float(numbers[0]), float(numbers[1]))
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        """The standardised rewards."""
+        """Standardised rewards of float [...], in the same shape."""
         return (rewards - self.mean) / self.std
 
 

@@ -46,7 +46,9 @@ class DrawingPolicy:
     def infer_tokens(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None, model: Any = None
     ) -> Tensor:
-        """The backend's model makes one number of each token; see there."""
+        """One number for each token, by the backend's model; see
+        `MegatronGPTModel.infer_tokens`.
+        """
         raise NotImplementedError
 
     def get_logprobs(
@@ -104,7 +106,9 @@ class DrawingPolicy:
         drawing: Drawing | None = None,
         listener: TokenListener | None = None,
     ) -> GenerationOutput:
-        """Continue right-padded prompts; see `aligner.models.gpt.decode.generator.Generator`."""
+        """Continue right-padded prompts; see
+        `aligner.models.gpt.decode.generator.Generator.generate`.
+        """
         return self._ready_generator().generate(
             prompts,
             prompt_lengths,

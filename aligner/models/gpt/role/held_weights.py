@@ -16,6 +16,7 @@ class HeldWeights:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """``parameters``: tensors of any shape and float dtype by their names."""
         self._parameters = dict(parameters)
         self._held = {
             name: accelerator.to_host(value.detach().clone())

@@ -45,7 +45,9 @@ class Residence:
         self.park(kept=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, kept: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """The same of any tensors: ``kept`` are copied, ``freed`` come back as zeros."""
+        """Park tensors of any shape and dtype: ``kept`` are copied, ``freed`` come back as
+        zeros.
+        """
         leaving: list[_Parked] = []
         for tensors, keep in ((kept, True), (freed, False)):
             for storage, device in _storages(tensors):
