@@ -75,7 +75,7 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run's callback needs, as JSON has it; kept in run states."""
+        """State that a resumed run's callback needs, as JSON has it; kept in run states."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ class Callbacks:
                 error.add_note(str(second))  # the first error is the one that is raised
 
     def state_dict(self) -> dict[str, Any]:
-        """Of those that have a state, by their paths; the same on every rank."""
+        """States of the callbacks that have one, by their paths; the same on every rank."""
 
         def states() -> dict[str, Any]:
             pairs = zip(self._keys(), self._callbacks, strict=True)

@@ -112,7 +112,7 @@ def check_overrides(
 
 
 def _elsewhere(arguments: Sequence[str]) -> bool:
-    """Whether configuration may come from further directories."""
+    """Return whether configuration may come from further directories."""
     return any(
         argument.split("=")[0] in ("-cd", "--config-dir", "-cp", "--config-path")
         or "hydra.searchpath" in argument
@@ -224,7 +224,7 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _values_of(arms: Sequence[Any]) -> Any:
-    """What the values of a mapping are; None: no arm is a mapping."""
+    """Type of the values of a mapping; None: no arm is a mapping."""
     for arm in arms:
         if arm in (Any, dict):
             return Any

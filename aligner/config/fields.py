@@ -23,7 +23,7 @@ class Range:
     exclusive_high: bool = False
 
     def contains(self, value: float) -> bool:
-        """Whether ``value`` lies in the interval."""
+        """Return whether ``value`` lies in the interval."""
         if not math.isfinite(value):
             return False
         if self.low is not None and not (value > self.low if self.exclusive else value >= self.low):
@@ -53,7 +53,7 @@ class Aliases:
     pairs: tuple[tuple[str, Any], ...]
 
     def resolve(self, value: Any) -> Any:
-        """What ``value`` means; itself where it is no alias."""
+        """Meaning of ``value``; itself where it is no alias."""
         return next((meant for written, meant in self.pairs if value == written), value)
 
 
@@ -81,7 +81,7 @@ class Names:
     or_path: bool = False
 
     def is_path(self, value: str) -> bool:
-        """Whether ``value`` names something of the user's own."""
+        """Return whether ``value`` names something of the user's own."""
         return self.or_path and (":" in value or "." in value)
 
 

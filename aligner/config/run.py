@@ -38,7 +38,7 @@ from aligner.config.validation import ValidationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRunConfig:
-    """What a run of any algorithm is told; each has its own ``model``, ``data`` and ``trainer``."""
+    """Options of a run of any algorithm; each has its own ``model``, ``data`` and ``trainer``."""
 
     model: TrainedModelConfig
     trainer: TrainingConfig
@@ -77,7 +77,7 @@ class BaseRunConfig:
 
     @property
     def algorithm(self) -> str:
-        """What is done to the model, in a few words."""
+        """Name of the algorithm, in a few words."""
         return algorithm_of(self.as_dict()).name
 
     @property
@@ -92,7 +92,7 @@ class BaseRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRunConfig(BaseRunConfig):
-    """What a run is told that learns from responses it samples."""
+    """Options of a run that learns from responses it samples."""
 
     reward: RewardConfig
     data: DataConfig
@@ -170,7 +170,7 @@ class RSRunConfig(SamplingRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRunConfig(BaseRunConfig):
-    """What a run that learns from given examples is told."""
+    """Options of a run that learns from given examples."""
 
     data: ExampleDataConfig | PairDataConfig
 

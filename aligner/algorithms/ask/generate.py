@@ -50,7 +50,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def format_of(data: AskedDataConfig, *, with_truth: bool = True) -> PromptFormat:
-    """How a row becomes a prompt; a ground truth may be wanting where nobody asks for it."""
+    """Format by which a row becomes a prompt; a ground truth is read only where it is needed."""
     return PromptFormat(
         prompt_column=data.prompt_column,
         ground_truth_column=data.ground_truth_column if with_truth else None,

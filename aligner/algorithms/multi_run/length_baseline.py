@@ -1,4 +1,4 @@
-"""What length alone tells of a preference: the rule that a reward model has to beat."""
+"""Baseline that predicts preferences from length only; a reward model has to beat it."""
 
 from collections.abc import Iterable
 from typing import Protocol

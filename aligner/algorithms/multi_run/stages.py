@@ -75,7 +75,7 @@ class Stage:
         write_json(self.folder / RECORD, {**self.record, **entries})
 
     def made_of(self) -> dict[str, Any]:
-        """What decides its result: the configuration, and size and time of the models it takes."""
+        """Inputs that decide its result: the configuration, and size and time of the models."""
         models = {}
         for key, path in self.models.items():
             facts = path.stat()
@@ -83,7 +83,7 @@ class Stage:
         return {**self.config.as_dict(), "models": models}
 
     def changes(self) -> list[str]:
-        """What is not as it was when the stage began, in words.
+        """Changes since the stage began, in words.
 
         Options that came into the library since then are passed over.
         """
@@ -92,7 +92,7 @@ class Stage:
         return config_changes(before, _known_to(before, now))
 
     def is_done(self) -> bool:
-        """Whether it came to its end, from what is there now, and what it left is there."""
+        """Return whether the stage finished with its present inputs and its results still exist."""
         there = self.trained is None or self.trained.exists()
         return bool(self.record.get("finished")) and there and not self.changes()
 

@@ -54,7 +54,7 @@ def train_ppo(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads before any model is built."""
+    """Inputs that a run reads before any model is built."""
 
     tokenizer: Tokenizer
     architecture: GPTArchitecture
@@ -272,5 +272,5 @@ def build_generation(
 
 
 def generation_note(generation: VllmGeneration | None) -> list[str]:
-    """What the engines are given of their devices, for the start-up report."""
+    """Device settings of the engines, for the start-up report."""
     return [] if generation is None else [generation.in_words()]

@@ -24,7 +24,7 @@ from aligner.observe.diagnostics import explained_variance, statistics
 
 @dataclass(frozen=True)
 class Credit:
-    """How a run assigns credit.
+    """Credit assignment of a run.
 
     ``charges_kl``: the reward carries a KL penalty. ``rollouts_per_prompt``: so many adjacent rows
     answer one prompt. ``max_length``: most tokens of a response. ``own``: the user's estimator,

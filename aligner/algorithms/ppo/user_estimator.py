@@ -21,7 +21,7 @@ _OF_A_CRITIC = ("values",)
 
 
 class AdvantageEstimator(Protocol):
-    """What the function of ``trainer.ppo.advantage.estimator`` is.
+    """Signature of the function of ``trainer.ppo.advantage.estimator``.
 
     It is called by keyword, once a step with the whole rollout of ``B`` responses, and gets what
     its signature names of the following, all of it where it takes ``**others``:
@@ -81,7 +81,7 @@ class UserEstimator:
         return f"{KEY}={self.name}"
 
     def takes(self, name: str) -> bool:
-        """Whether the function's signature has ``name``, or takes any keyword."""
+        """Return whether the function's signature has ``name``, or takes any keyword."""
         try:
             parameters = inspect.signature(self._function).parameters
         except (TypeError, ValueError):  # a function of C

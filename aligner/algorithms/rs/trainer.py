@@ -109,7 +109,7 @@ class RSTrainer:
 
     @property
     def roles(self) -> Mapping[str, RoleFront]:
-        """What a run state holds the weights and optimizer states of, by its folder there."""
+        """Roles whose weights and optimizer states a run state holds, by their folders there."""
         return {"policy": self.policy}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:

@@ -37,7 +37,7 @@ _LEFT_BY_A_RUN = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes a run this run. Learning rates, rewards, layouts, lengths may change; these not.
+    """Identity of a run. Learning rates, rewards, layouts, lengths may change; these may not.
 
     ``models`` and ``data``: by configuration key, where it was, and a fingerprint of its content
     (None: it could not be read), so that a file may be moved.
@@ -49,7 +49,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, config: BaseRunConfig) -> "RunIdentity":
-        """Of the run that ``config`` describes."""
+        """Identity of the run that ``config`` describes."""
         plain = config.as_dict()
         sections = [name for name in ("model", "teacher") if name in plain]
         models = {
@@ -65,7 +65,7 @@ class RunIdentity:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
-        """Of a run state; earlier versions kept the configuration alone.
+        """Identity kept in a run state; earlier versions kept only the configuration.
 
         Raises:
             CheckpointError: no training script wrote it.

@@ -164,7 +164,7 @@ class Place:
 
     @property
     def share(self) -> float:
-        """Of the device."""
+        """Share of the device."""
         return self.taken / self.total
 
 

@@ -38,7 +38,7 @@ from aligner.observe.timers import PhaseTimers
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step or a validation tells: metrics under their full names, samples to show.
+    """Outcome of a step or a validation: metrics under their full names, samples to show.
 
     ``idle_roles``: those whose every update of the step was skipped, for it was not finite.
     """
@@ -53,7 +53,7 @@ class Learner(Protocol):
 
     @property
     def is_out_of_data(self) -> bool:
-        """Whether no step can follow, although the schedule has some left."""
+        """True if no step can follow, although the schedule has some left."""
         ...
 
     def step(self, step: int, timers: PhaseTimers) -> Outcome:
@@ -90,16 +90,16 @@ class Schedule:
     async_save: bool = False  # write run states while the next steps are made
 
     def validates(self, step: int) -> bool:
-        """Whether ``step`` is followed by a validation."""
+        """Return whether ``step`` is followed by a validation."""
         return step == self.total_steps or _due(step, self.val_check_interval)
 
     @property
     def saves_beside(self) -> bool:
-        """Whether run states are written while later steps are made."""
+        """True if run states are written while later steps are made."""
         return self.async_save and 0 < self.save_interval < self.total_steps
 
     def saves(self, step: int) -> bool:
-        """Whether ``step`` is followed by saving."""
+        """Return whether ``step`` is followed by saving."""
         return step == self.total_steps or _due(step, self.save_interval)
 
 
@@ -132,7 +132,7 @@ class RunLoop:
         on_saved: Callable[[], None] = lambda: None,
         callbacks: Callbacks | None = None,
     ) -> None:
-        """What a run is made of.
+        """Assemble a run.
 
         ``config``, ``identity``: the run's, kept in the run state. ``monitor``: metric that ranks
         states. ``layout``: number of processes and sizes of all parallel axes, in words.

@@ -64,12 +64,12 @@ class TrainerDPOConfig(SupervisedLoopConfig):
 
     @property
     def is_paired(self) -> bool:
-        """Whether an example is two responses, in adjacent rows."""
+        """True if an example is two responses, in adjacent rows."""
         return self.loss != "kto"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss reads the log-probs of the initial weights."""
+        """True if the loss reads the log-probs of the initial weights."""
         return self.loss != "simpo"
 
 

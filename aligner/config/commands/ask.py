@@ -64,7 +64,7 @@ class AskedDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AskConfig:
-    """What every command that asks is told."""
+    """Options of every command that generates from a model."""
 
     model: AskedModelConfig
     data: AskedDataConfig = field(default_factory=AskedDataConfig)

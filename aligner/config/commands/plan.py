@@ -1,4 +1,4 @@
-"""What `plan` is asked, beside the training configuration that it looks at."""
+"""Options of `plan` beside the training configuration that it reads."""
 
 import dataclasses
 import json

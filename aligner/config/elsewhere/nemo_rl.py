@@ -30,7 +30,7 @@ from aligner.errors import ConfigError
 
 
 class TokenizerSpec(TypedDict, total=False):
-    """Which tokenizer; the one that is given as an argument is what is used."""
+    """Tokenizer in a published mapping; the one that is given as an argument is used instead."""
 
     name: str
 
@@ -210,7 +210,7 @@ _OPTIMIZERS: dict[str, Literal["adam", "sgd"]] = {
 
 @dataclass(frozen=True)
 class PublishedRole:
-    """What a mapping says, in the library's own sections."""
+    """Settings of a published mapping, in the library's own sections."""
 
     backend: Literal["megatron", "dtensor"]
     model: ModelConfig

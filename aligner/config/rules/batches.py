@@ -1,5 +1,6 @@
-"""How rows become batches and micro-batches: what is not given follows; what cannot be cut so, is
-refused.
+"""Rules by which rows become batches and micro-batches.
+
+A size that is not given follows from the others; sizes that do not divide are refused.
 """
 
 import math

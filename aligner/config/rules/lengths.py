@@ -58,7 +58,7 @@ def longest_lengths(
 
 
 def draws_responses(config: BaseRunConfig) -> bool:
-    """Whether the model learns from responses that it draws, not from given examples."""
+    """Return whether the model learns from responses that it draws, not from given examples."""
     if isinstance(config, DistillRunConfig):
         return config.trainer.distill.on_policy
     return isinstance(config, SamplingRunConfig)
