@@ -1,4 +1,4 @@
-"""What a role must be able to do, whoever implements it.
+"""Interfaces of the roles, on any backend.
 
 The Lightning-style roles (``SupervisedInterface`` and below) speak in the batches of one process;
 the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and masks are those of
@@ -36,16 +36,16 @@ class SupervisedInterface(ABC):
         """
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called before each training batch."""
+        """Hook before each training batch, for a caller's loop; the library does not call it."""
 
     def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called after each training batch."""
+        """Hook after each training batch, for a caller's loop; the library does not call it."""
 
     def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called before each validation batch."""
+        """Hook before each validation batch, for a caller's loop; the library does not call it."""
 
     def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called after each validation batch."""
+        """Hook after each validation batch, for a caller's loop; the library does not call it."""
 
 
 class Inferrable(ABC):
@@ -119,7 +119,7 @@ class ValueOutputSpec(TypedDict):
 
 
 class GenerationDatumSpec(TypedDict):
-    """What a policy is asked to continue or to score.
+    """Input that a policy continues or scores.
 
     ``input_ids`` int64 ``[B, S]`` right-padded; ``input_lengths`` int64 ``[B]``; ``sample_ids``
     int64 ``[B]`` tells the draws of equal prompts apart.
@@ -131,7 +131,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What a sampling engine returns.
+    """Output of a sampling engine.
 
     ``output_ids`` int64 ``[B, S]`` prompt and response, right-padded; ``generation_lengths`` int64
     ``[B]`` tokens generated; ``unpadded_sequence_lengths`` int64 ``[B]`` prompt + response;
@@ -177,7 +177,7 @@ class GenerationInterface(ABC):
         """
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy's own weights draw
-        """The policy's weights are others now; the next `prepare_for_generation` fetches them."""
+        """Mark the policy's weights as changed; the next `prepare_for_generation` fetches them."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -281,7 +281,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """What opens some weights from an engine of the same machine or device.
+        """Handles by which an engine of the same machine or device opens some weights.
 
         ``readers``: the machines and devices where they will be opened; default everywhere.
         """
@@ -304,11 +304,11 @@ class ValueInterface(RoleFrontInterface):
 
     @abstractmethod
     def prepare_for_inference(self) -> None:
-        """Enter the prediction of values."""
+        """Enter inference, the prediction of values."""
 
     @abstractmethod
     def finish_inference(self) -> None:
-        """Leave it."""
+        """Leave inference."""
 
     @abstractmethod
     def get_values(

@@ -103,7 +103,7 @@ class RoleFront:
         return train_result(results)
 
     def device_facts(self) -> DeviceFacts:
-        """What the workers compute on: the first one's words, the least memory of all."""
+        """Devices that the workers compute on: the first one's words, the least memory of all."""
         facts = run_on_all(self.worker_group, "device_facts")
         return replace(facts[0], free_bytes=min(each.free_bytes for each in facts))
 
@@ -191,7 +191,7 @@ class RoleFront:
         run_on_all(self.worker_group, "save_checkpoint", **paths)
 
     def has_finite_weights(self) -> bool:
-        """Whether no weight of the role is NaN or infinite."""
+        """Return whether no weight of the role is NaN or infinite."""
         return all(run_on_all(self.worker_group, "has_finite_weights"))
 
     def num_parameters(self) -> int:

@@ -25,7 +25,7 @@ class RefitSource:
     worker_group: WorkerGroup
 
     def refit_ends(self) -> list[RefitEnd]:
-        """Where the workers are and what they send with, by rank."""
+        """Places of the workers and the versions they send with, by rank."""
         return run_on_all(self.worker_group, "refit_end")
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Refit:
         self._policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
-        """What is the same in every refit, made in the first."""
+        """Prepare the parts that are the same in every refit, in the first."""
         if self._groups is None:
             self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
             if self._separate:

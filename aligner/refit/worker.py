@@ -41,7 +41,7 @@ class RefitWorker(ABC):
         """Whole tensors under these names, on every worker; none is kept when the next is made."""
 
     def refit_end(self) -> RefitEnd:
-        """Where this worker is and what it sends with."""
+        """Place of this worker and the versions it sends with."""
         return RefitEnd.here(f"policy rank {self.parallel.rank}")
 
     def prepare_refit_info(self) -> RefitInfo:

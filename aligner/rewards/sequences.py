@@ -1,4 +1,4 @@
-"""What a reward model reads of a response: the sequence that its training data would have had.
+"""Sequence that a reward model reads of a response: the same form as in its training data.
 
 That is ``prompt + response + EOS`` in the reward model's own tokens, whatever tokens the policy
 drew; in place of EOS the token that ended all sequences of its training, where its file names one

@@ -38,7 +38,7 @@ Rules = tuple[Drawing, StopStrings | None]
 
 @dataclass
 class Response:
-    """What was drawn for one prompt; ``is_end``: it ended by itself."""
+    """Response to one prompt; ``is_end``: it ended by itself."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -232,7 +232,7 @@ class VllmEngine:
         return stop.completed(prompt, response)
 
     def _is_abandoned(self, abandoned: threading.Event, step: int) -> bool:
-        """Whether to stop before this step; with several processes in the same step on each."""
+        """Return whether to stop before this step, the same one in all processes."""
         if self._peers is None:
             return abandoned.is_set()
         if step % _ASK_EVERY:
@@ -272,7 +272,10 @@ def _take_names_of_shared_memory() -> None:
 
 
 def set_environment(settings: VllmConfig) -> None:
-    """What vLLM reads when it is imported; a user's own values win where they can work."""
+    """Set the environment variables that vLLM reads at import.
+
+    A user's own values win where they can work.
+    """
     # An engine core in a process of its own could outlive this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {

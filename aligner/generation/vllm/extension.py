@@ -1,4 +1,4 @@
-"""What a refit does inside vLLM's worker; vLLM mixes this class into it by its dotted path.
+"""Refit inside vLLM's worker; vLLM mixes this class into it by its dotted path.
 
 A layer is loaded when all its weights have come, so the groups of a refit may cut anywhere.
 """

@@ -72,7 +72,7 @@ class RewardModel(RoleFront):
         run_on_all(self.worker_group, "standardize", mean=mean, std=std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Whether training's sequences began with BOS, and the token that ended all of them.
+        """Record whether training's sequences began with BOS, and the token that ended all of them.
 
         Saved with the model; who asks it makes such sequences.
         """

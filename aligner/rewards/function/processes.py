@@ -98,7 +98,7 @@ class RewardProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take another batch."""
+        """True if it can take another batch."""
         return self._stop.alive and self._child.poll() is None
 
     @property

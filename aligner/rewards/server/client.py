@@ -50,7 +50,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
 
 class _TryAgainError(Exception):
-    """What went wrong may pass."""
+    """Failure that may pass: the request is tried again."""
 
 
 class RewardClient:

@@ -57,7 +57,7 @@ class Job:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still waits for it."""
+        """True if somebody still waits for it."""
         return not self.rewards.done() and time.monotonic() < self.deadline
 
     def take(self, at_most: int) -> "Slice":
@@ -130,7 +130,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RewardService:
-    """What the handlers of requests share.
+    """Objects that the handlers of requests share.
 
     ``encode``: a sample's tokens, or an `AlignerError` that its sender is told. ``timeout_s``: a
     request waits so long for the model. ``token``: None lets everybody ask.
@@ -212,7 +212,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
                 self._bytes -= held
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no matter of ours."""
+        """Ignore errors of a connection: the client closed it."""
 
 
 class _Handler(BaseHTTPRequestHandler):

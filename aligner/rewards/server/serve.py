@@ -26,7 +26,7 @@ _HEARTBEAT_S = 1.0
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What a server is told."""
+    """Options of a server."""
 
     model: str  # a .nemo file
     host: str = "127.0.0.1"

@@ -188,7 +188,7 @@ class Generator:
                 dist.broadcast(result, group=group, group_src=0)
 
     def _stop_strings(self, drawing: Drawing) -> StopStrings | None:
-        """What finds the stop strings, where there are any; settings that cannot work are refused.
+        """Finder of the stop strings, where there are any; settings that cannot work are refused.
 
         Raises:
             ConfigError: as of the constructor.
@@ -226,7 +226,7 @@ class Generator:
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """Whether the host's waiting for a step would cost time: a CPU computes while it is told to."""
+    """Return whether waiting for a step would cost time: a CPU computes within the call."""
     return device.type != "cpu"
 
 

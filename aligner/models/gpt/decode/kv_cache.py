@@ -266,6 +266,6 @@ class KVCache:
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)
 
     def _places(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where all heads' keys and values of tokens, int64 [k] each, stand: int64 [k * G, 2]."""
+        """Places of all heads' keys and values of tokens, int64 [k] each: int64 [k * G, 2]."""
         firsts = self._firsts.view(-1, self._groups, 2)[slots]
         return (firsts + positions[:, None, None]).flatten(0, 1)

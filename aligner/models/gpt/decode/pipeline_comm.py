@@ -1,4 +1,4 @@
-"""What pipeline stages tell each other while generating: hidden rows forward, tokens to everyone.
+"""Messages between pipeline stages while generating: hidden rows forward, tokens to everyone.
 
     stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, draw
        ▲                                       ▲                             │
@@ -32,12 +32,12 @@ class GenerationStages:
 
     @property
     def is_first(self) -> bool:
-        """Whether the rows begin here, as embeddings."""
+        """True if the rows begin here, as embeddings."""
         return self._rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether tokens are drawn here."""
+        """True if tokens are drawn here."""
         return self._rank == self._last
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -52,7 +52,7 @@ class GenerationStages:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 
     def drawn_by_last(self, count: int, draw: Callable[[], SampledTokens]) -> SampledTokens:
-        """What ``draw`` returns on the last stage for ``count`` rows, on every stage.
+        """Result of ``draw`` on the last stage for ``count`` rows, on every stage.
 
         Raises:
             AlignerError: what ``draw`` raised there, on every stage.

@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """How the tokens of a rollout are drawn; see `Generator` of `decode.generator`."""
+    """Rules by which the tokens of a rollout are drawn; see `Generator` of `decode.generator`."""
 
     seed: int
     greedy: bool
@@ -97,7 +97,7 @@ class Responses:
         self._graph_memory = accelerator.graph_memory()
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
-        """Of these samples, filled up to ``rows`` with the one that stands for none.
+        """Batch of these samples, padded to ``rows`` with the one that stands for no sample.
 
         With ``rows`` its tensors are those of the last batch of so many rows.
         """
@@ -204,7 +204,7 @@ class Responses:
 
 
 def rows_of_graph(sequences: int, slots: int) -> int:
-    """How many rows a captured step for so many sequences has; at most ``slots``."""
+    """Number of rows of a captured step for this many sequences; at most ``slots``."""
     if sequences > _ROW_STEP:
         return min(slots, -(-sequences // _ROW_STEP) * _ROW_STEP)
     return min(slots, 1 << (sequences - 1).bit_length())

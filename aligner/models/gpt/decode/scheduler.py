@@ -264,7 +264,7 @@ class Rollout:
             self._batch = None
 
     def _ends(self, sample: int, token: int) -> bool:
-        """Whether the response ends by itself with its newest token."""
+        """Return whether the response ends by itself with its newest token."""
         if token in self._eos:
             return True  # before min_length it could not have been drawn
         if self._stop is None:
@@ -284,7 +284,7 @@ class Rollout:
             model.cache.copy(self._index(source), self._index(target), length)
 
     def _banning(self, samples: list[int]) -> bool:
-        """Whether one of the samples is too short to end with its next token."""
+        """Return whether one of the samples is too short to end with its next token."""
         return min(self._made[sample] for sample in samples) + 1 < self._length.min_length
 
     def _length_of(self, sample: int) -> int:

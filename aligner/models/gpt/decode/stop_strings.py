@@ -1,4 +1,4 @@
-"""Which token completes a stop string, found on decoded text at little cost per token."""
+"""Search for the token that completes a stop string, on decoded text at little cost per token."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ class StopStrings:
         self._tail = _CONTEXT + 4 * max(len(string) for string in strings)
 
     def completed(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Whether the last token of ``response`` completes a stop string.
+        """Return whether the last token of ``response`` completes a stop string.
 
         The string must begin in the response: what the prompt ends with does not count.
         """

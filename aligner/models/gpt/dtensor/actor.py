@@ -99,8 +99,9 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
     def loss_outputs(
         self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
-        """Outputs that ``loss_fn`` reads of hidden states [n * L, H]: log-probs [B, S], or all
-        logits.
+        """Outputs that ``loss_fn`` reads of hidden states [n * L, H].
+
+        Log-probs float32 [B, S], or all logits float32 [B, S, V] where the loss reads them.
         """
         if not reads_logits(loss_fn):
             return super().loss_outputs(hidden, microbatch, loss_fn)
@@ -127,7 +128,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
 
     @property
     def is_ready_to_generate(self) -> bool:
-        """Whether `prepare_for_generation` was called and `finish_generation` was not."""
+        """True if `prepare_for_generation` was called and `finish_generation` was not."""
         return self._generator is not None
 
     def prepare_for_generation(self) -> None:

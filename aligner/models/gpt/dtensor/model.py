@@ -202,7 +202,7 @@ class DTensorModel(LightningModule):
         self.model.train()
 
     def finish_training(self) -> None:
-        """Training is over for now; the next phase says where things move."""
+        """End training: nothing to do, the next phase moves weights and optimizer state."""
 
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""

@@ -25,7 +25,7 @@ from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
 
 class AttentionCache(Protocol):
-    """What generation attaches to `CoreAttention`."""
+    """Cache that generation attaches to `CoreAttention`."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value, attend over everything stored; ``[S, B, heads * D]``."""

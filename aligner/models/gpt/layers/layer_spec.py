@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of.
+"""Modules of a transformer layer.
 
 With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec with our core
 attention, unless ``model.layer_spec`` says otherwise; else our local one: megatron-core's linear
@@ -73,12 +73,12 @@ class Norm(nn.Module):
 
 @functools.cache
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed and there is a GPU to run it on."""
+    """Return whether Transformer Engine is installed and there is a GPU to run it on."""
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = None) -> bool:
-    """Whether layers are Transformer Engine's; its linears, fused with norms, have no adapters."""
+    """Return whether layers are Transformer Engine's; its fused linears take no adapters."""
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
             "model.layer_spec=transformer_engine needs Transformer Engine and a GPU; here is "

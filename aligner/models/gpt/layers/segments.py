@@ -1,4 +1,4 @@
-"""Which rows of a packed pass attend to which: the sequences that stand one after the other.
+"""Attention of the rows of a packed pass: the sequences that stand one after the other.
 
 Attention must not cost the square of the packed row. The sequences are therefore taken apart into
 buckets of similar length, each of which is a small right-padded batch:

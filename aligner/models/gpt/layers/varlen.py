@@ -98,7 +98,7 @@ def find_kernel(window: int | None) -> VarlenKernel | None:
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
-    """Whether a kernel takes these queries ``[R, heads, D]``."""
+    """Return whether a kernel takes these queries ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)

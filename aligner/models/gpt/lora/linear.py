@@ -52,9 +52,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """Weight [out, in] of a plain linear that computes the same, from this linear's ``weight``
-        [out, in].
-        """
+        """Weight [out, in] of a plain linear that computes the same, from ``weight`` [out, in]."""
         return add_product(weight, self.a, self.b, self.scale)
 
 
@@ -71,8 +69,9 @@ class AdaptedLinear(nn.Module):
         return output + self.adapted(input_) if self.lora.enabled else output, bias
 
     def adapted(self, hidden: Tensor) -> Tensor:
-        """The adapter's part of the output: ``[s, b, in]`` to ``[s, b, out]``, shared out as in
-        `forward`.
+        """The adapter's part of the output, shared out as in `forward`.
+
+        ``hidden``: ``[s, b, in]``; returns ``[s, b, out]``.
         """
         raise NotImplementedError
 

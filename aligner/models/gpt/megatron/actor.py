@@ -54,7 +54,7 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Log-probs (and entropy) where ``token_mask`` is 1; see
+        """Log-probs where ``token_mask`` is 1, with entropy; see
         `MegatronGPTModel.token_outputs`.
         """
         columns, tp_group = microbatch.columns, self.vocab_group

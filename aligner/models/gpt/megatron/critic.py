@@ -109,7 +109,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return values
 
     def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether an update on these rows is one pass that draws no random numbers.
+        """Return whether an update on these rows is one pass that draws no random numbers.
 
         Left out is also what has more than one graph: pipeline stages, a body that another model's
         weights move into, experts, which count their tokens in training.

@@ -422,7 +422,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
         )
 
     def nemo_keys(self) -> dict[str, Any]:
-        """What a role adds to the `.nemo`'s ``model_config.yaml``."""
+        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
         return {}
 
     def cfg_value(self, key: str) -> Any:

@@ -25,14 +25,18 @@ _SEQUENCES = "reward_sequences"
 
 @dataclass(frozen=True)
 class SequenceForm:
-    """What the sequences of its training began and ended with: a score means little elsewhere."""
+    """Form of the sequences in training, begin and end: scores of other sequences mean little."""
 
     add_bos: bool
     end_id: int | None  # the token that the score stands at; None: not always the same one
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """What a ``model_config.yaml`` says; None where it does not."""
+        """Read the form from a ``model_config.yaml``; None where it has none.
+
+        Raises:
+            CheckpointError: the values cannot be used.
+        """
         found = config.get(_SEQUENCES)
         if found is None:
             return None
@@ -73,9 +77,10 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """What a ``model_config.yaml`` says; None where it is off or not there.
+        """Read mean and deviation from a ``model_config.yaml``; None where it is off or missing.
 
-        ``CheckpointError`` where the numbers cannot be used.
+        Raises:
+            CheckpointError: the numbers cannot be used.
         """
         found = config.get(_STANDARDIZATION) or {}
         if not found.get("enable"):

@@ -68,7 +68,7 @@ def role_state(
     optimizer: RoleOptimizer | None,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """What this process has to save; tensors are flat views of its memory.
+    """State that this process has to save; tensors are flat views of its memory.
 
     ``{"steps": optimizer steps or None, "slices": {name: {"part": (index, count), "shape", "start",
     "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on of part
@@ -168,7 +168,7 @@ def _owned_slices(gpt: GPTModel, optimizer: RoleOptimizer | None) -> dict[Tensor
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
 ) -> TensorPart:
-    """Which part of the tensor a parameter of this process is."""
+    """Part of the tensor that a parameter of this process is."""
     size = parallel.config.tensor
     # Heads, and experts that have their own tensor-parallel size, are whole beside split layers.
     is_head = name in REWARD_HEAD
@@ -197,7 +197,7 @@ class _SavedRole:
 
     @property
     def opened_names(self) -> Set[str]:
-        """Of the slices in the files that have been opened."""
+        """Names of the slices in the files that have been opened."""
         return self._slices.keys()
 
     def _open_next(self) -> bool:

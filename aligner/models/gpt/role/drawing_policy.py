@@ -1,4 +1,4 @@
-"""What a policy does on every backend: it scores tokens, and it draws them."""
+"""Policy on every backend: scoring of tokens, and sampling of responses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,9 +46,7 @@ class DrawingPolicy:
     def infer_tokens(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None, model: Any = None
     ) -> Tensor:
-        """One number for each token, by the backend's model; see
-        `MegatronGPTModel.infer_tokens`.
-        """
+        """One number a token, by the backend's model; see `MegatronGPTModel.infer_tokens`."""
         raise NotImplementedError
 
     def get_logprobs(
@@ -120,11 +118,11 @@ class DrawingPolicy:
         )
 
     def _ready_generator(self) -> Generator:
-        """What draws with the current weights."""
+        """Generator with the current weights."""
         raise NotImplementedError
 
     def _make_generator(self, gpt: GPTModel) -> Generator:
-        """What draws with the weights of ``gpt``."""
+        """Generator with the weights of ``gpt``."""
         if self.tokenizer is None:
             raise ConfigError("tokenizer: the model was built without one; generation needs it")
         return Generator(

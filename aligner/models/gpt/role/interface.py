@@ -1,4 +1,4 @@
-"""What workers ask of the role that they serve, whatever it is built of."""
+"""Interface of the roles that workers serve, on any backend."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -169,7 +169,7 @@ class PolicyRole(Role, Protocol):
 
 
 class CriticRole(Role, Protocol):
-    """A role that says what states are worth."""
+    """A role that estimates the values of states."""
 
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None

@@ -30,7 +30,7 @@ def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int |
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did. ``grad_norm`` is the norm before clipping."""
+    """Outcome of one optimizer step. ``grad_norm`` is the norm before clipping."""
 
     grad_norm: float
     lr: float

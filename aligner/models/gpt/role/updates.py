@@ -50,7 +50,7 @@ class StepOptimizer(Protocol):
 
 
 class BatchResult(NamedTuple):
-    """What the passes over one global batch said; the same on every rank.
+    """Result of the passes over one global batch; the same on every rank.
 
     ``metrics``: reduced over all ranks, ``loss`` among them. ``valid_tokens``: how many tokens of
     the global batch count, which may be none.
@@ -61,7 +61,7 @@ class BatchResult(NamedTuple):
 
 
 class TrainedRole(Protocol):
-    """What is trained."""
+    """Interface of a role that is trained."""
 
     role_name: str
     settings: RoleSettings
@@ -155,7 +155,7 @@ def reduce_result(
 
 
 def result_of(reduced: Mapping[str, float]) -> BatchResult:
-    """What `reduce_result` made, told apart."""
+    """Result of `reduce_result`, its parts separated."""
     metrics = dict(reduced)
     return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
 

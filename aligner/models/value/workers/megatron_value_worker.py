@@ -119,4 +119,4 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
 
 
 class MegatronValueWorker(MegatronValueWorkerImpl):
-    """What every engine starts as a worker of `Value`."""
+    """Worker of `Value`, on every engine."""
