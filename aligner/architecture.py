@@ -1,4 +1,4 @@
-"""What a GPT looks like, independent of who wrote its checkpoint.
+"""Description of a GPT, independent of the program that wrote its checkpoint.
 
 ``GPTArchitecture`` is the one description that everything else is derived from: NeMo's
 ``model_config.yaml`` and Hugging Face's ``config.json`` are read into it (``checkpoint/``)
@@ -114,7 +114,7 @@ class GPTArchitecture:
 
     @property
     def gated(self) -> bool:
-        """Whether fc1 holds ``[gate; up]``."""
+        """True if fc1 holds ``[gate; up]``."""
         return self.activation in ("swiglu", "geglu")
 
     @property

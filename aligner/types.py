@@ -48,7 +48,7 @@ class Denominators(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """What a model says of each token of a micro-batch.
+    """Outputs of a model for each token of a micro-batch.
 
     ``values_or_logprobs``: float32 [B, S]; log-probs for a policy ([B, S, k] of the tokens that
     ``teacher_topk_indices`` names, where the batch has them), values for a critic, rewards for a
@@ -72,7 +72,7 @@ class LossFunction(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether ``outputs.entropy`` must be there."""
+        """True if ``outputs.entropy`` must be there."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Docstrings say the shape of every tensor that is passed in.
+"""Docstrings say the shape of every tensor that is passed in, and begin with a noun or a verb.
 
 The linter asks for a docstring of everything public. What it must hold is asserted here, from the
 syntax tree of every module.
@@ -20,6 +20,7 @@ SHAPE = re.compile(
 )
 # "as in `name`", "see `name`": the shape is said there.
 REFERENCE = re.compile(r"\b(?:see|as(?:\s+in)?|same\s+as|inverse\s+of)\s+`([\w.]+)`", re.IGNORECASE)
+OPENINGS = ("What", "Which", "Where", "Whether", "How", "Of")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -149,3 +150,15 @@ def test_every_tensor_argument_has_a_shape():
     assert [
         f"{place.line}: {'.'.join(place.names)}" for place in taking if not states_shape(place)
     ] == []
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    strays = []
+    for module in (place for place in places() if isinstance(place.node, ast.Module)):
+        for node in ast.walk(module.node):
+            if isinstance(node, ast.Module | Definition):
+                text = ast.get_docstring(node) or ""
+                if re.match(rf"({'|'.join(OPENINGS)})\b", text):
+                    line = node.body[0].lineno
+                    strays.append(f"{module.line}:{line}: {text.splitlines()[0]}")
+    assert strays == []

@@ -11,7 +11,7 @@ from aligner.errors import ConfigError, DataError
 
 
 class DynamicBatchingArgs(TypedDict):
-    """How ``shard_by_batch_size`` forms micro-batches under a token budget."""
+    """Arguments by which ``shard_by_batch_size`` forms micro-batches under a token budget."""
 
     max_tokens_per_microbatch: int  # rows times padded length, per rank
     sequence_length_round: int  # padded lengths are rounded up to a multiple of it
@@ -21,7 +21,7 @@ class DynamicBatchingArgs(TypedDict):
 
 
 class SequencePackingArgs(TypedDict):
-    """How ``shard_by_batch_size`` packs several sequences into one row."""
+    """Arguments by which ``shard_by_batch_size`` packs several sequences into one row."""
 
     max_tokens_per_microbatch: int  # tokens of a packed row
     input_key: str  # column of token ids [B, S]

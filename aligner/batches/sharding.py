@@ -1,4 +1,4 @@
-"""Which rows of a global batch go to which shard, and in which micro-batches.
+"""Assignment of the rows of a global batch to shards and micro-batches.
 
 Index arithmetic alone: no tensor is touched here. Every function is pure, so that all processes
 of a group compute the same plan from the same lengths.

@@ -82,7 +82,7 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
 
 
 def adapters_beside(weights_path: str) -> Path:
-    """Where the adapters stand that are merged into the weights at this path."""
+    """Path of the adapters that are merged into the weights at this path."""
     return Path(f"{weights_path.removesuffix('.nemo').rstrip('/')}{SUFFIX}")
 
 

@@ -47,7 +47,7 @@ class BackgroundTask:
 
     @property
     def done(self) -> bool:
-        """Whether the call has returned or raised."""
+        """True if the call has returned or raised."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:

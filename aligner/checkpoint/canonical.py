@@ -52,7 +52,7 @@ class SharedWeights(Protocol):
     """Canonical weights of which a part can be read by itself."""
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """What `split` makes of a tensor, its shape checked."""
+        """Share that `split` makes of a tensor, its shape checked."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which rows or columns of tensor-parallel parts make up a part of another split."""
+"""Rows or columns of tensor-parallel parts that make up a part of another split."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ def origin_of_rows(
     tp_rank: int,
     tp_size: int,
 ) -> Tensor:
-    """Where each row (or column) of this rank's part was, among ``count`` parts of ``shape``.
+    """Origin of each row (or column) of this rank's part, among ``count`` parts of ``shape``.
 
     ``name`` is that of a tensor which is split along an axis. Returns int64 ``[n]``: old part times
     its size along that axis, plus the place in it; -1: padding. The rules of `merge` and `split`

@@ -51,7 +51,7 @@ def silence_limit(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank runs; ``namespace`` tells whether its ``pid`` means anything here."""
+    """Place of a rank; its ``pid`` is meaningful only within its ``namespace``."""
 
     rank: int
     role: str
@@ -76,7 +76,7 @@ class _Place:
         return f"rank {self.rank} ({self.role}; host {self.host}, pid {self.pid})"
 
     def is_gone(self, seen_from: "_Place") -> bool:
-        """Whether the process has ended, as far as ``seen_from`` can tell."""
+        """Return whether the process has ended, as far as ``seen_from`` can tell."""
         if (self.host, self.namespace) != (seen_from.host, seen_from.namespace):
             return False
         try:
@@ -109,7 +109,7 @@ class RankWatch:
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """What befell another rank; waits up to ``wait_s`` for the news."""
+        """Failure of another rank; waits up to ``wait_s`` for a report."""
         self._found.wait(wait_s)
         return self._failure
 
@@ -298,7 +298,7 @@ def _store_host(first: _Place) -> str:
 
 
 def _is_broken_link(error: BaseException | None) -> bool:
-    """Whether the error, or what caused it, may be another rank's death seen from here."""
+    """Return whether the error, or what caused it, may be another rank's death seen from here."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError):

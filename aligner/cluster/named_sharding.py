@@ -1,4 +1,4 @@
-"""Which worker sits where: an n-dimensional array of worker ranks with named axes."""
+"""Places of workers: an n-dimensional array of worker ranks with named axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +78,7 @@ class NamedSharding:
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """What is left of the sharding at the given coordinates: one rank when all are given."""
+        """Sharding that remains at the given coordinates: one rank when all are given."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)

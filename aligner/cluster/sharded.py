@@ -1,4 +1,4 @@
-"""How a front spreads a global batch over its workers."""
+"""Distribution of a global batch over a front's workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -17,7 +17,7 @@ from aligner.errors import ConfigError, DataError
 
 
 class MicroBatching(TypedDict, total=False):
-    """What forms micro-batches by tokens: one of these, or neither."""
+    """Formation of micro-batches by tokens: one of these, or neither."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs

@@ -1,4 +1,4 @@
-"""What every data set shares: items read and measured once, in the order of their source."""
+"""Common base of the data sets: items read and measured once, in the order of their source."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairFormat:
-    """How a row becomes a pair."""
+    """Format by which a row becomes a pair."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
     chosen_column: str = "chosen"  # text, or the assistant's message, or a whole chat
@@ -67,7 +67,7 @@ class PairFormat:
     max_length: int | None = None  # in tokens; pairs with a longer sequence are dropped and counted
 
     def example_format(self, response_column: str) -> ExampleFormat:
-        """How one of the two sequences is made."""
+        """Format of one of the two sequences."""
         return ExampleFormat(
             prompt_column=self.prompt_column,
             response_column=response_column,

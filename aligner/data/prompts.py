@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a row becomes a prompt."""
+    """Format by which a row becomes a prompt."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
     ground_truth_column: str | None = "ground_truth"  # None: the data has none

@@ -48,13 +48,13 @@ class Example:
 
     @property
     def learned_tokens(self) -> int:
-        """How many tokens the loss speaks of."""
+        """Number of tokens that enter the loss."""
         return sum(end - start for start, end in self.learned)
 
 
 @dataclass(frozen=True)
 class ExampleFormat:
-    """How a row becomes an example."""
+    """Format by which a row becomes an example."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
     response_column: str = "response"  # text, or the assistant's message, or a whole chat

@@ -39,7 +39,7 @@ _left_to_others = False  # the GPUs of this machine; see `gpus_left_to_others`
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` says no."""
+    """Return whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` says no."""
     if _left_to_others or os.environ.get("ALIGNER_FORCE_CPU") == "1":
         return False
     return torch.cuda.is_available()
@@ -62,7 +62,7 @@ def gpus_left_to_others() -> Iterator[None]:
 
 
 def has_fp8() -> bool:
-    """Whether the device multiplies 8-bit floating-point matrices."""
+    """Return whether the device multiplies 8-bit floating-point matrices."""
     return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -134,7 +134,7 @@ def description() -> str:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a start-up report says of the device a worker computes on."""
+    """Description of a worker's device, for the start-up report."""
 
     description: str
     has_gpu: bool
@@ -142,7 +142,7 @@ class DeviceFacts:
 
 
 def device_facts() -> DeviceFacts:
-    """Of this process's device, now."""
+    """Description of this process's device, now."""
     return DeviceFacts(description(), has_gpu(), free_memory_bytes())
 
 
@@ -164,7 +164,7 @@ class MemoryUse:
 
 
 def memory_use() -> MemoryUse:
-    """Of this process: its peaks since `reset_peak_memory`, and what there is now."""
+    """Memory use of this process: its peaks since `reset_peak_memory`, and its present memory."""
     host = os.uname().nodename
     process = f"{host} {os.getpid()}"
     if not has_gpu():
@@ -193,7 +193,7 @@ def reset_peak_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the words of one that was raised elsewhere, is a failed allocation."""
+    """Return whether an error, or the text of one raised elsewhere, is a failed allocation."""
     words = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         text in words for text in ("out of memory", "can't allocate memory", "memoryerror")
@@ -201,9 +201,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def generator_state() -> Tensor | None:
-    """State of the device's random generator, uint8 [n]; None on CPU, where torch's own is the only
-    one.
-    """
+    """State of the device's random generator, uint8 [n]; None on CPU, which has torch's own."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
@@ -248,13 +246,14 @@ def make_deterministic() -> None:
 
 
 def is_deterministic() -> bool:
-    """Whether operations were chosen that repeat; on CPU all do."""
+    """Return whether operations were chosen that repeat; on CPU all do."""
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Move a tensor of any shape and dtype to (pinned) host memory; one already there is returned
-    as is.
+    """Move a tensor of any shape and dtype to (pinned) host memory.
+
+    One that is there already is returned as is. The copy may still be under way.
     """
     if not tensor.is_cuda:
         return tensor
@@ -307,7 +306,7 @@ def graph_memory() -> Any:
 
 
 def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
-    """What ``function`` launches, as one launch: a CUDA graph, for GPUs.
+    """Capture the kernels that ``function`` launches, as one launch: a CUDA graph, for GPUs.
 
     It is not run yet. It must not read a value of the device, and what it changes must be tensors
     from before; what it allocates lives as long as the graph. Graphs that share a `graph_memory`

@@ -1,4 +1,4 @@
-"""What context parallelism communicates, and which tokens of a sequence a rank holds.
+"""Communication of context parallelism, and the tokens of a sequence that a rank holds.
 
 A sequence is cut into ``2 * size`` chunks and rank r holds chunks r and ``2 * size - 1 - r``: under
 a causal mask every rank then has the same amount of attention to compute.

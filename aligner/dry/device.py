@@ -173,7 +173,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     @property
     def runs(self) -> bool:
-        """Whether operations are run, not captured."""
+        """True if operations are run, not captured."""
         return self.capturing.graph is None
 
     @property
@@ -182,9 +182,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         return self._operations.known
 
     def saw_host_read(self, tensor: Tensor) -> None:
-        """Count a read of a tensor's values (any shape) by the host, which waits where it is on the
-        device.
-        """
+        """Count a read of a tensor's values (any shape); for those on the device the host waits."""
         if not tensor.is_cuda:
             self.order.on_host("a read of its values", [tensor])
             return
@@ -233,7 +231,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
+    """Local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -37,7 +37,7 @@ class Graph:
             self.counts(lambda record: record.saw(func, args, kwargs, out))
 
     def counts(self, count: Callable[[Record], None]) -> None:
-        """What a replay adds to a record."""
+        """Add ``count`` to the calls that a replay makes on a record."""
         self._counts.append(count)
 
     def replay(self) -> None:
@@ -63,7 +63,7 @@ def graph_class(records: list[Record], known: KnownValues, order: Order) -> type
 
 
 class Capturing:
-    """Which graph is being captured, if any."""
+    """State of the capture: the graph that is being captured, if any."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None

@@ -36,9 +36,7 @@ class KnownValues:
         return value
 
     def set(self, tensor: Any, value: Tensor | None) -> None:
-        """Set the value of a fake tensor: ``value`` has its shape (any shape) and dtype; None is
-        unknown.
-        """
+        """Set a fake tensor's ``value``, of its shape (any shape) and dtype; None is unknown."""
         tensor._known = value
         if value is not None and isinstance(tensor, FakeTensor):
             storage, twin = tensor.untyped_storage(), value.untyped_storage()
@@ -87,7 +85,7 @@ class KnownValues:
         return found
 
     def _follow_storage(self, storage: Any, out: Tensor) -> None:
-        """What a tensor holds that was made of a storage."""
+        """Find the values of a tensor that was made of a storage."""
         twin = vars(storage).get("_dry_twin")
         if twin is None:
             self.set(out, None)
@@ -99,7 +97,7 @@ class KnownValues:
 
 
 class _Traits(NamedTuple):
-    """What of an operation does not depend on its arguments."""
+    """Traits of an operation that do not depend on its arguments."""
 
     overwrites: bool  # the first argument, whatever it was
     computable: bool  # of its arguments alone

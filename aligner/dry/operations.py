@@ -1,4 +1,4 @@
-"""What happens to operations on the dry device: known values are followed, the rest is counted."""
+"""Dispatch of operations on the dry device: known values are followed, the rest is counted."""
 
 import contextlib
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Observer(Protocol):
 
     @property
     def runs(self) -> bool:
-        """Whether operations are run; else they are captured for later."""
+        """True if operations are run; else they are captured for later."""
         ...
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -120,9 +120,7 @@ class Operations(TorchDispatchMode):
             return value.tolist()
 
     def array(self, tensor: Tensor) -> Any:
-        """`Tensor.numpy` of a tensor on the host, any shape; unknown bytes, which are only copied,
-        are 0.
-        """
+        """`Tensor.numpy` on the host, any shape; unknown bytes, which are only copied, are 0."""
         value = self.known.of(tensor)  # no read: the array shares the tensor's memory
         if value is None and tensor.dtype is torch.uint8:
             with _disable_current_modes():

@@ -1,4 +1,4 @@
-"""What a block of code did on the dry device: memory, arithmetic, communication, host reads."""
+"""Record of a block of code on the dry device: memory, arithmetic, communication, host reads."""
 
 import sys
 import weakref
@@ -29,7 +29,7 @@ _SCATTERS = {_aten.index_put_, _aten.index_copy_, _aten.index_add_, _aten.scatte
 
 
 class Kind(StrEnum):
-    """What bytes of the device are for."""
+    """Kinds of use of device memory."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -148,12 +148,12 @@ class Record:
 
     @property
     def peak_at(self) -> str:
-        """Where memory was fullest: a function; "" is the beginning."""
+        """Place where memory was fullest: a function; "" is the beginning."""
         return max(self.peaks, key=lambda place: self.peaks[place].total, default="")
 
     @property
     def peak(self) -> Snapshot:
-        """What was alive there."""
+        """Memory in use there."""
         return self.peaks.get(self.peak_at, Snapshot(0, {}))
 
     @property
@@ -214,11 +214,11 @@ class Memory:
         self._known: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
 
     def holds(self, tensor: Tensor) -> bool:
-        """True if the tensor (any shape) is on this device."""
+        """Return whether the tensor (any shape) is on this device."""
         return tensor.device.type == self.device_type
 
     def snapshot(self) -> Snapshot:
-        """What is alive now."""
+        """Memory in use now."""
         return Snapshot(self.alive_bytes, {kind: n for kind, n in self.kinds.items() if n})
 
     def saw(self, tensor: Tensor) -> bool:
@@ -248,9 +248,7 @@ class Memory:
                 block.kind = kind
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Record tensors (any shape) that a collective writes; activations among them become its
-        own.
-        """
+        """Record tensors (any shape) written by a collective; activations become communication."""
         self.name(
             Kind.COMMUNICATION,
             [each for each in tensors if self._kind_of(each) is Kind.ACTIVATIONS],
@@ -276,7 +274,7 @@ class _Block:
 
 
 def allocated_kind() -> Kind:
-    """Of what kind an allocation of the code that runs now is."""
+    """Kind of an allocation by the code that runs now."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         known = _kind_of_file(frame.f_code.co_filename)
@@ -310,7 +308,7 @@ def _stem_of_file(path: str) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of the values, or of the storage where an expanded tensor repeats them."""
+    """Bytes of the values, or of the storage where an expanded tensor repeats them."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -325,7 +323,7 @@ def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
 @cache
 @cache
 def is_kernel(func: Any) -> bool:
-    """Whether an operation is a kernel, no view or allocation."""
+    """Return whether an operation is a kernel, no view or allocation."""
     if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS:
         return False
     returns = func._schema.returns

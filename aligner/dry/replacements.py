@@ -1,4 +1,4 @@
-"""What stands in for calls that the dry device cannot make, with a GPU and without one.
+"""Replacements of calls that the dry device cannot make, with a GPU and without one.
 
 They ask another process, read values without an operation, or move tensors as fake ones cannot be.
 """
@@ -33,7 +33,10 @@ Replacement = tuple[Any, str, Any]  # where, by which name, and what is there in
 def common_replacements(
     operations: Operations, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[Replacement]:
-    """What is replaced with a GPU and without one. ``resized``: told of a storage's new size."""
+    """Replacements of calls with a GPU and without one.
+
+    ``resized``: called with a storage's new size.
+    """
     yield from _host_calls(operations)
     yield from _empty_caches()
     yield nn.Module, "_apply", _apply
@@ -87,7 +90,7 @@ def _host_calls(operations: Operations) -> Iterator[Replacement]:
 
 
 def _is_number(index: Any) -> bool:
-    """Whether an index is a tensor that the host reads to know what it selects."""
+    """Return whether an index is a tensor that the host reads to know what it selects."""
     return isinstance(index, FakeTensor) and index.dim() == 0 and index.dtype is not torch.bool
 
 

@@ -39,13 +39,13 @@ class Lane:
         return {**self._seen, self: self.steps}
 
     def wait_for(self, moment: "Moment") -> None:
-        """What it does next begins after this moment."""
+        """Start the lane's next operation after this moment."""
         for lane, step in moment.items():
             if lane is not self and step > self._seen.get(lane, 0):
                 self._seen[lane] = step
 
     def knows(self, use: "Use") -> bool:
-        """Whether a use of memory is over before what it does next."""
+        """Return whether a use of memory is over before what it does next."""
         return use.lane is self or self._seen.get(use.lane, 0) >= use.step
 
     def act(self, what: str) -> "Use":
@@ -97,7 +97,7 @@ class _Memory:
 
 
 class Order:
-    """What the streams and hosts of a device do, one after the other or beside each other."""
+    """Order of the operations of a device's streams and hosts."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -110,7 +110,7 @@ class Order:
 
     @property
     def process(self) -> Process:
-        """Of this thread."""
+        """Process of this thread."""
         return getattr(self._local, "process", self._first)
 
     @property
@@ -208,13 +208,11 @@ class Order:
         self._use(stream.act(what), reads, writes)
 
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> None:
-        """An operation of this thread's host on tensors of any shape; raises the errors of
-        `launch`.
-        """
+        """An operation of this thread's host on tensors of any shape; raises as `launch`."""
         self._use(self.process.host.act(what), reads, writes)
 
     def is_idle_at(self, moment: Moment) -> bool:
-        """Whether the streams of this thread's process have nothing to do after it."""
+        """Return whether the streams of this thread's process have nothing to do after it."""
         return all(moment.get(stream, 0) >= stream.steps for stream in self.process.streams)
 
     def host_waits(self, moment: Moment | None = None) -> None:
@@ -248,7 +246,7 @@ class Order:
         self._locked.append(addresses)
 
     def is_locked(self, address: int) -> bool:
-        """Whether the host's memory there is locked."""
+        """Return whether the host's memory there is locked."""
         return any(address in each for each in self._locked)
 
     def record_stream(self, tensor: Tensor, stream: Lane) -> None:

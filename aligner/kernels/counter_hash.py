@@ -35,9 +35,7 @@ def combine(state: Tensor, counter: Tensor) -> Tensor:
 
 
 def uniform_bits(state: Tensor) -> Tensor:
-    """`UNIFORM_BITS` evenly distributed bits of a hash, int64 [...], as non-negative int64
-    [...].
-    """
+    """`UNIFORM_BITS` evenly distributed bits of a hash: int64 [...] to int64 [...] from 0 on."""
     return _shift_right(mix(state), 64 - UNIFORM_BITS)
 
 

@@ -19,9 +19,7 @@ _MOST_TERMS = 512  # of a sum in the forward pass
 
 
 def has_onednn(tensor: Tensor) -> bool:
-    """True if this build of torch and this processor have oneDNN's products for ``tensor`` [...,
-    n].
-    """
+    """Return whether oneDNN has products for ``tensor`` [..., n] in this build, on this CPU."""
     if tensor.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if tensor.dtype == torch.bfloat16:

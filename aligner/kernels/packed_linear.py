@@ -42,7 +42,7 @@ class Product:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        """Of ``weight`` [out, in]."""
+        """``weight``: [out, in]."""
         self.weight = weight.detach()
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
@@ -89,7 +89,7 @@ class GatedProduct:
     """``silu(x @ gate^T) * (x @ up^T)``: SwiGLU, as two products that end in its two steps."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Of ``weight`` [2 * F, in], the gate in the first half."""
+        """``weight``: [2 * F, in], the gate in the first half."""
         self._both = Product(weight)
         self._gate, self._up = (Product(half) for half in weight.chunk(2))
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 
 def has_wide_products(*matrices: Tensor) -> bool:
-    """True if these matrices [n, m] are multiplied as they are, without a float32 copy."""
+    """Return whether these matrices [n, m] are multiplied as they are, without a float32 copy."""
     return all(_has_kernel(each) and each.dtype == torch.bfloat16 for each in matrices)
 
 
@@ -37,7 +37,7 @@ def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
 
 class _WideLinear(torch.autograd.Function):
-    """Of bfloat16 matrices on a GPU; see the module for how gradients are rounded."""
+    """Linear of bfloat16 matrices on a GPU; see the module for how gradients are rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ _EXCLUDED = -1e30
 
 
 class RowStatistics(NamedTuple):
-    """Of each token, over the whole vocabulary; all [N]."""
+    """Statistics of each token over the whole vocabulary; all [N]."""
 
     logprobs: Tensor
     log_normalizer: Tensor  # log Σ exp(l) over the kept set

@@ -31,7 +31,7 @@ def tile_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of the vocabulary the local weight holds.
+    """Part of the vocabulary that the local weight holds.
 
     ``start``: global id of its row 0. ``columns``: how many of its first rows are real tokens;
     what follows is padding and takes no part in the softmax. ``group``: the tensor-parallel group,
@@ -121,7 +121,7 @@ class Tiles:
         chunk_size: int | None,
         divisor: float = 1.0,
     ) -> None:
-        """Of products of ``hidden`` [N, H] and ``weight`` [V_local, H], over ``divisor``."""
+        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H], over ``divisor``."""
         device = hidden.device
         self.narrow = has_wide_products(hidden, weight)
         self.divisor = divisor

@@ -1,4 +1,4 @@
-"""How losses of single tokens become the loss of a batch.
+"""Aggregation of the losses of single tokens into the loss of a batch.
 
 ==================  ================================================================================
 ``token_mean``      Σ over tokens / valid tokens of the global batch. Every token weighs the same

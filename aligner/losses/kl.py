@@ -86,7 +86,7 @@ class KLController(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """State that a resumed run needs."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a response pays for being too long."""
+"""Penalty for responses that are too long."""
 
 import torch
 from torch import Tensor

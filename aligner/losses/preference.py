@@ -33,7 +33,7 @@ RPODistance = Literal["square", "forward_kl", "backward_kl"]
 
 @dataclass(frozen=True)
 class PairwiseLoss(ABC):
-    """What these losses share: rows to rewards, pairs to a mean, and the SFT term.
+    """Common parts of these losses: rows to rewards, pairs to a mean, and the SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
     pairs (OpenRLHF, and NeMo-Aligner when it averages; NeMo-Aligner's default sums over tokens, TRL

@@ -112,7 +112,7 @@ class AttributeRegressionLoss:
 
 
 def sequence_scores(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """What the head says at the last token of each sequence.
+    """Output of the head at the last token of each sequence.
 
     ``outputs``: float [B, S] or [B, S, K], not shifted; ``lengths``: int64 [B], at least 1. Returns
     float [B] or [B, K].

@@ -128,7 +128,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Line(NamedTuple):
-    """Where a line that ends with a newline stands, and its step; None: it cannot be read."""
+    """Position of a complete line, and its step; None where the step cannot be read."""
 
     start: int
     end: int

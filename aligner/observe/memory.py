@@ -1,4 +1,4 @@
-"""What a run will need in memory, before anything is allocated. Estimates, not measurements."""
+"""Memory that a run will need, before anything is allocated. Estimates, not measurements."""
 
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ def activation_bytes(
 
 
 def head_bytes(*, hidden_size: int, tokens: int, tile_bytes: int) -> int:
-    """What the output layer keeps of ``tokens`` predicted tokens.
+    """Memory that the output layer keeps for ``tokens`` predicted tokens.
 
     Float32 hidden states and their gradient, and the two tiles of logits that are alive at once.
     """

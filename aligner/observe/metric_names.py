@@ -12,7 +12,7 @@ from aligner.errors import ConfigError
 
 
 class MetricInfo(NamedTuple):
-    """What a metric says. ``over``: its denominator, or how it is combined."""
+    """Meaning of a metric. ``over``: its denominator, or how it is combined."""
 
     meaning: str
     over: str = "one number"
@@ -245,7 +245,7 @@ PREFIXES: dict[str, MetricInfo] = {
 
 
 def describe(name: str) -> MetricInfo | None:
-    """What the metric says; None: unknown."""
+    """Meaning of the metric; None: unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)

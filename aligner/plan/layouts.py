@@ -1,4 +1,4 @@
-"""What a search tries: layouts, what saves memory, and sizes of micro-batches."""
+"""Candidates of a search: layouts, memory-saving options, and sizes of micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Layout:
 
     @property
     def has_stages(self) -> bool:
-        """Whether pipeline stages wait for each other."""
+        """True if pipeline stages wait for each other."""
         return bool(self.changes["model.pipeline_model_parallel_size"] > 1)
 
 

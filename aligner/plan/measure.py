@@ -45,7 +45,7 @@ class MeasuredRole:
 
 
 def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> MeasuredRole:
-    """What the role takes on a rank of pipeline stage ``stage``, phase by phase, in one step.
+    """Measure the role on a rank of pipeline stage ``stage``, phase by phase, in one step.
 
     Layers beyond a few are not run: what they take is what the others do. ``kind``: that of the
     `DryDevice`.

@@ -1,4 +1,4 @@
-"""What roles take, measured once: in parts that variants of a run share, on all CPU cores.
+"""Measurements of roles, made once: in parts that variants of a run share, on all CPU cores.
 
 A part is a role on one pipeline stage, with one number of layers, in its updates or in its other
 phases. Those do not change with recomputation and with what forms micro-batches of updates, so

@@ -1,4 +1,4 @@
-"""What every packer promises, and the plainest one."""
+"""Interface of all packers, and the plainest one."""
 
 import time
 from abc import ABC, abstractmethod

@@ -11,7 +11,7 @@ from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 
 
 class NemoModel(Protocol):
-    """What the connector asks of a model class."""
+    """Interface of the model classes that the connector reads."""
 
     artifact_folder: tempfile.TemporaryDirectory | None
 

@@ -28,7 +28,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_inflated(path: Path) -> IO[bytes]:
-    """What is in the gzip file ``path``; inflated here unless another process has done so.
+    """Open the content of the gzip file ``path``; inflated here unless another process has done so.
 
     Raises:
         CheckpointError: the file is damaged.

@@ -24,7 +24,7 @@ _HEADER_BYTES = 30
 
 
 def load_mapped(archive: ArchiveReader, name: str) -> Any:
-    """What member ``name`` holds, without running code; tensors of a state dict are mapped.
+    """Load member ``name`` without running code; tensors of a state dict are mapped.
 
     They are on the CPU and stay valid when the archive closes.
 
@@ -57,7 +57,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
 
 
 def _are_located(state: Any) -> bool:
-    """Whether torch has said where the bytes of a state dict's tensors are."""
+    """Return whether torch has said where the bytes of a state dict's tensors are."""
     tensors = state.values() if isinstance(state, Mapping) else ()
     return all(
         _start_of(tensor) is not None
@@ -67,13 +67,13 @@ def _are_located(state: Any) -> bool:
 
 
 def _start_of(tensor: Tensor) -> int | None:
-    """Where the tensor's storage begins in its file."""
+    """Offset of the tensor's storage in its file."""
     found: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     return found
 
 
 def _mappable_records(stream: IO[bytes]) -> dict[int, int] | None:
-    """Where the storages of a file begin, and their bytes; None: it cannot be mapped."""
+    """Offsets of the storages of a file, and their bytes; None: it cannot be mapped."""
     if stream.read(len(_LOCAL_HEADER)) != _LOCAL_HEADER:
         return None
     records = {}

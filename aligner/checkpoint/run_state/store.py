@@ -92,7 +92,7 @@ class SavedRole(Protocol):
 
     @property
     def num_shares(self) -> int:
-        """How many."""
+        """Number of shares."""
         ...
 
     def prepare_saving(self) -> None:
@@ -224,7 +224,7 @@ class RunStateStore:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a state is being written beside training, as far as all ranks know."""
+        """True if a state is being written beside training, as far as all ranks know."""
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
@@ -279,7 +279,7 @@ class RunStateStore:
             shutil.rmtree(pending.path, ignore_errors=True)
 
     def path(self, step: int) -> Path:
-        """Where the state of ``step`` is or would be."""
+        """Path of the state of ``step``, present or not."""
         return self.root / f"step_{step:06d}"
 
     def _entries(self, state: Mapping[str, Any], is_to_change: bool) -> dict[str, Any]:
@@ -423,7 +423,7 @@ class RunStateStore:
 
 
 def _small_checksums(folder: Path, files: Iterable[str]) -> dict[str, str]:
-    """Of all ``files`` but those whose checksums a role's workers wrote while they wrote them."""
+    """Checksums of all ``files`` except those that a role's workers wrote with theirs."""
     roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
     known = {str(role / name) for role in roles for name in read_checksums(folder / role)}
     return {name: file_checksum(folder / name) for name in files if name not in known}

@@ -87,7 +87,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def is_json(tree: Any) -> bool:
-    """Whether JSON gives back exactly this tree (no tensors, tuples, int keys, NaN, bytes)."""
+    """Return whether JSON restores exactly this tree: no tensors, tuples, int keys, NaN, bytes."""
     if isinstance(tree, dict):
         return all(isinstance(k, str) and is_json(v) for k, v in tree.items())
     if isinstance(tree, list):
@@ -179,7 +179,7 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = N
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:
-    """Whether a tensor's storage is covered by the tensors of the tree, so that all is needed."""
+    """Return whether the tensors of the tree cover a tensor's storage, so that all is needed."""
     needed: dict[int, dict[tuple[int, int], int]] = {}
     for tensor in tensors_of(tree):
         spans = needed.setdefault(_storage_id(tensor), {})

@@ -87,7 +87,7 @@ class RayVirtualCluster:
 
     @property
     def use_gpus(self) -> bool:
-        """Whether a bundle has a GPU."""
+        """True if a bundle has a GPU."""
         return self._use_gpus
 
     @property
@@ -200,12 +200,12 @@ class RayVirtualCluster:
 
     @property
     def shares_bundles(self) -> bool:
-        """Whether workers of several groups may compute on one bundle, and on its GPU."""
+        """True if workers of several groups may compute on one bundle, and on its GPU."""
         return self._max_groups > 1
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """What an actor takes of its bundle."""
+        """Resources that an actor takes of its bundle."""
         share = {
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }

@@ -42,7 +42,7 @@ _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 
 class RayWorkerBuilder:
-    """What a worker is made of: its class, which may be a dotted path, and its arguments.
+    """Recipe for a worker: its class, which may be a dotted path, and its arguments.
 
     Where ``worker_sharding_annotations`` is among them, the workers of a group form a
     torch.distributed world of that layout.
@@ -56,7 +56,7 @@ class RayWorkerBuilder:
 
     @property
     def layout(self) -> ParallelConfig | None:
-        """Of the workers' world; None: they have none."""
+        """Layout of the workers' world; None: they have none."""
         places: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
         if places is None:
             return None
@@ -140,7 +140,7 @@ class RayWorkerGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether `shutdown` has not been called."""
+        """True if `shutdown` has not been called."""
         return bool(self._actors)
 
     def wait_until_started(self) -> None:

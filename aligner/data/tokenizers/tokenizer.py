@@ -18,7 +18,7 @@ _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
 
 def is_tokenizer_file(name: object) -> bool:
-    """Whether files of tokenizers are called so.
+    """Return whether files of tokenizers are called so.
 
     A name that another file brings along becomes a path where the tokenizer is written: one that is
     none of these is to be refused.

@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds, and putting the sequence together again.
+"""Tokens that a context-parallel rank holds, and joining the sequence again.
 
 A sequence is cut into 2·CP equal chunks and rank r holds chunks r and 2·CP - 1 - r, so that under
 causal attention every rank has the same work.

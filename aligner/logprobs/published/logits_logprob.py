@@ -29,7 +29,7 @@ from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """How log-probs are computed: over which columns, of which distribution, in which steps."""
+    """Plan of computing log-probs: over which columns, of which distribution, in which steps."""
 
     shard: VocabShard
     chunk_size: int | None = None

@@ -84,9 +84,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprobWithSampling.forward`; ``chunk_size`` positions of the sequence a
-        step.
-        """
+        """As `DistributedLogprobWithSampling.forward`; ``chunk_size`` positions at a time."""
         plan = _plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
         indices = target.unsqueeze(-1)
         return logprob_forward(ctx, vocab_parallel_logits, indices, plan, inference_only).squeeze(

@@ -145,5 +145,5 @@ def _combine(
 
 
 def _finite(normalizer: Tensor) -> Tensor:
-    """Of columns that are all -inf: the smallest number, so that -inf minus it stays -inf."""
+    """Replace a normaliser of -inf by the smallest number, so that -inf minus it stays -inf."""
     return normalizer.clamp(min=torch.finfo(normalizer.dtype).min)

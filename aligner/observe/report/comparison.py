@@ -77,7 +77,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the page is made from."""
+    """Input of the page."""
 
     title: str
     policies: Sequence[Policy]

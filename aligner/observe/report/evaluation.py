@@ -23,7 +23,7 @@ _MEANINGS = (
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """What is shown of a set of prompts."""
+    """Results on a set of prompts, as the page shows them."""
 
     prompts: int
     samples_per_prompt: int

@@ -1,4 +1,4 @@
-"""How sure a measured share is."""
+"""Confidence of a measured share."""
 
 import math
 
