@@ -74,7 +74,7 @@ class GPTArchitecture:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     bias_linear: bool = False  # biases on proj, fc1, fc2 (and on qkv)
-    bias_qkv: bool = False  # biases on qkv alone (Qwen2)
+    bias_qkv: bool = False  # biases on qkv only (Qwen2)
     qk_layernorm: bool = False  # Qwen3
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
     attention_dropout: float = 0.0

@@ -1,4 +1,4 @@
-"""A user's own classes that are told how a run goes, by the paths ``trainer.callbacks`` gives."""
+"""Callbacks: a user's own classes that follow a run, by the paths in ``trainer.callbacks``."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +94,7 @@ _HOOKS = {
 
 
 class Callbacks:
-    """The callbacks of a run; every rank calls the methods, rank 0 alone has the callbacks."""
+    """The callbacks of a run; every rank calls the methods, only rank 0 has the callbacks."""
 
     def __init__(self, named: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
         """``named``: ``key=value`` of each, on every rank; ``callbacks``: none but on rank 0."""
@@ -146,7 +146,7 @@ class Callbacks:
         self.stop_reason = on_rank_zero(call)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Tell of a run that ends with ``error``, on this rank alone: others may be gone."""
+        """Report a run that ends with ``error``, on this rank only: others may be gone."""
         reason = f"{type(error).__name__}: {error}"
         for name, callback in zip(self._named, self._callbacks, strict=False):
             try:

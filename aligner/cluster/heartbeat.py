@@ -9,7 +9,7 @@ for a dead rank may not return for as long as ``cluster.timeout_s``.
 
     rank 1: beat, look at rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
 
-Beats come from a thread, so a long step stops none. One process alone starts no thread.
+Beats come from a thread, so a long step stops none. A single process starts no thread.
 """
 
 import contextlib

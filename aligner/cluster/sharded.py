@@ -32,7 +32,7 @@ def micro_batching(
 ) -> MicroBatching:
     """The configured way to form micro-batches; none where a caller gives their size.
 
-    ``rows_per_group``: so many adjacent rows stay together.
+    ``rows_per_group``: number of adjacent rows that stay together.
     """
     budgets = model.token_budgets
     if budgets is None or micro_batch_size is not None:
@@ -65,7 +65,7 @@ def micro_batching(
 def check_whole_groups(
     group: WorkerGroup, batch_size: int, micro_batch_size: int, rows_per_group: int
 ) -> None:
-    """Refuse micro-batches of so many rows each that cut through groups of adjacent rows."""
+    """Refuse micro-batches whose number of rows cuts through groups of adjacent rows."""
     if rows_per_group == 1:
         return
     ranks = group.sharding_annotations.get_axis_size("data_parallel")

@@ -130,7 +130,7 @@ class SamplingRunConfig(BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(SamplingRunConfig):
-    """Everything a PPO run is told."""
+    """All options of a PPO run."""
 
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -157,7 +157,7 @@ class RunConfig(SamplingRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RSRunConfig(SamplingRunConfig):
-    """Everything a rejection-sampling run is told."""
+    """All options of a rejection-sampling run."""
 
     model: RSModelConfig
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
@@ -182,7 +182,7 @@ class SupervisedRunConfig(BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRunConfig(SupervisedRunConfig):
-    """Everything a fine-tuning run is told."""
+    """All options of a fine-tuning run."""
 
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
@@ -190,7 +190,7 @@ class SFTRunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillRunConfig(SupervisedRunConfig):
-    """Everything a distillation run is told."""
+    """All options of a distillation run."""
 
     model: StudentConfig
     teacher: TeacherConfig
@@ -200,7 +200,7 @@ class DistillRunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
-    """Everything a run of preference optimisation is told."""
+    """All options of a run of preference optimisation."""
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)
@@ -213,7 +213,7 @@ class DPORunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRunConfig(SupervisedRunConfig):
-    """Everything a run that trains a reward model is told."""
+    """All options of a run that trains a reward model."""
 
     data: RewardDataConfig
     trainer: RewardTrainerConfig = field(default_factory=RewardTrainerConfig)

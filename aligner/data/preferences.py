@@ -1,7 +1,7 @@
 """Preference pairs: two responses to one prompt, of which one is better.
 
 A row is a prompt with a chosen and a rejected response, and perhaps the reward of each. The
-responses are text, or lists of chat messages: the assistant's alone, or the whole chat, and then
+responses are text, or lists of chat messages: the assistant's only, or the whole chat, and then
 the prompt may be missing or stand beside it. In a batch the two sequences of a pair are adjacent
 rows, the chosen one first.
 """

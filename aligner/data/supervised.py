@@ -1,7 +1,7 @@
 """Worked examples: sequences of which some tokens are to be learned.
 
 A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
-may itself be a list of chat messages: the assistant's alone, or the whole chat. What is
+may itself be a list of chat messages: the assistant's only, or the whole chat. What is
 learned is the response and the token that ends it, so that a model which learned it also stops;
 never the prompt, and never what a chat template puts behind the end.
 """
@@ -81,7 +81,7 @@ class ExampleDataset(Dataset[Example]):
         arguments: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> "ExampleDataset":
-        """Read, check and tokenize; arguments as of `aligner.data.prompts.PromptDataset.load`.
+        """Read, check and tokenize; arguments as in `aligner.data.prompts.PromptDataset.load`.
 
         Raises:
             DataError: no rows, a bad row (with its place and the columns found), or nothing left
@@ -265,7 +265,7 @@ def _conversation(
 
 
 def _answered(prompt: Any, response: list[Any], form: ExampleFormat) -> list[Message]:
-    """A chat out of a response that is a list of messages: the answer alone, or all of it."""
+    """A chat out of a response that is a list of messages: the answer only, or all of it."""
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):

@@ -112,7 +112,7 @@ def release_memory() -> None:
 def release_shared_memory() -> None:
     """`release_memory` where other processes take turns on the device (`SHARED_DEVICE`).
 
-    One process alone uses its cached blocks again, which is quicker than to ask for them anew.
+    A single process uses its cached blocks again, which is quicker than to ask for them anew.
     """
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
@@ -294,7 +294,7 @@ class HostCopy:
             self._copies = [each.clone() for each in tensors]
 
     def wait(self) -> list[Tensor]:
-        """The copies, once the device has come as far; what it was told since may still run."""
+        """The copies, once the device has made them; later work may still run."""
         if self._done is not None:
             self._done.synchronize()
         return self._copies

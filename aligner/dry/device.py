@@ -102,7 +102,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     def holds(self, model: nn.Module) -> None:
         """Name the weights and gradient buffers of a model that is ready to train, or never will.
 
-        Other kinds are told by the code that allocates.
+        Other kinds follow from the code that allocates.
         """
         for tensor in (*model.parameters(), *nn.Module.buffers(model)):
             gradients = [getattr(tensor, name, None) for name in ("main_grad", "grad")]

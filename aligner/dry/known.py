@@ -100,7 +100,7 @@ class _Traits(NamedTuple):
     """Traits of an operation that do not depend on its arguments."""
 
     overwrites: bool  # the first argument, whatever it was
-    computable: bool  # of its arguments alone
+    computable: bool  # from its arguments only
     written: tuple[tuple[int, str], ...]  # place and name of what it writes to
 
 

@@ -158,7 +158,7 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 
 def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
-    """Metrics of the last pipeline stage, which other stages are told."""
+    """Metrics of the last pipeline stage, which other stages receive."""
     return dict(values or {"loss": 1.0, "valid_tokens": 1.0})
 
 
@@ -205,7 +205,7 @@ class _Stages:
             parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
             shapes = [microbatch.layout.input_ids.shape for microbatch in microbatches]
             self._hidden = [(length // parts, n, config.hidden_size) for n, length in shapes]
-            self._sent = []  # forward passes alone send, and get no gradients
+            self._sent = []  # only forward passes send, and get no gradients
             return real()(data_iterator=iter(microbatches), model=model, **options)
 
         return lambda: schedule

@@ -42,6 +42,6 @@ class Exports:
         if given["storage_device"] != 0:
             raise DryDeviceError(f"this process has no device {given['storage_device']}, only 0")
         tensor, exporter = self._unopened.pop(given["storage_handle"])
-        # Its host told this one where the memory is.
+        # Its host has sent this one the place of the memory.
         self._order.process.host.wait_for(exporter.host.moment())
         return tensor

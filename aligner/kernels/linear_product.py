@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Below so many multiplications the call around oneDNN's product costs more than it gains.
+# Below this many multiplications the call around oneDNN's product costs more than it gains.
 _LEAST_WORK = 2**22
 _MOST_TERMS = 512  # of a sum in the forward pass
 

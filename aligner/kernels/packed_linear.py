@@ -31,7 +31,7 @@ from aligner.kernels.linear_product import has_onednn
 # as any from 1 to 64 rows here, and unlike the layout chosen for 1 they give the same bits.
 _EXPECTED_ROWS = 512
 _CACHED_BYTES = 2**18  # weights up to this size stay in the cache between products
-_ROWS = 16  # products on such weights run on a multiple of so many rows: one kernel, one rounding
+_ROWS = 16  # products on such weights run on a multiple of this many rows: one kernel, one rounding
 
 
 class Product:

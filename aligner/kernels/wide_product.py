@@ -1,7 +1,7 @@
 """Products of matrices whose sums and results are float32, of bfloat16 matrices too.
 
 A GPU multiplies bfloat16 numbers exactly, adds them up in float32 and can hand that out as it is
-(`torch.mm` with ``out_dtype``): the same numbers as of matrices converted to float32, at the speed
+(`torch.mm` with ``out_dtype``): the same numbers as of float32 copies of the matrices, at the speed
 of its bfloat16 units. Elsewhere the matrices are converted.
 
 In gradients one factor is float32 itself: the gradient of the logits. It is rounded to bfloat16
@@ -22,7 +22,7 @@ def has_wide_products(*matrices: Tensor) -> bool:
 
 
 def _has_kernel(matrix: Tensor) -> bool:
-    return matrix.is_cuda  # PyTorch has it for GPUs alone
+    return matrix.is_cuda  # PyTorch has it only for GPUs
 
 
 def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -112,7 +112,7 @@ class PublishedLoss:
         return loss, {key: metric_tensor(key, value, loss) for key, value in metrics.items()}
 
     def _input_name(self) -> str | None:
-        """The parameter of the input, where all four are told by name."""
+        """The parameter of the input, where all four are passed by name."""
         try:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):  # a function of C

@@ -109,7 +109,7 @@ class FixedKLController:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the configuration alone decides, also after a resume."""
+        """Empty: only the configuration decides, also after a resume."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

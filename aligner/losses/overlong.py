@@ -15,7 +15,7 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
         min(0, (max_length - cache - length) / cache)
 
     A response that did not end was cut, so it is longer than the limit: -1 whatever its length.
-    With ``cache=0`` nothing else is punished. (verl and OpenRLHF go by the length alone; the same
+    With ``cache=0`` nothing else is punished. (verl and OpenRLHF go only by the length; the same
     where every response that did not end has the full length.)
 
     ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.

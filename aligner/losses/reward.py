@@ -49,12 +49,12 @@ class BradleyTerryLoss:
         """Loss and metric shares of one micro-batch of ``B / 2`` pairs.
 
         ``outputs.values_or_logprobs`` float [B, S], the head's output at every token, not shifted.
-        From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and but for ``plain``
+        From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain``
         ``preference_strengths`` float [B], of which the chosen rows' are read.
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
-        # Masked here too, not after alone: 0 · NaN would reach the gradient.
+        # Masked here too, not only afterwards: 0 · NaN would reach the gradient.
         chosen, rejected = split_pairs(torch.where(pairs.rows(), scores, 0))
         difference = chosen - rejected
         if self.variant == "plain":

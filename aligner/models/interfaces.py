@@ -122,7 +122,7 @@ class GenerationDatumSpec(TypedDict):
     """Input that a policy continues or scores.
 
     ``input_ids`` int64 ``[B, S]`` right-padded; ``input_lengths`` int64 ``[B]``; ``sample_ids``
-    int64 ``[B]`` tells the draws of equal prompts apart.
+    int64 ``[B]`` distinguishes the samples of equal prompts.
     """
 
     input_ids: Tensor
@@ -181,7 +181,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release what generation alone needs."""
+        """Release the memory that only generation needs."""
 
 
 class PendingGeneration(Protocol):
@@ -275,7 +275,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Names of all weights in groups of at most so many GiB."""
+        """Names of all weights in groups of at most this many GiB."""
 
     @abstractmethod
     def get_weights_ipc_handles(

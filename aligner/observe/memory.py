@@ -15,7 +15,7 @@ class RoleMemory:
     weight_bytes: int = 4  # per parameter: 4 float32, 2 bf16
     gradient_bytes: int = 4  # per parameter, while training
     optimizer_bytes: int = 8  # per parameter: Adam's two moments 8, and 4 more for a master copy
-    adapter_parameters: int = 0  # beside those; where there are any, they alone are trained
+    adapter_parameters: int = 0  # beside those; where there are any, only they are trained
 
     @property
     def local_parameters(self) -> int:

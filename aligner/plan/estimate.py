@@ -198,7 +198,7 @@ class Estimator:
         return self._architectures[config.model.restore_from_path]
 
     def longest(self, config: BaseRunConfig) -> int:
-        """Tokens of the longest sequence; errors as of `with_length`."""
+        """Tokens of the longest sequence; raises the errors of `with_length`."""
         positions = self.architecture(config).max_position_embeddings
         return sum(with_length(config, self.plan, positions))
 

@@ -78,9 +78,9 @@ def _grid(estimator: Estimator, config: BaseRunConfig, pipeline: int) -> Iterato
 
 
 def savings(config: BaseRunConfig, sizes: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Nothing, then what saves memory, in the order of what it costs.
+    """No option, then those that save memory, in the order of their cost.
 
-    Beside each the place in `batch_sizes`, which has so many ``sizes``: the first, or the last.
+    Beside each the place in `batch_sizes`, which has ``sizes`` entries: the first, or the last.
     """
     offload: dict[str, Any] = {}
     if isinstance(config, SamplingRunConfig):

@@ -156,7 +156,7 @@ class _UnsetWeights(Mapping[str, Tensor]):
 
 @contextlib.contextmanager
 def _little_garbage() -> Iterator[None]:
-    """Collections look at what is made inside alone, not at all that was imported."""
+    """Collections look only at objects made inside, not at all that was imported."""
     gc.freeze()
     try:
         yield
@@ -295,7 +295,7 @@ class _RoleRun:
             worker.prepare_for_generation()
         moved = Amounts.of(ready)
         self._name_memory()
-        if not worker.parallel.is_last_stage:  # which it would be told what was drawn by
+        if not worker.parallel.is_last_stage:  # which would receive the drawn tokens
             return moved, {"": self._alive()}
         begin = self._draw(phase, phase.prompt, phase.response)
         late = phase.prompt + max(0, phase.response - _TOKENS)

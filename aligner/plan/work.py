@@ -35,7 +35,7 @@ def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:
 
 @cache
 def matrix_parameters(architecture: GPTArchitecture) -> int:
-    """Parameters that a token meets in products: no embedding that is looked up alone, and of the
+    """Parameters that a token meets in products: no embedding that is only looked up, and of the
     experts those that it is sent to."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -68,7 +68,7 @@ def bubble_of(role: PlannedRole, phase: Phase) -> float:
 
 @dataclass(frozen=True)
 class Least:
-    """Bounds of a run from below, of arithmetic alone: nothing is measured."""
+    """Lower bounds of a run, by arithmetic only: nothing is measured."""
 
     step_seconds: float
     card_bytes: float
@@ -88,7 +88,7 @@ def least_of(run: PlannedRun, device: DeviceRates) -> Least:
 def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> float:
     """Products of the layers; of decoding, the reading of their weights for every token."""
     layers = matrix_parameters(role.architecture)
-    layers -= role.architecture.vocab_size * role.architecture.hidden_size  # of answers alone
+    layers -= role.architecture.vocab_size * role.architecture.hidden_size  # of answers only
     _, flops = work_of(role, phase)
     itemsize = _weight_bytes(role)
     rate = device.flops(torch.bfloat16 if itemsize == 2 else torch.float32)

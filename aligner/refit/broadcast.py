@@ -20,7 +20,7 @@ from aligner.errors import WorkerError
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous; port 0: a free one, as ``store.port`` tells. Nobody is waited for."""
+    """Open the rendezvous; port 0: a free one, which ``store.port`` holds. Nobody is waited for."""
     return dist.TCPStore(
         ip,
         port,

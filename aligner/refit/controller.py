@@ -35,7 +35,7 @@ class RefitSource:
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Names of all weights in groups of at most so many GiB; default what all workers have.
+        """Names of all weights in groups of at most this many GiB; default what all workers have.
 
         A tensor that is larger than the budget is a group of its own.
         """
@@ -178,7 +178,7 @@ class Refit:
 def group_by_bytes(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
     """Names in order, cut into groups whose bytes add up to ``budget`` at most.
 
-    What is larger than the budget alone makes a group of its own.
+    A weight larger than the budget makes a group of its own.
     """
     groups: list[list[str]] = []
     left = 0

@@ -64,7 +64,7 @@ class ModelReward:
         self.end_strings = end_strings
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; columns as of `Reward.get_rewards`."""
+        """Score every row; columns as in `Reward.get_rewards`."""
         responses = response_texts(self.tokenizer, data)
         texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
         pairs = zip(data["prompts"], texts, strict=True)

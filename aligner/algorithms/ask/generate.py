@@ -130,7 +130,7 @@ class Chat:
     """A conversation: the model's chat template, its end tokens, answers as they are drawn.
 
     Args:
-        config: what the command was told.
+        config: the command's options.
         asked: the model.
         read: gives what the user says; `EOFError` ends the conversation.
         write: takes text as it comes.

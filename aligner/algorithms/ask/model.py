@@ -118,7 +118,7 @@ class AskedModel:
     ) -> tuple[GenerationInterface, Clusters]:
         """Load the weights and start what draws; it ends when ``closing`` closes.
 
-        ``say``: told of a damaged state that is passed over.
+        ``say``: called with a message on a damaged state that is passed over.
         """
         run, clusters = self.run, self.engine.clusters(self.closing)
         policy = Policy(

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class Sized(Protocol):
-    """A sequence of so many tokens."""
+    """A sequence with a number of tokens."""
 
     @property
     def length(self) -> int:

@@ -42,7 +42,7 @@ from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
 
 RECORD = "stage.json"
 _FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings whose keys are the user's
-_PATIENCE_S = 120.0  # for a stage that is told to end: it saves its state first
+_PATIENCE_S = 120.0  # for a stage that is asked to end: it saves its state first
 
 
 @dataclass(frozen=True)

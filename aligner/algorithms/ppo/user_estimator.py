@@ -32,7 +32,7 @@ class AdvantageEstimator(Protocol):
                          without one
     ``token_mask``       float32 [B, S], 1 where the token was generated
     ``sample_mask``      float32 [B], 1 where the sample counts; the others' rewards may be anything
-    ``values``           float32 [B, S], the critic's; in runs with one alone
+    ``values``           float32 [B, S], the critic's; only in runs with one
     ``is_end``           bool [B], the response ended by itself
     ``input_ids``        int64 [B, S], prompt and response
     ``input_lengths``    int64 [B], tokens of both
@@ -132,7 +132,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call it on a made-up rollout: two prompts with so many responses each.
+        """Call it on a made-up rollout: two prompts with this many responses each.
 
         Raises:
             ConfigError: it raised, or returned what `__call__` refuses.

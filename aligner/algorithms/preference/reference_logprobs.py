@@ -2,7 +2,7 @@
 
 The reference is the policy before its first update, so no second model is needed: the policy is
 asked while it still has its initial weights (which it has whenever a run starts, before a run state
-is restored). Kept are float32 log-probs of the learned tokens alone, one after the other.
+is restored). Kept are float32 log-probs of the learned tokens only, one after the other.
 """
 
 import hashlib
@@ -115,7 +115,7 @@ class ReferenceLogprobs:
 def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> dict[str, str]:
     """Everything that the log-probs depend on, by its name in messages.
 
-    The model is told by its path and its files' sizes and times; the examples by their tokens, so
+    The model is known by its path and its files' sizes and times; the examples by their tokens, so
     a tokenizer, a template or a length limit that changes them is seen too.
     """
     adapters = config.model.peft.restore_from_path

@@ -32,7 +32,7 @@ class Asking:
     """Settings by which prompts are put to an engine.
 
     ``drawing``: lengths and sampling; None: the engine's own. ``rows``: responses of one call.
-    ``seed``: of the random numbers, which depend on it, the prompt's place and the sample alone.
+    ``seed``: of the random numbers, which depend only on it, the prompt's place and the sample.
     """
 
     generation: GenerationInterface
@@ -64,7 +64,7 @@ class Evaluation:
     """Results of the responses to one set of prompts.
 
     ``metrics``: of the rollout, without a prefix. ``estimates``: mean@n, pass@k and maj@k; of
-    single responses ``accuracy`` and ``rewards`` alone. ``batch``: the scored rollout, with
+    single responses only ``accuracy`` and ``rewards``. ``batch``: the scored rollout, with
     ``answers`` where there are several responses to a prompt.
     """
 

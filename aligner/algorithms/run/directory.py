@@ -130,7 +130,7 @@ def _data_content(source: Source, arguments: Mapping[str, Any]) -> tuple[Any, st
             files = source_files(part)
             # A generator's file may stand elsewhere.
             contents.append(Path(str(part)).name if files is None else fingerprint_of(files))
-    except (DataError, OSError):  # told when it is read
+    except (DataError, OSError):  # reported when it is read
         return source, None
     if None in contents:
         return source, None
@@ -221,7 +221,7 @@ class RunDirectory:
         )
 
     def _last_step(self) -> int | None:
-        """The last step that the history tells of; None: there is no history."""
+        """Last step of the history; None: there is no history."""
         last = (_last_step(self.folder / name) for name in _HISTORY)
         return max((step for step in last if step is not None), default=None)
 

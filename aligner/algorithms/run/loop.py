@@ -6,7 +6,7 @@
     for each step:  learner.step → learner.validate when due → metrics line → run state when due
     at the end:     run state, trained .nemo, report
 
-Callbacks (`callbacks.Callback`) are told of each and may end the run as ``max_time`` does.
+Callbacks (`callbacks.Callback`) are called at each and may end the run as ``max_time`` does.
 
 A step's line is written before its run state, so a restored step always has its line, and lines
 of later steps are removed when the run resumes: what a killed run wrote after its last state is
@@ -114,7 +114,7 @@ class Restoration:
 
 
 class RunLoop:
-    """Runs a learner to its end, or until it is told to stop."""
+    """Runs a learner to its end, or until it is asked to stop."""
 
     def __init__(
         self,

@@ -35,9 +35,9 @@ class Examples(Protocol[T_co]):
 class Task(Generic[T_co]):
     """Learning task: examples, batches and loss.
 
-    ``collate`` makes the batch that ``loss`` reads out of so many examples, with the columns of
+    ``collate`` makes the batch that ``loss`` reads from a list of examples, with the columns of
     `aligner.types`; every example gives ``rows_per_example`` adjacent rows. ``complete`` puts into
-    a batch, in place, what models say before the role learns from it; it is told the number of
+    a batch, in place, the outputs of models that the loss reads; it is passed the number of
     examples that the run has learned from before, None in validation.
     """
 

@@ -15,7 +15,7 @@ class SequencePacker(ABC):
     Args:
         bin_capacity: tokens of a bin, at least 1.
         collect_metrics: keep `PackingMetrics` over all calls, in ``metrics``.
-        min_bin_count: at least so many bins.
+        min_bin_count: least number of bins.
         bin_count_multiple: the number of bins is a multiple of it.
 
     Where the algorithm makes too few bins, the fullest ones are split until the count is right.

@@ -263,7 +263,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
     def flush() -> None:
         file = folder / f"shard-{len(shards)}"
         save_file(held, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes it the owner's alone
+        file.chmod(0o644)  # safetensors lets only the owner read it
         shards.append(list(held))
         held.clear()
 

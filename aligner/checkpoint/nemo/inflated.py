@@ -1,6 +1,6 @@
 """A gzip file inflated once for all processes of a machine that read it at the same time.
 
-The file is in the temporary directory (``TMPDIR``), for its owner alone. Readers hold a shared lock
+The file is in the temporary directory (``TMPDIR``), for its owner only. Readers hold a shared lock
 on it; who finds it unfinished inflates it under an exclusive one, and who closes it last removes
 it. Of a process that was killed it stays until the next gzip archive is opened.
 """

@@ -38,7 +38,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
         if records is None:
             return load_tensor_file(stream, where)
         state = load_tensor_file(stream, where, "meta")
-        if not _are_located(state):  # older torch says so under fake tensors alone
+        if not _are_located(state):  # older torch locates them only under fake tensors
             stream.seek(0)
             with FakeTensorMode():
                 state = load_tensor_file(stream, where)

@@ -123,11 +123,11 @@ class RunStateStore:
 
     Args:
         root: directory of the states; with several ranks, one that all of them see.
-        save_top_k: keep the best so many by ``metric`` besides the newest (0: newest only).
+        save_top_k: number of the best kept by ``metric`` besides the newest (0: newest only).
             Without ``monitor`` the newest are the best.
         monitor: name of the metric given to `save`; None: none is given.
         mode: whether more (``max``) or less of the metric is better.
-        save_last_k: keep the newest so many: where the newest turns out to be damaged, a run goes
+        save_last_k: number of the newest kept: where the newest turns out to be damaged, a run goes
             on from the one before.
         rank: this process's; rank 0 writes what the ranks share.
         exchange: gathers one object of every rank; the default is that of one process.
@@ -256,7 +256,7 @@ class RunStateStore:
         self.check(wait=True)
 
     def settle(self) -> None:
-        """After an error on this rank alone: have the last state written, if all others do so."""
+        """After an error on only this rank: have the last state written, if all others do so."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

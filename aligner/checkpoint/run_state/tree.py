@@ -148,7 +148,7 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def copy_on_host(source: Tensor, target: Tensor) -> None:
-    """Copy uint8 ``[n]`` within host memory, in this thread alone.
+    """Copy uint8 ``[n]`` within host memory, in this thread only.
 
     torch's copy meets its other threads for each tensor, and where cores are taken, by a writer for
     one, that costs more than it brings. As an array of NumPy's, a tensor's memory could never be

@@ -264,7 +264,7 @@ class SavedShares(Sequence[Mapping[str, Any]]):
 
     Args:
         folder: that the shares were written to.
-        rank: whose file is looked at first; any other's tells as much of the saved run.
+        rank: the rank whose file is read first; any other's describes the saved run as well.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -38,5 +38,5 @@ class Room(Protocol):
         ...
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Bundles of a group with so many workers on each node (one number, or one per node)."""
+        """Bundles of a group with this many workers on each node (one number, or one per node)."""
         ...

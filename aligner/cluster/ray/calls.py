@@ -19,7 +19,7 @@ _LOG_LINES = 20
 class WorkerHandle:
     """One worker: ``handle.method.remote(...)`` calls its method and returns Ray's reference.
 
-    ``ray.get`` of it gives what the method returned, or raises a `Failure` that tells the error.
+    ``ray.get`` of it gives what the method returned, or raises a `Failure` with the error.
     """
 
     def __init__(self, actor: Any, seat: Seat) -> None:

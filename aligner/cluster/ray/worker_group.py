@@ -95,7 +95,7 @@ class RayWorkerGroup:
             name_prefix: role in messages and log names.
             workers_per_node: on so many of each node's bundles (a number, or one per node);
                 default all.
-            sharding_annotations: place of every worker; default data parallel alone. Workers sit
+            sharding_annotations: place of every worker; default only data parallel. Workers sit
                 on as many bundles as it has ranks, the first ones.
             env_vars: further environment of the workers, there before they import anything.
             parallel: the workers form a torch.distributed world with these model-parallel sizes
@@ -328,7 +328,7 @@ class RayWorkerGroup:
             ]
             place = {
                 "RANK": str(rank),
-                # A worker on a GPU sees its own alone.
+                # A worker on a GPU sees only its own.
                 "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node.index(rank)),
                 "LOCAL_WORLD_SIZE": str(len(node)),
                 accelerator.SHARED_DEVICE: "1" if self.cluster.shares_bundles else "0",

@@ -175,7 +175,7 @@ class CallbackConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig(ProcessConfig):
-    """Processes of a run that trains, and who is told of it."""
+    """Processes of a run that trains, and its callbacks."""
 
     # The user's own classes (`algorithms.callbacks.Callback`) that are told of steps, validations
     # and saved states: package.module:Class, or {callback: ..., kwargs: {...}}.

@@ -19,7 +19,7 @@ from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 
-PER_NODE = 8  # devices of a node, where more than so many are asked for
+PER_NODE = 8  # devices of a node, where more than this many are requested
 # Keys without a default that say nothing about what a run takes.
 _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:reward"}
 
@@ -97,7 +97,7 @@ def plan_request(arguments: Sequence[str], conf_dir: Path) -> PlanRequest:
 
 
 def trainer_keys(devices: int) -> dict[str, int]:
-    """Keys that ask for so many devices, in whole nodes of `PER_NODE` where they are more.
+    """Keys that request this many devices, in whole nodes of `PER_NODE` where they are more.
 
     Raises:
         ConfigError: they are no whole nodes.
@@ -124,7 +124,7 @@ def varied(config: BaseRunConfig, changes: Mapping[str, Any]) -> BaseRunConfig:
 
 
 def with_length(config: BaseRunConfig, plan: PlanConfig, positions: int) -> tuple[int, int]:
-    """`longest_lengths` of a model with so many positions, unless ``plan`` gives others."""
+    """`longest_lengths` of a model with this many positions, unless ``plan`` gives others."""
     return longest_lengths(config, positions, prompt=plan.prompt_length, length=plan.length)
 
 

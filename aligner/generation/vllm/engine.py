@@ -258,7 +258,7 @@ def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
     return {
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",
-        # It opens the other devices, and a worker on Ray sees its own alone.
+        # It opens the other devices, and a worker on Ray sees only its own.
         "disable_custom_all_reduce": True,
     }
 

@@ -18,7 +18,7 @@ def sampling_arguments(
     """Arguments of ``vllm.SamplingParams`` for one response.
 
     Stop strings are not among them: they are found by our own code on our own tokenizer's text.
-    ``logprobs=0`` asks for the drawn token's log-prob alone.
+    ``logprobs=0`` asks for the drawn token's log-prob only.
     """
     return {
         "temperature": 0.0 if greedy else sampling.temperature,

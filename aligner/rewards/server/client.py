@@ -215,7 +215,7 @@ def _ended_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
 
 
 class RemoteReward:
-    """Scores responses by a `RewardClient`. Rank 0 alone asks and tells the others."""
+    """Scores responses by a `RewardClient`. Only rank 0 asks; it sends the scores to the others."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class RemoteReward:
         self.weights = check_weights(weights, self.attributes, f"the reward server {config.url}")
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; columns as of `Reward.get_rewards`."""
+        """Score every row; columns as in `Reward.get_rewards`."""
 
         def ask() -> tuple[list[str], list[list[float]]]:
             responses = response_texts(self.tokenizer, data)

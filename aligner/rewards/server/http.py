@@ -52,7 +52,7 @@ class Job:
     sequences: list[Ids]
     deadline: float  # on the monotonic clock: nobody waits after it
     rewards: "Future[Rewards]" = field(default_factory=Future)  # cancelled: nobody waits any more
-    taken: int = 0  # first so many sequences that the model has been given
+    taken: int = 0  # number of sequences, from the first, that the model was given
     found: Rewards = field(default_factory=list)  # of those that it has scored
 
     @property
@@ -132,7 +132,7 @@ class Waiting:
 class RewardService:
     """Objects that the handlers of requests share.
 
-    ``encode``: a sample's tokens, or an `AlignerError` that its sender is told. ``timeout_s``: a
+    ``encode``: a sample's tokens, or an `AlignerError` for its sender. ``timeout_s``: a
     request waits so long for the model. ``token``: None lets everybody ask.
     """
 
@@ -144,7 +144,7 @@ class RewardService:
 
 
 class RewardHTTPServer(ThreadingHTTPServer):
-    """One thread per connection; what a client does wrong is told to that client alone."""
+    """One thread per connection; a client's mistakes are reported only to that client."""
 
     daemon_threads = True
     request_queue_size = 512  # connections that wait to be accepted

@@ -34,7 +34,7 @@ class ServeOptions:
     token: str | None = None  # asked for where it is given
     batch_size: int = 64  # sequences that are scored together
     micro_batch_size: int = 16  # sequences per forward pass
-    # Sequences that may wait: further requests are told to come later, and one of more is refused.
+    # Sequences that may wait: further requests are asked to come later, and one of more is refused.
     max_waiting: int = 4096
     timeout_s: float = 120.0  # a request waits so long for the model
     add_bos: bool | None = None  # None: as the model's file says
@@ -43,7 +43,7 @@ class ServeOptions:
 
 
 def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGTERM or SIGINT; ``ready`` is told the address once requests are taken.
+    """Serve until SIGTERM or SIGINT; ``ready`` is called with the address once requests are taken.
 
     Under a launcher such as torchrun every process runs this and rank 0 answers.
     """
@@ -117,7 +117,7 @@ def score_until(
     """Score what waits on rank 0, with all ranks, until ``stopping`` is set there.
 
     Requests are scored ``batch_size`` sequences at a time, and between two batches ``stopping`` is
-    looked at. A batch that fails is told to those who asked; where there are other ranks, their
+    looked at. A batch that fails is reported to those who asked; where there are other ranks, their
     state is then unknown, and the server ends.
     """
     while True:

@@ -1,7 +1,7 @@
 """Keys and values of the sequences in flight, one slot per sequence.
 
 The cache is attached to every `CoreAttention` of a model (`CoreAttention.cache`) and does the
-attention while it is. Before each forward pass it is told what the pass is: a prefill of several
+attention while it is. Before each forward pass it is set to the kind of pass: a prefill of several
 prompts, or one more token for each of the first ``n`` slots. What may be seen comes from lengths,
 never from token ids.
 

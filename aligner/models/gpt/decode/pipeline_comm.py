@@ -5,7 +5,7 @@
        └───────────────────────────────────────┴───────── tokens [n] ────────┘
 
 One pass is under way at a time. Every stage keeps the same books of the rollout, so each knows the
-shape of what comes next without being told.
+shape of the next message beforehand.
 """
 
 from collections.abc import Callable

@@ -70,7 +70,7 @@ class Responses:
     """
 
     def __init__(self, prompts: Prompts, rules: RolloutRules) -> None:
-        """Prompts alone."""
+        """Batch of prompts without responses."""
         length = rules.length
         batch, columns = prompts.tokens.shape
         device = prompts.tokens.device
@@ -99,7 +99,7 @@ class Responses:
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
         """Batch of these samples, padded to ``rows`` with the one that stands for no sample.
 
-        With ``rows`` its tensors are those of the last batch of so many rows.
+        With ``rows`` its tensors are those of the last batch with this many rows.
         """
         nobody = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
         chosen = self.index([*samples, *nobody])

@@ -101,7 +101,7 @@ class Rollout:
         """Generate until every sample has ended.
 
         Raises:
-            NonFiniteError: as of `aligner.models.gpt.decode.sampling.sample_tokens`.
+            NonFiniteError: as in `aligner.models.gpt.decode.sampling.sample_tokens`.
             WideNucleusError: a rollout that does not wait met a nucleus that needs it to.
         """
         try:
@@ -223,7 +223,7 @@ class Rollout:
         self._read(unread=1 if self._runs_ahead else 0)
 
     def _read(self, unread: int) -> None:
-        """Read steps, oldest first, until so many are left; end the samples they end."""
+        """Read steps, oldest first, until this many are left; end the samples they end."""
         while len(self._unread) > unread:
             drawn = self._unread.popleft()
             tokens, logprobs, wide = drawn.values.wait()
@@ -244,7 +244,7 @@ class Rollout:
             self._end(ended)
 
     def _end(self, ended: list[tuple[int, int]]) -> None:
-        """These samples ended by themselves with so many new tokens."""
+        """End samples that ended by themselves; ``ended``: with their numbers of new tokens."""
         if not ended:
             return
         surplus = [(sample, made) for sample, made in ended if made < self._made[sample]]

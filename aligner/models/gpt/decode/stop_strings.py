@@ -33,7 +33,7 @@ class StopStrings:
         if not self._candidate(response[-1]):
             return False
         response = response[-self._tail :]
-        # Where the tail reaches back into the prompt its text is told apart by its length.
+        # Where the tail reaches back into the prompt its text is separated by its length.
         context = list(prompt[len(prompt) - min(len(prompt), self._tail - len(response)) :])
         context_text = self._tokenizer.decode(context) if context else ""
         if context_text.endswith(_INCOMPLETE):

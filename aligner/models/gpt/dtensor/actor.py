@@ -32,7 +32,7 @@ class DTensorReference(ReferenceModel):
 
     @torch.no_grad()
     def __init__(self, policy: "DTensorActorModel", mode: Literal["keep", "swap"]) -> None:
-        """``mode`` as of `ReferencePolicy`."""
+        """``mode`` as in `ReferencePolicy`."""
         super().__init__(policy.infer_tokens)
         self._policy = (policy,)  # in a tuple: it stays a module of its own
         self.copy: TransformersModel | None = None
@@ -69,7 +69,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """Arguments as of `DTensorModel`; the settings say how it draws, too."""
+        """Arguments as in `DTensorModel`; the settings include sampling."""
         super().__init__(source, settings, parallel, tokenizer)
         self.configure_drawing()
 

@@ -66,7 +66,7 @@ def split_microbatches(
     """Cut a batch into micro-batches, each as long as it needs to be.
 
     Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
-    ``input_lengths`` tells. The host waits for the device once, for lengths and ``token_mask``.
+    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``.
     """
     length = batch["input_ids"].shape[1]
     mask = [batch["token_mask"]] if "token_mask" in batch else []
@@ -102,7 +102,7 @@ def forward_step(
         if non_loss_data:
             return head(output, microbatch)
         loss, result = head(output, microbatch)
-        # The loss is divided already: a token count of 0 tells the schedule to leave it alone.
+        # The loss is divided already: a token count of 0 keeps the schedule from dividing it.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
     return hidden, closure

@@ -90,7 +90,7 @@ def best_candidates(
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` likeliest tokens at each selected position, among the first ``vocab_size``.
 
-    Other arguments as of `candidate_logprobs`. Returns their logits over ``temperature``, float32
+    Other arguments as in `candidate_logprobs`. Returns their logits over ``temperature``, float32
     ``[B, S, count]`` in descending order, and their ids, int64 ``[B, S, count]``; 0 elsewhere.
     """
     shard = VocabShard.of(weight, vocab_size, tp_group)

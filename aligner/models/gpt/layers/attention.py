@@ -48,7 +48,7 @@ class SegmentParams(PackedSeqParams):
 class CoreAttention(MegatronModule):
     """Causal (optionally sliding-window) grouped-query attention.
 
-    Sequences are right-padded, so causality alone keeps valid positions from seeing padding and no
+    Sequences are right-padded, so causality keeps valid positions from seeing padding and no
     mask is passed. ``cache`` is None in training.
     """
 
@@ -200,7 +200,7 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and query.is_cuda and not flash:
-        # Flash attention alone knows grouped queries. Without it PyTorch would take the one kernel
+        # Only flash attention knows grouped queries. Without it PyTorch would take the one kernel
         # that does and that has all scores in memory, [heads, S, S].
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(

@@ -119,7 +119,7 @@ class RoleAdapters:
 
 @contextlib.contextmanager
 def adapters_off(gpt: nn.Module) -> Iterator[None]:
-    """The block in which the model computes what its frozen weights alone do."""
+    """Context in which the model computes with its frozen weights only."""
     adapters = [module for module in gpt.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.enabled = False

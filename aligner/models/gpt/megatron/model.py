@@ -229,7 +229,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
 
         ``head`` returns as many tensors ``[b, s, ...]`` for a micro-batch. The frames are the same
         on every process of the model-parallel group. ``with_graph`` is that of
-        `infer_microbatches`; other arguments as of `infer_tokens`.
+        `infer_microbatches`; other arguments as in `infer_tokens`.
         """
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
@@ -365,7 +365,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
             self.optimizer.take_over_weights()
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write adapters, and a head, alone; on every rank."""
+        """Write only the adapters, and a head; on every rank."""
         assert self.adapters is not None
         self.adapters.save(path, self.nemo_keys())
 

@@ -28,7 +28,7 @@ class SharedBodyRewardModel(MegatronGPTRewardModel):
     """
 
     def __init__(self, *args: Any, body: GPTModel, **kwargs: Any) -> None:
-        """``body``: the critic's; arguments as of `MegatronGPTRewardModel`."""
+        """``body``: the critic's; arguments as in `MegatronGPTRewardModel`."""
         self.__dict__["_body"] = body  # before there is a module that it could be registered in
         super().__init__(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 """A role's weights and Adam moments, saved on one parallel layout and restored on any other.
 
-Every process saves what it alone is responsible for: of each parameter the slice that its
+Every process saves what only it is responsible for: of each parameter the slice that its
 optimizer updates, as float32 weights and moments, under the parameter's canonical name and with its
 place in the tensor-parallel split. Nothing is gathered and nothing is copied; with the distributed
 optimizer no element is saved twice over data-parallel ranks.

@@ -113,7 +113,7 @@ class AdaptedRole(Protocol):
     """A role whose adapters stand for it beside frozen weights."""
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write adapters, and a head, alone."""
+        """Write only the adapters, and a head."""
         ...
 
     def load_adapters(self, path: str | Path) -> None:
