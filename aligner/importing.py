@@ -131,7 +131,7 @@ def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
     )
 
 
-# Of what a function says: the message passes through a pipe, to every rank and onto the console.
+# Of a function's own error text, which passes through a pipe, to every rank and the console.
 _MOST_CHARACTERS = 2000
 
 

@@ -3,7 +3,7 @@
 A file holds, of every adapted linear, ``<linear>.lora.a`` [rank, in] and ``<linear>.lora.b``
 [out, rank], whole, in the layouts of canonical weights; and the head of a critic or reward model,
 which is trained beside them. What the matrices mean (rank, alpha, targets) is in its header, and
-what a `.nemo` of the merged weights says beyond its architecture.
+the keys of a `.nemo` of the merged weights beyond its architecture.
 """
 
 import dataclasses

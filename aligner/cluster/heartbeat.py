@@ -1,4 +1,4 @@
-"""A rank that dies makes the others stop, and say which one it was.
+"""A rank that dies makes the others stop with an error that names it.
 
 While a run of several processes is watched, a thread of each beats in a store that all of them
 reach and looks at its neighbour, the next rank that has not left. A neighbour whose process is gone

@@ -12,7 +12,7 @@ from aligner.errors import LayoutError
 class NamedSharding:
     """Worker ranks laid out over named axes.
 
-    ``NamedSharding(np.arange(8).reshape(2, 4), ["pipeline_parallel", "data_parallel"])`` says that
+    ``NamedSharding(np.arange(8).reshape(2, 4), ["pipeline_parallel", "data_parallel"])`` means that
     worker 5 is pipeline stage 1 of data-parallel replica 1.
     """
 

@@ -132,7 +132,7 @@ def score_sharded(
 ) -> BatchedDataDict:
     """Call a worker method that scores rows; the scores in the order of ``data``.
 
-    ``micro_batch_size``: sequences per forward pass; default what ``model`` says. ``kwargs`` are
+    ``micro_batch_size``: sequences per forward pass; default that of ``model``. ``kwargs`` are
     passed on.
     """
     batching = micro_batching(model, training=False, micro_batch_size=micro_batch_size)

@@ -1,7 +1,7 @@
 """Annotated field types: what a number may be is written in its type.
 
 ``Annotated[int, Range(low=1)]`` is an ``int`` to a type checker and a checked range to
-``parse.build``; `Aliases` and `Refused` say the same of the names that a value may have.
+``parse.build``; `Aliases` and `Refused` do the same for the names that a value may have.
 """
 
 import math

@@ -57,7 +57,7 @@ class BaseRunConfig:
 
     @property
     def monitor(self) -> str:
-        """Metric that says which run state is best."""
+        """Metric that decides which run state is best."""
         return self.exp_manager.monitor or "val_rollouts/accuracy"
 
     @property
@@ -113,10 +113,10 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def monitor(self) -> str:
-        """Metric that says which run state is best.
+        """Metric that decides which run state is best.
 
         Without a verifier ``accuracy`` is the share of rewards of at least 1, which of a reward
-        model's scores says little.
+        model's scores means little.
         """
         if self.exp_manager.monitor is None and self.reward.function is None:
             return "val_rollouts/rewards"

@@ -82,7 +82,7 @@ def arithmetic_prompts(
         answer: how an answer is written after its question in the solved examples.
         separator: what stands between problems.
 
-    ``ground_truth`` is the plain decimal answer, whatever ``answer`` says.
+    ``ground_truth`` is the plain decimal answer, whatever the form of ``answer``.
     """
     pools = split_problems(
         seed=seed, low=low, high=high, operators=operators, validation_fraction=validation_fraction

@@ -109,7 +109,7 @@ class PairDataset(Dataset[Pair]):
 
 
 def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairFormat) -> Pair:
-    """Turn one row into a pair; a refusal says where the row stands and what it holds."""
+    """Turn one row into a pair; errors name its place and content."""
     chosen, rejected = (
         make_example(row, index, tokenizer, pair_format.example_format(column))
         for column in (pair_format.chosen_column, pair_format.rejected_column)

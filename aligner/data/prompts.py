@@ -93,7 +93,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def make_prompt(row: Row, index: int, tokenizer: Tokenizer, prompt_format: PromptFormat) -> Prompt:
-    """Turn one row into a prompt; a refusal says where the row stands and what it holds."""
+    """Turn one row into a prompt; errors name its place and content."""
     columns = dict(row.columns)
     try:
         raw = take(row, prompt_format.prompt_column, (str, list), "data.prompt_column")

@@ -103,7 +103,7 @@ class ExampleDataset(Dataset[Example]):
 def make_example(
     row: Row, index: int, tokenizer: Tokenizer, example_format: ExampleFormat
 ) -> Example:
-    """Turn one row into an example; a refusal says where the row stands and what it holds."""
+    """Turn one row into an example; errors name its place and content."""
     try:
         chat, learn = _conversation(row, example_format)
         if chat is None:

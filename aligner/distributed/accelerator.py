@@ -39,7 +39,7 @@ _left_to_others = False  # the GPUs of this machine; see `gpus_left_to_others`
 
 @functools.cache
 def has_gpu() -> bool:
-    """Return whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` says no."""
+    """Return whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` hides it."""
     if _left_to_others or os.environ.get("ALIGNER_FORCE_CPU") == "1":
         return False
     return torch.cuda.is_available()

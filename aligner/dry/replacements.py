@@ -178,7 +178,7 @@ def _evenly(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stages:
-    """Between pipeline stages, where nobody says what shape comes.
+    """Shapes of the messages between pipeline stages, which are not sent with them.
 
     Hidden states are those of the schedule's micro-batches, one after the other. A gradient has the
     shape of what was sent, in the same order.

@@ -56,7 +56,7 @@ def group_advantages(
     penalty: Tensor | None = None,
     batch_baseline: bool = False,
 ) -> Tensor:
-    """One advantage per response, float [B] in the dtype of ``rewards``; the module says how.
+    """One advantage per response, float [B] in the dtype of ``rewards``; see the module.
 
     A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
     ``penalty``: float [B], what comes off each reward. ``batch_baseline`` is an option of

@@ -95,7 +95,7 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """β stays what the configuration says."""
+    """Keep β at the configured value."""
 
     def __init__(self, coefficient: float) -> None:
         self._coefficient = coefficient

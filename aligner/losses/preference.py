@@ -11,7 +11,7 @@ tokens, its implicit reward is ``r = β·(log π - log π_ref)`` and the margin 
 `SimPOLoss`     ``-log σ(m - γ)``, where ``r`` is ``β·log π`` per token, without a reference
 ==============  ===================================================================================
 
-All are means over the pairs of the global batch (`losses.pairs` says how pairs lie in a batch).
+All are means over the pairs of the global batch (`losses.pairs` has their layout in a batch).
 """
 
 from abc import ABC, abstractmethod

@@ -26,8 +26,8 @@ class BradleyTerryLoss:
         margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023; TRL, OpenRLHF)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    as a mean over the pairs of the global batch; `losses.pairs` says how they lie in a batch. A
-    negative strength says that the other response is the better one: ``scaled`` would fall without
+    as a mean over the pairs of the global batch; `losses.pairs` has their layout in a batch. A
+    negative strength means that the other response is the better one: ``scaled`` would fall without
     bound, so such a pair weighs 0 in it (runs refuse the data).
 
     Metrics are shares of means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,

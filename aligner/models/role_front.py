@@ -70,7 +70,7 @@ class RoleFront:
         (logits, data, global_valid_seqs, global_valid_toks); see
         `aligner.losses.interfaces`.
 
-        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says; none
+        Micro-batches are of ``mbs`` rows where it is given, else as configured; none
         cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,
         ``lr``, ``skipped`` (whether a step was left out because it was not finite) and
         ``all_mb_metrics``: by name, one value per optimizer step, reduced over the global

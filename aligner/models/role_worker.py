@@ -68,7 +68,7 @@ def place_of(
     """This process's place in ``layout``: ``parallel`` where it is one there, else joined.
 
     Raises:
-        LayoutError: ``annotations``, of (pipeline, data, context, tensor), say another layout.
+        LayoutError: ``annotations``, of (pipeline, data, context, tensor), have another layout.
     """
     if annotations is not None:
         sizes = {
@@ -201,7 +201,7 @@ class RoleWorker(Generic[Served]):
             self.residence(module).to_device()
 
     def _park(self) -> None:
-        """Everything to host memory, where ``offload_weights`` says so."""
+        """Move everything to host memory, with ``offload_weights``."""
         if not self._offloads:
             return
         if self.model.optimizer is not None:

@@ -1,4 +1,4 @@
-"""Every metric the library writes: its name, what it says, and what it is averaged over.
+"""Every metric the library writes: its name, its meaning, and what it is averaged over.
 
 A metric that is not here and has none of the free prefixes cannot be written, so this page is
 complete. ``python -m aligner.observe.metric_names`` prints it as Markdown.

@@ -21,7 +21,7 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class RefitWorker(ABC):
     """Hands weights over under Hugging Face's names, a group of tensors at a time.
 
-    A backend says how one tensor becomes whole (`hf_weights`); how it travels is said here once.
+    A backend gathers one tensor (`hf_weights`); how it is sent is implemented here once.
     All methods are called on every worker, for making a tensor whole is collective.
     """
 

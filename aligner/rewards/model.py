@@ -81,7 +81,7 @@ class ModelReward:
 
 
 class VerifiedReward:
-    """Rewards of one source, of which a function says how often they are deserved.
+    """Rewards of one source, beside a function that verifies how often they are deserved.
 
     The function's ``accuracy`` (where it gives none, whether its reward is at least 1) becomes the
     metric of that name, its reward ``reward_parts/verified``. Nobody learns from either. Where the

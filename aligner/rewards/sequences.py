@@ -49,10 +49,10 @@ class SequenceEncoder:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: NemoCheckpoint, add_bos: bool | None) -> "SequenceEncoder":
-        """For a reward model's file, which says what its training's sequences were like.
+        """Encoder for a reward model's file, which has the form of its training's sequences.
 
-        ``add_bos``: what the configuration says; None: nothing. Of older files, which say nothing
-        either, none has BOS.
+        ``add_bos``: of the configuration; None: not set. It decides where an older file has no
+        form: None means no BOS there.
 
         Raises:
             ConfigError: the two differ.

@@ -132,7 +132,7 @@ class Chat:
     Args:
         config: the command's options.
         asked: the model.
-        read: gives what the user says; `EOFError` ends the conversation.
+        read: returns the user's message; `EOFError` ends the conversation.
         write: takes text as it comes.
     """
 

@@ -28,7 +28,7 @@ from aligner.models.policy.lm_policy import Policy
 
 @may_be_dry
 def train_distill(config: DistillRunConfig) -> None:
-    """Distil from start to end and say where everything is."""
+    """Distil from start to end and print where everything is."""
     loop = config.trainer.distill
 
     def lesson(tokenizer: Tokenizer, student: GPTArchitecture) -> Lesson:

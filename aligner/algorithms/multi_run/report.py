@@ -130,7 +130,7 @@ def held_out_measures(
     Args:
         metrics: lines of a run's ``metrics.jsonl``.
         facts: of `pair_facts`.
-        is_counted: whether the reward says what the share of right answers says, so that it has no
+        is_counted: whether the reward is just the share of right answers, so that it has no
             line of its own; None: where the two are the same numbers.
     """
     held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]

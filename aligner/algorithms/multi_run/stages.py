@@ -7,7 +7,7 @@
 
 A stage that is finished is not run again; one that was killed goes on from its run state, as any
 run does. What a stage was made of stands in its ``stage.json``. Where that is no longer so the
-pipeline stops and says what changed, so that no result is mixed from two.
+pipeline stops and names the change, so that no result is mixed from two.
 """
 
 import json

@@ -44,7 +44,7 @@ from aligner.observe.startup import TrainedRole
 
 @may_be_dry
 def train_ppo(config: RunConfig) -> None:
-    """Run PPO from start to end and say where everything is."""
+    """Run PPO from start to end and print where everything is."""
     launch_run(
         config,
         lambda engine, closing: load_inputs(config, engine, closing),

@@ -142,7 +142,7 @@ class PPOTrainer:
         return Outcome(metrics, samples_of(batch, step, "train", shown), idle)
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        """Sample responses to the validation prompts, as ``validation`` says, and score them."""
+        """Sample responses to the validation prompts, as in ``validation``, and score them."""
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )

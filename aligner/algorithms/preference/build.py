@@ -41,7 +41,7 @@ _LOSSES: dict[str, Callable[..., LossFunction]] = {
 
 @may_be_dry
 def train_dpo(config: DPORunConfig) -> None:
-    """Optimise for preferences from start to end and say where everything is."""
+    """Optimise for preferences from start to end and print where everything is."""
     loop = config.trainer.dpo
 
     def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:

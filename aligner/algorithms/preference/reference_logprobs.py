@@ -44,7 +44,7 @@ Item = TypeVar("Item", bound=Referenced)
 
 
 class WithReference(Generic[Item]):
-    """A data set whose examples bring what the reference says of them."""
+    """A data set whose examples carry their log-probs under the reference."""
 
     def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
         """``logprobs``: float32 [N], of the N learned tokens of all items' examples, in order."""

@@ -28,7 +28,7 @@ Dataset = PairDataset | RatedDataset
 
 @may_be_dry
 def train_reward_model(config: RewardRunConfig) -> None:
-    """Train from start to end and say where everything is."""
+    """Train from start to end and print where everything is."""
     loop = config.trainer.reward_model
     data = config.data
 

@@ -59,7 +59,7 @@ def teaches(batch: BatchedDataDict, rollouts_per_prompt: int) -> Tensor:
 
     DAPO compares the verifier's rewards, without what length adds to them; a bound on the reward
     (``trainer.ppo.reward.clip``) may take the difference away. The rows of a group go together: one
-    that does not count (``sample_mask`` 0) has no say, and is kept with the others.
+    that does not count (``sample_mask`` 0) is not compared, and is kept with the others.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     counts = batch["sample_mask"]

@@ -33,7 +33,7 @@ from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.client import RemoteReward
 from aligner.rewards.shared_body import SharedBodyReward
 
-# What says how a model begins, trains or ends; the critic's output layer is gone.
+# Options of a model's start, training and end; the critic's output layer is gone.
 _NOT_OF_THE_BODY = {
     "attention_dropout",
     "family",

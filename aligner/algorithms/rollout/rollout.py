@@ -84,7 +84,7 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout; return its metrics.
 
-    ``is_right``: float32 [B], what the verifier calls right; where it does not say, a reward of at
+    ``is_right``: float32 [B], the verifier's verdict; where it has none, a reward of at
     least 1. The names of the metrics have no prefix.
     """
     scored = reward.get_rewards(batch)

@@ -91,7 +91,7 @@ class RSTrainer:
         return Outcome(metrics, samples, idle_roles(policy=[result]))
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        """Sample responses to the validation prompts, as ``validation`` says, and score them."""
+        """Sample responses to the validation prompts, as in ``validation``, and score them."""
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )

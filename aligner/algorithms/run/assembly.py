@@ -244,7 +244,7 @@ def finish(
     ended: bool,
     device: str,
 ) -> None:
-    """Write the report and, when the run came to its end, the trained model; say where all is."""
+    """Write the report and, when the run came to its end, the trained model; print their paths."""
     name, role = run.trained
     folder = log_dir(config)
     places = {"report": folder / "report.html"}

@@ -1,6 +1,6 @@
 """The directory of a run before the run: what is continued there, what is refused, what is kept.
 
-A command continues the run that it began, and no other. ``run.json`` says what a directory's run is
+A command continues the run that it began, and no other. ``run.json`` identifies a directory's run
 (`RunIdentity`), and so does every run state. Nothing is deleted here: a run that begins anew in a
 directory finds it emptied of the one before, whose files are in ``earlier_001/`` and so on.
 """
@@ -185,7 +185,7 @@ class RunDirectory:
             self._write({**record, "saved": True})
 
     def _check_same(self, identity: RunIdentity, accepted: Sequence[str]) -> None:
-        """Refuse another run's states; one that is damaged says nothing (the loop skips it)."""
+        """Refuse another run's states; a damaged one is ignored (the loop skips it)."""
         for saved in reversed(self.store.states()):
             try:
                 before = RunIdentity.saved(self.store.load(saved.path).state)

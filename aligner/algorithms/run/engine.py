@@ -53,7 +53,7 @@ class Engine(Protocol):
     """Gives out clusters.
 
     ``worlds``: workers of the policy and of the critic (0: there is none). A launcher may have
-    started more processes than ``trainer.devices`` says.
+    started more processes than ``trainer.devices``.
     """
 
     max_restarts: int

@@ -23,7 +23,7 @@ class StopRequest:
 def stop_signal(speaks: bool = True) -> Iterator[StopRequest]:
     """Action that SIGTERM and SIGINT (Ctrl-C) request; the second one has its default effect.
 
-    ``speaks``: say on standard error what the first Ctrl-C does.
+    ``speaks``: print on standard error what the first Ctrl-C does.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

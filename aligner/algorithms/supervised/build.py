@@ -75,7 +75,7 @@ class _Inputs:
 
 @may_be_dry
 def train_sft(config: SFTRunConfig) -> None:
-    """Fine-tune from start to end and say where everything is."""
+    """Fine-tune from start to end and print where everything is."""
     loop = config.trainer.sft
 
     def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:

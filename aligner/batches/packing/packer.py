@@ -10,7 +10,7 @@ from aligner.errors import ConfigError, DataError
 
 
 class SequencePacker(ABC):
-    """Puts sequences into bins; subclasses say how, this class keeps the promises.
+    """Puts sequences into bins; subclasses define how, this class keeps the guarantees.
 
     Args:
         bin_capacity: tokens of a bin, at least 1.

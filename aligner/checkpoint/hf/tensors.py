@@ -1,6 +1,6 @@
 """Names and layouts of Hugging Face tensors against canonical ones, as one table per naming.
 
-A row says: this canonical module is made of those Hugging Face modules, laid out so. Reading joins
+A row maps a canonical module to its Hugging Face modules and their layout. Reading joins
 the parts, writing takes them apart again; both walk the same table.
 """
 
@@ -209,7 +209,7 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
         except RuntimeError as error:
             shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
             raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
-        if name not in SCORE:  # of a head that does not fit, the role says more
+        if name not in SCORE:  # for a head that does not fit, the role's error is clearer
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
 

@@ -41,7 +41,7 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
         trainer: Any = None,
         validate_access_integrity: bool = True,
     ) -> Any:
-        """NeMo's arguments. The device is the accelerator's, whatever ``map_location`` says.
+        """NeMo's arguments. The device is the accelerator's, whatever ``map_location`` is.
 
         ``return_config=True`` gives ``model_config.yaml`` as a dictionary and builds nothing.
         """

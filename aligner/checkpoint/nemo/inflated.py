@@ -89,7 +89,7 @@ class _Shared(io.FileIO):
         try:
             with open(self._place, "wb") as target:
                 _inflate(packed, target)
-            os.fchmod(self.fileno(), 0o400)  # what says that it is whole
+            os.fchmod(self.fileno(), 0o400)  # the mark of a whole file
         except BaseException:
             os.unlink(self._place)
             raise

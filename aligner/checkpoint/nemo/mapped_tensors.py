@@ -1,6 +1,6 @@
 """Tensors of a `torch.save` file inside an archive, mapped instead of read.
 
-Only the pickle is read: of tensors without bytes torch says where those of each storage are. They
+Only the pickle is read: of tensors without bytes torch has the places of each storage's bytes. They
 are then views of the archive's mapping, whose pages are read when they are touched and are one copy
 for all processes of a machine. Files that cannot be mapped are read whole: those that torch wrote
 before its zip format (1.6), and those with compressed, byte-swapped or moved records.
@@ -49,7 +49,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
         result[key] = value
         if isinstance(value, Tensor):
             mapped = _mapped(value, content, records)
-            if mapped is None:  # torch says what is wrong with it, or reads it nevertheless
+            if mapped is None:  # torch raises its own error, or reads it nevertheless
                 with archive.open(name) as stream:
                     return load_tensor_file(stream, where)
             result[key] = mapped
@@ -92,7 +92,7 @@ def _mappable_records(stream: IO[bytes]) -> dict[int, int] | None:
                 start = info.header_offset + _HEADER_BYTES + name_bytes + extra_bytes
                 records[start] = info.file_size
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OSError):
-        return None  # torch says what is wrong with it
+        return None  # torch raises its own error
     return records
 
 

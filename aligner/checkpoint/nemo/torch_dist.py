@@ -1,6 +1,6 @@
 """megatron-core's ``torch_dist`` checkpoints, read and written without megatron-core.
 
-The directory holds ``.metadata`` (a pickle that says which box of which tensor lies where),
+The directory holds ``.metadata`` (a pickle with the place of every box of every tensor),
 ``*.distcp`` (concatenated `torch.save` blobs, one per box), ``common.pt`` and ``metadata.json``.
 ``.metadata`` goes through an unpickler that admits the names such a file needs and nothing else;
 blobs are loaded with ``weights_only=True``.

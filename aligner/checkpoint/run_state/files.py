@@ -18,7 +18,7 @@ _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class SavedState:
-    """A complete state on the disk: what its manifest says."""
+    """A complete state on the disk, by its manifest."""
 
     path: Path
     step: int

@@ -431,7 +431,7 @@ def _small_checksums(folder: Path, files: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _as_storage_error(path: Path, needed: int) -> Iterator[None]:
-    """Turn a failed write below ``path`` into a `StorageError` that also says what is left."""
+    """Turn a failed write below ``path`` into a `StorageError` that also names what is left."""
     try:
         yield
     except OSError as error:

@@ -81,7 +81,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
 
 
 def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: float) -> list[Any]:
-    """Results of all calls in order; raises as `MultiWorkerFuture.get_results` says."""
+    """Results of all calls in order; raises as `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 

@@ -37,7 +37,7 @@ _FORWARDED = (
     *("ALIGNER_", "CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
     *("PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_"),
 )
-# Which GPUs a worker sees is Ray's to say; where they stand differs from node to node.
+# Ray decides which GPUs a worker sees; where they stand differs from node to node.
 _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 
@@ -99,7 +99,7 @@ class RayWorkerGroup:
                 on as many bundles as it has ranks, the first ones.
             env_vars: further environment of the workers, there before they import anything.
             parallel: the workers form a torch.distributed world with these model-parallel sizes
-                and are constructed with ``parallel=ParallelState``; default as the builder says.
+                and are constructed with ``parallel=ParallelState``; default that of the builder.
             seed: of such a world.
             python_executable: interpreter of the workers; default that of the Ray node. It needs
                 the same version of Ray; aligner's source is on its path.

@@ -33,7 +33,7 @@ class StudentConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples."""
+        """Section of its sampling options."""
         return "model.distill"
 
     @property

@@ -40,7 +40,7 @@ class PairDataConfig:
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
-    """The same, or for KTO rows that hold one response and say whether it is good."""
+    """The same, or for KTO rows that hold one response and its label, good or bad."""
 
     response_column: str = "response"  # kto: text
     label_column: str = "label"  # kto: true (or 1) where the response is good

@@ -20,7 +20,7 @@ from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 
 PER_NODE = 8  # devices of a node, where more than this many are requested
-# Keys without a default that say nothing about what a run takes.
+# Keys without a default that do not affect the requirements of a run.
 _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:reward"}
 
 
@@ -82,7 +82,7 @@ def plan_request(arguments: Sequence[str], conf_dir: Path) -> PlanRequest:
     name = _config_name(rest)
     given = {argument.lstrip("+~").partition("=")[0] for argument in rest}
     script = _script(name, conf_dir)
-    if script.removeprefix("train_") == name:  # no recipe: it says neither data nor rewards
+    if script.removeprefix("train_") == name:  # no recipe: it names neither data nor rewards
         for key, value in _UNREAD.items():
             group = key.partition(".")[0]
             if group == "reward" and not _samples(BY_SCRIPT[script].root_class):

@@ -182,7 +182,7 @@ _UNUSED = {
     "optimizer.kwargs": "foreach fused",
 }
 _UNUSED_NAMES = {section: names.split() for section, names in _UNUSED.items()}
-# Published keys that change what is computed, with the values that say what is done here anyway.
+# Published keys that change what is computed, with the values that ask for what is done here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hf_config_overrides": (None, {}),
     "scheduler": (None,),
@@ -228,7 +228,7 @@ def published_role(
 ) -> PublishedRole:
     """Read a mapping of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
 
-    What it does not say has the default of the section it becomes. ``context_parallel_size`` above
+    A missing key has the default of the section it becomes. ``context_parallel_size`` above
     1 needs ``megatron_cfg``.
 
     Raises:

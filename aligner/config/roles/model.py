@@ -208,7 +208,7 @@ class TrainedModelConfig:
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples; empty where it does not."""
+        """Section of its sampling options; empty where it does not sample."""
         return ""
 
     @property
@@ -263,7 +263,7 @@ class ModelConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples."""
+        """Section of its sampling options."""
         return "model.ppo"
 
     @property
@@ -285,7 +285,7 @@ class RSModelConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples."""
+        """Section of its sampling options."""
         return "model.rs"
 
     @property

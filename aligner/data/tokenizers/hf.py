@@ -19,7 +19,7 @@ _ANSWER = "an answer"  # what is looked for in a rendered chat
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` and what ``tokenizer_config.json`` says of its special tokens."""
+    """A ``tokenizer.json`` and the special tokens of ``tokenizer_config.json``."""
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
 
         Args:
             cluster: where.
-            config: the policy's section; or a mapping of `PolicyConfig`, which also says the
+            config: the policy's section; or a mapping of `PolicyConfig`, which also has the
                 backend and the environment of the workers. Its layout is theirs.
             tokenizer: ours, or one of transformers.
             name_prefix: role in messages and log names.
@@ -72,7 +72,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             optimizer_path: continue from this optimizer state.
             init_reference_model: False keeps no copy of the initial weights, for runs without a KL
                 term.
-            run: precision, gradient clipping and seed; default what a mapping says, and the
+            run: precision, gradient clipping and seed; default those of a mapping, and the
                 defaults of `RunFacts`.
             backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
             max_optimizer_steps: what a schedule without ``max_steps`` decays over.

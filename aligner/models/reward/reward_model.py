@@ -33,7 +33,7 @@ class RewardModel(RoleFront):
 
         They load ``config.restore_from_path``: a reward model, or a language model with a fresh
         head; ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
-        instead. ``attributes``: what the head rates; none for comparisons, None: as the file says.
+        instead. ``attributes``: what the head rates; none for comparisons, None: as in the file.
         """
         workers = cluster.start_workers(
             WORKER,

@@ -45,7 +45,7 @@ _HEADLINES = (
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
 
-_LOSS = "loss"  # a chart of supervised runs: in others it says little, and they do not validate it
+_LOSS = "loss"  # a chart of supervised runs: in others it means little, and they do not validate it
 
 # Charts at the top: metric after its group, heading, what to look for.
 _OVERVIEW = (

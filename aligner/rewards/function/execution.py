@@ -56,7 +56,7 @@ class LoadedFunction:
 
 
 def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
-    """The answer, or the error that says that none came in time."""
+    """The answer, or the error for one that did not come in time."""
     try:
         return answer()
     except RewardTimeoutError as error:

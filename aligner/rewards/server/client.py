@@ -44,7 +44,7 @@ from aligner.rewards.server.wire import (
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
-# Timeouts, too many requests, and what servers and the proxies before them say while they restart.
+# Timeouts, too many requests, and statuses of servers and proxies that restart.
 _PASSING = (408, 429, 500, 502, 503, 504)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
@@ -253,7 +253,7 @@ class RemoteReward:
 
 
 def read_token(config: RewardServerConfig) -> str | None:
-    """The bearer token from where the configuration says; it is never shown anywhere."""
+    """The bearer token from the configured place; it is never shown anywhere."""
     if config.token_env is not None:
         token, source = os.environ.get(config.token_env), f"token_env={config.token_env}"
     elif config.token_file is not None:

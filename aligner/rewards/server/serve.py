@@ -20,7 +20,7 @@ from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.http import Ids, RewardHTTPServer, RewardService, Slice, Waiting
 from aligner.rewards.server.wire import WireSample
 
-# The other ranks wait for rank 0 in a collective; so often it says that there is nothing to do.
+# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
 _HEARTBEAT_S = 1.0
 
 
@@ -37,7 +37,7 @@ class ServeOptions:
     # Sequences that may wait: further requests are asked to come later, and one of more is refused.
     max_waiting: int = 4096
     timeout_s: float = 120.0  # a request waits so long for the model
-    add_bos: bool | None = None  # None: as the model's file says
+    add_bos: bool | None = None  # None: as in the model's file
     precision: Literal["32", "bf16"] = "32"
     tensor_model_parallel_size: int = 1
 

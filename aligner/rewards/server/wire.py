@@ -66,7 +66,7 @@ def health_body(attributes: Sequence[str]) -> bytes:
 
 
 def parse_health(body: bytes) -> tuple[str, ...]:
-    """The attributes of a server that is ready; `DataError` where it does not say so."""
+    """The attributes of a server that is ready; `DataError` where it is not."""
     value = _parse(body)
     if not isinstance(value, dict) or value.get("status") != "ok":
         raise DataError(f'/health does not say "status": "ok" but {shown(value)}')

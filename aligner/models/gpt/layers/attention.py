@@ -3,7 +3,7 @@
 megatron-core's own local core attention is unfused (it materialises ``[heads, S, S]`` scores) and
 is replaced by this one in our layer spec. The same module serves generation: with a key-value
 cache attached, attention is left to the cache. Packed and context-parallel passes come with the
-`Segments` that say who attends to whom.
+`Segments` with the rows that attend to each other.
 """
 
 import math

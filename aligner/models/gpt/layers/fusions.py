@@ -118,7 +118,7 @@ def _apply_rotary(
     mscale: float = 1.0,
     **arguments: Any,
 ) -> Tensor:
-    """megatron-core's function of this name; in one kernel for models that say so."""
+    """megatron-core's function of this name; in one kernel for models that ask for it."""
     fused = getattr(config, "rotates_in_one_kernel", False)
     if fused and cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
         return _Turned.apply(t, freqs)

@@ -1,7 +1,7 @@
 """Modules of a transformer layer.
 
 With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec with our core
-attention, unless ``model.layer_spec`` says otherwise; else our local one: megatron-core's linear
+attention, unless ``model.layer_spec`` asks for another; else our local one: megatron-core's linear
 layers with a norm that admits sequence parallelism and that core attention (megatron-core's own
 local spec refuses the first and has none that is fused).
 """

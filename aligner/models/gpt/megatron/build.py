@@ -204,7 +204,7 @@ def build_gpt(
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Say which weights are split; megatron-core says so only where it initialises them.
+    """Mark the weights that are split; megatron-core does so only where it initialises them.
 
     Unmarked, a split weight passes for a copy, and all but rank 0's part would be missing from
     the gradient norm.

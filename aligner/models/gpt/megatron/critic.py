@@ -51,7 +51,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
 
     @property
     def head_outputs(self) -> int:
-        """Numbers that the head says of a token."""
+        """Number of the head's outputs for a token."""
         return 1
 
     def add_head(self, gpt: GPTModel) -> None:
@@ -169,12 +169,12 @@ def forward_step_value(
         model: this stage of the body, wrapped or not.
         value_head: `ValueHead`; None on the stages before the last, which have none.
         loss_fn: what the values are trained with, one of this library's or a published one.
-        pack_sequences: lay columns out in one row without padding; a micro-batch that is laid out
-            says itself how.
+        pack_sequences: lay columns out in one row without padding; a micro-batch that has a
+            layout keeps it.
         defer_fp32_logits: not read; no logits are made, and values are float32.
         cp_normalize: False multiplies the loss by the context-parallel size, which the gradient's
             sum over those ranks otherwise counts once.
-        policy_cfg: not read; what it says of packing and layout stands in the other arguments.
+        policy_cfg: not read; its packing and layout are in the other arguments.
         right_shift: see `value_outputs`.
 
     Returns:

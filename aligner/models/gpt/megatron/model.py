@@ -139,7 +139,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of what the role says of one token."""
+        """Shape of the role's output for one token."""
         return ()
 
     # The model -------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
 
     @property
     def head_outputs(self) -> int:
-        """Numbers that the head says of a token."""
+        """Number of the head's outputs for a token."""
         return max(1, len(self.attributes))
 
     @property

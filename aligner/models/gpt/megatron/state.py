@@ -7,7 +7,7 @@ optimizer no element is saved twice over data-parallel ranks.
 
 Restoring reads, one parameter at a time, the elements that this process updates, wherever the
 saving processes left them (memory-mapped files, its own first). Where the tensor-parallel split has
-changed, the rules that split and join weights (`aligner.checkpoint.canonical`) say where they are;
+changed, the rules that split and join weights (`aligner.checkpoint.canonical`) give their places;
 moments have their parameter's shape, so they hold for them too. The weights that other
 data-parallel ranks update come from them, as after a step; in bfloat16 they are the rounded float32
 weights, which is how the optimizer makes them.
@@ -245,7 +245,7 @@ class _SavedRole:
     ) -> Tensor:
         """Elements ``place`` (default all) of one part of a tensor, flat.
 
-        ``part`` says how it is split now, ``shape`` what the part must have.
+        ``part``: how it is split now; ``shape``: that the part must have.
         """
         place = range(math.prod(shape)) if place is None else place
         piece = self._pieces(name)[0]

@@ -29,7 +29,7 @@ class DrawingPolicy:
     _generator: Generator | None
 
     def configure_drawing(self) -> None:
-        """As the settings say, and without a reference policy; for the end of a constructor."""
+        """Apply the settings, without a reference policy; for the end of a constructor."""
         self.__dict__["_reference"] = None  # not a module of this one: it is not trained with it
         settings = self.settings
         self.configure_generation(

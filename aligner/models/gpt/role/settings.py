@@ -56,7 +56,7 @@ class RoleSettings:
     non_finite: Literal["skip", "stop"] = "skip"
     non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
     seed: int = 1234
-    attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as its file says
+    attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as in its file
     lora: LoraConfig | None = None  # adapters, and heads, are all that is trained; None: all is
     adapters_path: str | None = None  # adapters to begin with; None: fresh ones
 
