@@ -20,7 +20,7 @@ SHAPE = re.compile(
 )
 # "as in `name`", "see `name`": the shape is said there.
 REFERENCE = re.compile(r"\b(?:see|as(?:\s+in)?|same\s+as|inverse\s+of)\s+`([\w.]+)`", re.IGNORECASE)
-OPENINGS = ("What", "Which", "Where", "Whether", "How", "Of")
+OPENINGS = ("What", "Which", "Where", "Whether", "When", "Why", "Who", "Whose", "How", "Of")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -125,7 +125,7 @@ class Callbacks:
         return cls(named, made)
 
     def begin(self, config: Mapping[str, Any], folder: Path, total_steps: int) -> None:
-        """Say which run it is; a stop that an earlier attempt asked for is forgotten."""
+        """Set the run; a stop that an earlier attempt asked for is forgotten."""
         self.stop_reason = self._asked = None
         self._run = CallbackRun(config, folder, total_steps, self._ask_to_stop)
 

@@ -1,4 +1,4 @@
-"""From one form of a model to another. Each function returns what it wrote, in one line."""
+"""Conversion of a model to another form. Each function returns what it wrote, in one line."""
 
 import math
 import os

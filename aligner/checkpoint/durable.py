@@ -98,7 +98,7 @@ class _File:
             raise AbandonedError(f"{self._path} was not written to its end")
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """No effect: nothing is buffered."""
 
     def tell(self) -> int:
         return self._raw.tell()

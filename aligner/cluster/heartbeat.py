@@ -114,7 +114,7 @@ class RankWatch:
         return self._failure
 
     def look(self) -> None:
-        """Tell at once of a rank whose process on this machine is gone, if there is one."""
+        """Report at once a rank whose process on this machine is gone, if there is one."""
         with contextlib.suppress(RuntimeError):
             for place in self._places:
                 if place.is_gone(self._me) and not self._has_left(place):
@@ -133,7 +133,7 @@ class RankWatch:
         self._end()
 
     def leave_failing(self, error: BaseException) -> None:
-        """Tell the others what this rank raised; raises `WorkerError` when another died first."""
+        """Report this rank's error to the others; raises `WorkerError` when another died first."""
         wait_s = self._silence_s + 2 * _INTERVAL_S if _is_broken_link(error) else 0.0
         elsewhere = self.failure(wait_s)
         if elsewhere is None:
@@ -166,7 +166,7 @@ class RankWatch:
                 return
 
     def _stop(self, news: str) -> None:
-        """Say it, give the main thread a moment, then end the process."""
+        """Print the error, give the main thread a moment, then end the process."""
         self._tell(news)
         with contextlib.suppress(RuntimeError):
             self._store.add("heard", 1)

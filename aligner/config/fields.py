@@ -64,7 +64,7 @@ class Refused:
     pairs: tuple[tuple[str, str], ...]
 
     def reason(self, value: Any) -> str | None:
-        """Why ``value`` is refused; None where it is not one of these."""
+        """Reason why ``value`` is refused; None where it is not one of these."""
         if isinstance(value, bool):
             return None
         return next((why for refused, why in self.pairs if str(value) == refused), None)

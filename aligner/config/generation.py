@@ -1,4 +1,4 @@
-"""Who draws the responses: the training weights themselves, or engines that are given a copy."""
+"""Sampling of the responses: with the training weights, or by engines that receive a copy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

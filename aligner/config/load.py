@@ -1,4 +1,4 @@
-"""From omegaconf's tree to ``RunConfig``: the only door."""
+"""Conversion of omegaconf's tree into ``RunConfig``, the only one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -15,7 +15,7 @@ from aligner.errors import DryDeviceError
 
 
 class Graph:
-    """In the place of `torch.cuda.CUDAGraph`."""
+    """Stand-in for `torch.cuda.CUDAGraph`."""
 
     def __init__(self, records: list[Record], known: KnownValues, order: Order) -> None:
         """``records``: of the device's blocks. ``known``: its values. ``order``: of its streams."""
@@ -70,7 +70,7 @@ class Capturing:
 
     @contextlib.contextmanager
     def into(self, graph: Graph, **_: Any) -> Iterator[None]:
-        """In the place of `torch.cuda.graph`."""
+        """Stand-in for `torch.cuda.graph`."""
         self.graph = graph
         try:
             yield

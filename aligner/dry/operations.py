@@ -32,7 +32,7 @@ _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.b
 
 
 class Observer(Protocol):
-    """Who counts."""
+    """Interface of the counter of operations."""
 
     @property
     def runs(self) -> bool:

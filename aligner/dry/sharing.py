@@ -37,7 +37,7 @@ class Exports:
         return self.open, tuple(given.get(name) for name in _PARAMETERS)
 
     def open(self, *arguments: Any) -> Tensor:
-        """In the place of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+        """Stand-in for `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
         given = dict(zip(_PARAMETERS, arguments, strict=True))
         if given["storage_device"] != 0:
             raise DryDeviceError(f"this process has no device {given['storage_device']}, only 0")

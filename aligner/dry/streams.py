@@ -85,7 +85,7 @@ class Process:
 
 @dataclass
 class _Memory:
-    """Who used a storage: the last write, and the reads since."""
+    """Uses of a storage: the last write, and the reads since."""
 
     order: "Order"
     owner: Lane  # in whose order its memory is freed and taken again
@@ -115,7 +115,7 @@ class Order:
 
     @property
     def stream(self) -> Lane:
-        """On which this thread launches."""
+        """Stream on which this thread launches."""
         return getattr(self._local, "stream", None) or self.process.default
 
     @contextlib.contextmanager

@@ -82,7 +82,7 @@ class KLController(Protocol):
         ...
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Tell the mean KL per sample of a rollout and how many samples it had."""
+        """Update β by the mean KL per sample of a rollout and its number of samples."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from aligner.errors import ConfigError
 
 
 def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cache: int) -> Tensor:
-    """To be added to the reward: 0 for short responses, down to -1 for those at the limit.
+    """Term added to the reward: 0 for short responses, down to -1 for those at the limit.
 
     DAPO's soft punishment (Yu et al., 2025, eq. 13): over the last ``cache`` tokens before
     ``max_length`` it falls linearly from 0 to -1::

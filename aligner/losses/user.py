@@ -80,7 +80,7 @@ class UserPolicyLoss:
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its path: a file's classes are not importable by their module elsewhere."""
+        """Pickle by path: a file's classes are not importable by their module elsewhere."""
         return type(self), (self.name, self.options)
 
     def __call__(

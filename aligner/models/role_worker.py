@@ -89,7 +89,7 @@ def place_of(
 
 
 def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
-    """Say in a warning which keyword arguments mean nothing here."""
+    """Warn about keyword arguments that have no effect here."""
     if arguments:
         warnings.warn(f"{who}: not used here: {', '.join(sorted(arguments))}", stacklevel=3)
 
@@ -210,7 +210,7 @@ class RoleWorker(Generic[Served]):
             self.move_model(module, "cpu")
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Whose parameters the role has on its device."""
+        """Modules whose parameters the role has on its device."""
         return [self.model.model]
 
     def _settle(self) -> None:

@@ -24,7 +24,7 @@ class RoleMemory:
 
     @property
     def learning_parameters(self) -> int:
-        """Those of them that are trained."""
+        """Number of parameters that are trained."""
         if not self.trainable:
             return 0
         adapters = -(-self.adapter_parameters // self.model_parallel_size)

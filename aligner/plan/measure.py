@@ -165,7 +165,7 @@ def _little_garbage() -> Iterator[None]:
 
 
 class _Enough(Exception):
-    """As many tokens as are to be looked at were drawn."""
+    """Raised when as many tokens were drawn as are measured."""
 
 
 class _RoleRun:
@@ -272,7 +272,7 @@ class _RoleRun:
         return passes, whole
 
     def _score(self, phase: Score, rows: Rows) -> tuple[Record, Record]:
-        """As `_train`."""
+        """Records of scoring a batch, as those of `_train`."""
         with self.device.record() as whole:
             getattr(self.worker, phase.enter)()
             with self.device.record() as passes:

@@ -120,7 +120,7 @@ class PlannedRole:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Its layout."""
+        """Parallel layout of the role."""
         return self.model.parallel
 
 

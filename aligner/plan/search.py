@@ -37,7 +37,7 @@ class Advice:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields for JSON."""
         return {
             "overrides": overrides_of(self.changes),
             "saved_bytes": round(self.saved_bytes),
@@ -85,7 +85,7 @@ class Devices:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields for JSON."""
         return {"least": self.least.cards, "worth": self.worth, "tried": self.rows}
 
 

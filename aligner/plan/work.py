@@ -173,7 +173,7 @@ def _memory(role: PlannedRole) -> list[RoleMemory]:
 
 
 def _weight_bytes(role: PlannedRole) -> int:
-    """In the forward pass."""
+    """Bytes of a weight in the forward pass."""
     return 2 if role.start.options["run"].precision == "bf16" else 4
 
 

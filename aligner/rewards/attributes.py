@@ -1,4 +1,4 @@
-"""From what a reward model rates to the one number that an algorithm learns from."""
+"""Weighting of a reward model's ratings into the one number that an algorithm learns from."""
 
 from collections.abc import Sequence
 

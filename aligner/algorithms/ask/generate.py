@@ -150,7 +150,7 @@ class Chat:
         self._turns = 0
 
     def run(self) -> None:
-        """Until the user ends it."""
+        """Run the conversation until the user ends it."""
         # Refused before the weights are loaded: a model without a template cannot converse.
         self._prompt_ids([{"role": "user", "content": "?"}])
         positions = self._asked.architecture.max_position_embeddings

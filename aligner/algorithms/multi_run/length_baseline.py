@@ -9,7 +9,7 @@ class Sized(Protocol):
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Length in tokens."""
         ...
 
 

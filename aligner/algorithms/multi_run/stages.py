@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def command(self) -> str:
-        """As one types it."""
+        """Command line as typed."""
         return shlex.join(["python", f"examples/{self.script.name}", *self.arguments])
 
     @property

@@ -1,4 +1,4 @@
-"""From rewards of responses to advantages of tokens: what the policy is to learn from.
+"""Credit assignment: from rewards of responses to advantages of tokens.
 
 rewards ─► shaped, some samples left out ─► less β·KL ─► advantages (and the critic's targets)
 """

@@ -350,7 +350,7 @@ def _cut_short(config: BaseRunConfig, run: Assembled) -> list[str]:
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
-    """That so many validation prompts are learned from, too; nothing of none."""
+    """Note that validation prompts are learned from, too; empty where none is."""
     if validation is None:
         return []
     learned = {tuple(train[index].ids) for index in range(len(train))}
@@ -364,5 +364,5 @@ def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[
 
 
 def dropped_note(count: int, what: str, key: str) -> list[str]:
-    """That ``count`` examples are longer than the setting ``key`` allows; nothing of none."""
+    """Note that ``count`` examples are longer than ``key`` allows; empty where none is."""
     return [f"{count} {what} are longer than {key} and were dropped"] if count else []

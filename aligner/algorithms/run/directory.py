@@ -81,11 +81,11 @@ class RunIdentity:
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Dictionary as in JSON."""
         return {**asdict(self), "algorithm": self.algorithm._asdict()}
 
     def refusals(self, saved: "RunIdentity", accepted: Sequence[str]) -> list[str]:
-        """Why this run does not continue ``saved``, in words; empty: it does.
+        """Reasons why this run does not continue ``saved``; empty: it does.
 
         ``accepted``: what may be another (``exp_manager.accept_changed``).
         """

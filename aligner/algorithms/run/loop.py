@@ -70,7 +70,7 @@ class Learner(Protocol):
 
     @property
     def roles(self) -> Mapping[str, SavedRole]:
-        """Whose workers write their shares of a run state, each role to the folder of its name."""
+        """Roles whose workers write shares of a run state, each to the folder of its name."""
         ...
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -80,7 +80,7 @@ class Learner(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things happen, in steps; 0 as an interval means only at the ends."""
+    """Schedule of a run, in steps; 0 as an interval means only at the ends."""
 
     total_steps: int
     val_check_interval: int
@@ -229,7 +229,7 @@ class RunLoop:
         return outcome
 
     def _announce(self) -> None:
-        """Tell callbacks of the last run state once it is complete."""
+        """Call the callbacks for the last run state once it is complete."""
         if self._unannounced is not None and not self.store.is_saving:
             step, self._unannounced = self._unannounced, None
             self.callbacks.tell("on_save", step, self.store.path(step))

@@ -144,7 +144,7 @@ class RayWorkerGroup:
         return bool(self._actors)
 
     def wait_until_started(self) -> None:
-        """Until every worker has been constructed; raises what one of them raised."""
+        """Wait until every worker has been constructed; raises what one of them raised."""
         starting, self._starting = self._starting, []
         with self._breaking():
             wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
@@ -362,7 +362,7 @@ def _at(data: Any, index: tuple[int, ...]) -> Any:
 
 
 def _wait_until_gone(seats: Sequence[Seat]) -> None:
-    """Until the workers on this machine have ended: they hold memory that others may need."""
+    """Wait until the workers on this machine have ended: others may need their memory."""
     host = os.uname().nodename
     deadline = time.monotonic() + _CLEANUP_S
     for seat in seats:

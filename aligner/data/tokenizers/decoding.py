@@ -1,4 +1,4 @@
-"""From response tokens to text, whole or as they come."""
+"""Decoding of response tokens to text, whole or as they come."""
 
 from collections.abc import Sequence
 

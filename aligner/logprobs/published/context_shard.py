@@ -71,7 +71,7 @@ class AllGatherCPTensor(torch.autograd.Function):
 
 
 def _rank_order(ranks: int) -> list[int]:
-    """For each chunk of the sequence, where it stands among the chunks of rank 0, rank 1, …"""
+    """Index of each chunk of the sequence among the chunks of rank 0, rank 1, …"""
     first = [2 * rank for rank in range(ranks)]
     return first + [chunk + 1 for chunk in reversed(first)]
 

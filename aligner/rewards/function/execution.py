@@ -64,7 +64,7 @@ def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
 
 
 def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:
-    """Say that ``name`` raised, and on which sample."""
+    """Message that ``name`` raised, and on which sample."""
     where = "the batch as a whole; no single sample was found to cause it"
     if culprit is not None:
         where = samples.describe(culprit)

@@ -73,7 +73,7 @@ class Job:
                 self.rewards.set_result(self.found)
 
     def fail(self, error: Exception) -> None:
-        """Tell the sender."""
+        """Report an error to the sender."""
         with contextlib.suppress(InvalidStateError):
             self.rewards.set_exception(error)
 

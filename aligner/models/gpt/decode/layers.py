@@ -47,7 +47,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
-        """For all positions and R ``queries``, from megatron-core's table [positions, 1, 1, D_rot].
+        """Rotation of all positions and R ``queries``; ``angles``: [positions, 1, 1, D_rot].
 
         Made once for all rows: the vector and the scalar cosine of a CPU differ in the last bit,
         and which of them a row gets would depend on the size of the batch.

@@ -41,7 +41,7 @@ class SlotMap:
 
     @classmethod
     def of(cls, row_of_slot: IntArray, num_rows: int, device: torch.device) -> "SlotMap":
-        """From the row of each slot, -1 where there is none."""
+        """Build from the row of each slot, -1 where there is none."""
         filled = np.flatnonzero(row_of_slot >= 0)
         slot_of_row = np.full(num_rows, -1)
         slot_of_row[row_of_slot[filled]] = filled
@@ -156,7 +156,7 @@ class Segments:
 
     @cached_property
     def runs(self) -> Runs:
-        """For kernels of variable-length attention."""
+        """Runs for kernels of variable-length attention."""
         device, size, rank = self.queries.rows.device, self.cp_size, self.cp_rank
         if size == 1:
             ends = _ends(self.lengths, device)

@@ -57,7 +57,7 @@ class Adapter(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """In front of a parallel linear in the order of methods: its output plus the adapter's."""
+    """Mixin before a parallel linear: its output plus the adapter's."""
 
     lora: Adapter
 

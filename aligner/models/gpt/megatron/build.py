@@ -1,4 +1,4 @@
-"""From a `GPTArchitecture` to a megatron-core `GPTModel`."""
+"""Build a megatron-core `GPTModel` from a `GPTArchitecture`."""
 
 import functools
 from collections.abc import Callable

@@ -444,7 +444,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
 
     @classmethod
     def list_available_models(cls) -> None:
-        """Nothing is downloaded by name."""
+        """None: no model is downloaded by name."""
         return
 
     def setup_training_data(self, train_data_config: Any) -> None:

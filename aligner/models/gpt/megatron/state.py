@@ -158,7 +158,7 @@ def _shapes(architecture: GPTArchitecture, lora: LoraConfig | None) -> dict[str,
 
 
 def _owned_slices(gpt: GPTModel, optimizer: RoleOptimizer | None) -> dict[Tensor, OwnedSlice]:
-    """By parameter, the slice this process updates; without an optimizer, all of each."""
+    """Slice of each parameter that this process updates; without an optimizer, all of it."""
     if optimizer is not None:
         return {owned.parameter: owned for owned in optimizer.owned_slices()}
     learning = (parameter for parameter in gpt.parameters() if parameter.requires_grad)

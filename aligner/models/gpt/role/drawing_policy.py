@@ -20,7 +20,7 @@ from aligner.models.gpt.role.settings import RoleSettings
 
 
 class DrawingPolicy:
-    """Beside a backend's model, which scores, and of which `_make_generator` makes a generator."""
+    """Mixin beside a backend's model, of which `_make_generator` makes a generator."""
 
     parallel: ParallelState
     settings: RoleSettings

@@ -61,7 +61,7 @@ class ReferenceModel(LightningModule, Inferrable):
         """Nothing to leave."""
 
     def train(self, mode: bool = True) -> Self:
-        """It stays in evaluation mode."""
+        """Ignored: the model stays in evaluation mode."""
         del mode
         return super().train(False)
 

@@ -116,7 +116,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
     # When weights are gathered ----------------------------------------------------------------
 
     def enable_forward_pre_hook(self) -> None:
-        """From the next update on, gather each weight in the forward pass that reads it.
+        """Gather, from the next update on, each weight in the forward pass that reads it.
 
         Nothing to do where the backend always does.
         """
