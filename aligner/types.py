@@ -83,5 +83,9 @@ class LossFunction(Protocol):
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute loss and metrics of one micro-batch."""
+        """Compute loss and metrics of one micro-batch.
+
+        ``batch``: the columns of `aligner.types` that the loss reads, such as ``token_mask``
+        float32 [B, S] and ``sample_mask`` float32 [B]. Returns scalars.
+        """
         ...

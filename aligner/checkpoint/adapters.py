@@ -123,8 +123,9 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
 def check_adapters(
     tensors: Mapping[str, Tensor], architecture: GPTArchitecture, lora: LoraConfig, source: str
 ) -> None:
-    """Check that ``tensors`` have the names and shapes (``a`` [rank, in], ``b`` [out, rank]) that
-    the architecture asks for.
+    """Check that ``tensors`` are the adapters of the architecture.
+
+    ``tensors``: ``a`` [rank, in] and ``b`` [out, rank] of every adapted linear, of any dtype.
 
     Raises:
         CheckpointError: names or shapes differ.

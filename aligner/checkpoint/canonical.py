@@ -221,8 +221,9 @@ def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tens
 
 
 def unpad_vocabulary(name: str, tensor: Tensor, architecture: GPTArchitecture) -> Tensor:
-    """Drop the padding rows of an embedding or output layer [V_padded, H]; other tensors pass
-    through.
+    """Drop the padding rows of an embedding or output layer [V_padded, H], of any dtype.
+
+    Other tensors pass through.
 
     Raises:
         CheckpointError: there are fewer rows than tokens.

@@ -65,8 +65,7 @@ def model_parameters(
 
 
 def merging(gpt: "GPTModel") -> Callable[[Tensor], Tensor]:
-    """Function that turns a parameter into the weight it stands for: its adapter added, where it
-    has one.
+    """Function that turns a parameter into the weight it stands for, its adapter added.
 
     The result is detached, and shares the parameter's memory where there is no adapter.
     """

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n, ...] of every rank one after the other: [ranks * n, ...].
+    """Float [n, ...] of every rank one after the other: [ranks * n, ...].
 
     Differentiable: the gradients of all ranks are summed, and each takes its own part.
     """
@@ -19,7 +19,7 @@ def gather_first(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter_first(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum [ranks * n, ...] over the ranks and keep this rank's [n, ...]; no gradient."""
+    """Sum float [ranks * n, ...] over the ranks and keep this rank's [n, ...]; no gradient."""
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1:
         return whole
@@ -56,7 +56,7 @@ class SumGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """All-reduce the gradient [...]; none for the group."""
+        """All-reduce the gradient, float [...]; none for the group."""
         total = grad_outputs[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

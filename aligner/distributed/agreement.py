@@ -33,8 +33,7 @@ def any_rank(flag: bool) -> bool:
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Return on every rank the result of ``action`` on rank 0; what it raises there is raised
-    everywhere.
+    """Return on every rank the result of ``action`` on rank 0; its error is raised everywhere.
 
     For work with side effects, or that must not be done twice. The result must be picklable.
     """

@@ -34,8 +34,7 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
 
 
 def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of ``partial``, float [...], over the ranks, which all compute the same from it
-    afterwards.
+    """Sum of ``partial``, float [...], over the ranks, which then compute the same from it.
 
     The gradient is therefore every rank's own and passes unchanged.
     """

@@ -19,7 +19,7 @@ _MOST_TERMS = 512  # of a sum in the forward pass
 
 
 def has_onednn(tensor: Tensor) -> bool:
-    """Return whether oneDNN has products for ``tensor`` [..., n] in this build, on this CPU."""
+    """Return whether oneDNN has products for float ``tensor`` [..., n] here."""
     if tensor.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if tensor.dtype == torch.bfloat16:
@@ -28,7 +28,7 @@ def has_onednn(tensor: Tensor) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` [..., in] times ``weight`` [out, in] to [..., out], without gradients."""
+    """``x`` float [..., in] times ``weight`` [out, in] to [..., out], without gradients."""
     # In bfloat16 torch's own product is oneDNN's.
     large = x.numel() * weight.shape[0] >= _LEAST_WORK
     if large and x.dtype == weight.dtype == torch.float32 and has_onednn(weight):
@@ -55,5 +55,5 @@ class _LinearProduct(torch.autograd.Function):
 
 
 def linear_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` [..., in] times ``weight`` [out, in] to [..., out]."""
+    """``x`` float [..., in] times ``weight`` [out, in] to [..., out]."""
     return _LinearProduct.apply(x, weight)

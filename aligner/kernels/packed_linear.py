@@ -42,7 +42,7 @@ class Product:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        """``weight``: [out, in]."""
+        """``weight``: float [out, in]."""
         self.weight = weight.detach()
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
@@ -57,7 +57,7 @@ class Product:
         return self.weight.t().contiguous() if self._in_cache else self.weight
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x`` [..., in] to [..., out]."""
+        """``x`` float [..., in] to [..., out]."""
         if x.numel() == 0:  # an expert that no token was sent to
             return x.new_zeros(*x.shape[:-1], self._outputs)
         if self._in_cache:
@@ -73,7 +73,7 @@ class Product:
         return torch.ops.mkldnn._linear_pointwise.default(x, self.ready, bias, "none", [], "")
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """``residual + x @ weight^T`` [n, out] in one pass over the result."""
+        """``residual + x @ weight^T`` float [n, out] in one pass over the result."""
         if self._in_cache:
             return torch.addmm(_whole(residual), _whole(x), self.ready)[: x.shape[0]]
         if self.weight.is_cuda:
@@ -89,12 +89,12 @@ class GatedProduct:
     """``silu(x @ gate^T) * (x @ up^T)``: SwiGLU, as two products that end in its two steps."""
 
     def __init__(self, weight: Tensor) -> None:
-        """``weight``: [2 * F, in], the gate in the first half."""
+        """``weight``: float [2 * F, in], the gate in the first half."""
         self._both = Product(weight)
         self._gate, self._up = (Product(half) for half in weight.chunk(2))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [n, in] to [n, F]."""
+        """``x`` float [n, in] to [n, F]."""
         if not self._gate.packed:
             # Apart, the two would be whole blocks of memory, whose last numbers torch rounds
             # otherwise than the rest.

@@ -38,7 +38,7 @@ _EXCLUDED = -1e30
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of each token over the whole vocabulary; all [N]."""
+    """Statistics of each token over the whole vocabulary; float32 [N] (float64 for float64)."""
 
     logprobs: Tensor
     log_normalizer: Tensor  # log Σ exp(l) over the kept set
@@ -187,7 +187,7 @@ def logit_gradient(
     *,
     restricted: bool,
 ) -> LogitGradient:
-    """Prepare the backward pass from the gradients of the two outputs, [N] each."""
+    """Prepare the backward pass from the gradients of the two outputs, float [N] each."""
     logprobs, _, entropy = statistics
     local, owned = shard.localize(target)
     if grad_logprobs is None:
@@ -225,7 +225,7 @@ def input_gradients(
     need_weight: bool,
     divisor: float = 1.0,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``hidden`` [N, H] (this shard's part of it) and of the local ``weight``."""
+    """Gradients of float ``hidden`` [N, H] (this shard's part) and of the local ``weight``."""
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
     inputs = tiles.factor(hidden)
     row_factor = (gradient.row_factor / divisor).unsqueeze(1)
@@ -406,8 +406,7 @@ def shard_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`hidden_states_to_logprobs` for any shard, and either treatment of a target outside the kept
-    set.
+    """`hidden_states_to_logprobs` for any shard, with either treatment of an excluded target.
 
     ``hidden``: float [N, H]; ``weight``: float [V_local, H]; ``target``: int64 [N], global ids.
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).

@@ -26,7 +26,7 @@ class OutputLayerBypass(nn.Module):
         return getattr(self._original[0], "weight", None)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Ignore the arguments of an output layer; ``[S, B, H]`` in and out."""
+        """Ignore the arguments of an output layer; float ``[S, B, H]`` in and out."""
         del args, kwargs
         if self._original[0] is not None:
             weight_is_read(self._original[0])
@@ -55,7 +55,7 @@ class CapturingOutputLayer(nn.Module):
         self.captured_hidden = captured_hidden
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """``[S, B, H]`` in, ``[S, B, 1]`` out, which speaks of nothing."""
+        """Float ``[S, B, H]`` in, ``[S, B, 1]`` out, which speaks of nothing."""
         del args, kwargs
         self.captured_hidden["hidden_states"] = hidden_states
         return hidden_states[..., :1], None

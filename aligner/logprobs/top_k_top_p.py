@@ -27,7 +27,7 @@ def keep_thresholds(
     top_p: float,
     divisor: float = 1.0,
 ) -> Tensor:
-    """Threshold of each row's logits over ``divisor``, [N], for ``hidden`` [N, H].
+    """Threshold of each row's logits over ``divisor``, float [N], for ``hidden`` [N, H].
 
     The logits exist a few tokens at a time.
     """

@@ -44,7 +44,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> "VocabShard":
-        """The shard of ``weight`` [V_local, H] when each rank of ``group`` holds V_local rows."""
+        """The shard of float ``weight`` [V_local, H], where each rank holds V_local rows."""
         rows = weight.shape[0]
         ranks = 1 if group is None else dist.get_world_size(group)
         assert 0 < vocab_size <= rows * ranks, (vocab_size, rows, ranks)
@@ -59,8 +59,7 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Local rows int64 [...] of the global ids ``target`` int64 [...], and bool [...]: they are
-        here.
+        """Local row of each global id, and whether it is here: int64 [...] to int64 and bool [...].
 
         The row of an id that another rank holds is 0.
         """
@@ -81,7 +80,7 @@ class VocabShard:
         return value
 
     def stack_ranks(self, value: Tensor) -> Tensor:
-        """``value`` of every rank, [ranks, ...]; each rank has the same shape."""
+        """``value`` of every rank, [ranks, ...]; each rank has the same shape and dtype."""
         if self.group is None:
             return value.unsqueeze(0)
         ranks = dist.get_world_size(self.group)
@@ -158,7 +157,7 @@ class Tiles:
             yield slice(start, min(start + self.rows, self.rows_total))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``hidden [n, H] @ weight [v, H]^T``, both `factor`, into the reused tile."""
+        """``hidden [n, H] @ weight [v, H]^T`` in float, both `factor`, into the reused tile."""
         tile = self.buffer("logits", hidden.shape[0], weight.shape[0])
         wide_mm(hidden, weight.t(), out=tile)
         return tile if self.divisor == 1.0 else tile.div_(self.divisor)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of ``values`` where ``mask`` is 1, over ``dim`` (default: all dimensions, giving a
-    scalar).
+    """Sum of ``values`` where ``mask`` is 1, over ``dim`` (default: all dimensions).
 
     ``values``: [...], of any dtype; ``mask``: [...], of the same shape.
     """

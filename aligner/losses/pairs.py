@@ -35,7 +35,7 @@ class Pairs:
 
 
 def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
-    """The pairs of a micro-batch, from its ``sample_mask`` [B]; a pair counts if both rows do."""
+    """The pairs of a micro-batch, by its float32 ``sample_mask`` [B]; both rows must count."""
     rows = batch["sample_mask"].shape[0]
     if rows % 2:
         raise DataError(
@@ -47,7 +47,7 @@ def pairs_of(batch: Mapping[str, Tensor], denominators: Denominators) -> Pairs:
 
 
 def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected rows of [B, ...], [B / 2, ...] each."""
+    """Chosen and rejected rows of [B, ...], [B / 2, ...] each, of any dtype."""
     return rows[0::2], rows[1::2]
 
 

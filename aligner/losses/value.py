@@ -126,7 +126,7 @@ class MseValueLossFn:
 
 
 def right_shift_values(values: Tensor) -> Tensor:
-    """Numbers ``[B, S]`` read at each token as values of the states before each token.
+    """Float numbers ``[B, S]`` read at each token as values of the states before each token.
 
     Position t gets what was read up to t - 1, position 0 gets 0: the one frame's convention.
     """

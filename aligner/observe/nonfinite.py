@@ -35,7 +35,7 @@ def current_step() -> int:
 
 
 def nonfinite_names(scalars: Mapping[str, float | Tensor]) -> list[str]:
-    """Names of the scalars (loss, gradient norm, …) that are NaN or infinite."""
+    """Names of the float scalars (loss, gradient norm, …) that are NaN or infinite."""
     return [name for name, value in scalars.items() if not math.isfinite(float(value))]
 
 

@@ -257,7 +257,7 @@ class _RoleRun:
         return max(rows.together, min(size, rows.count))
 
     def _train(self, phase: Train, rows: Rows) -> tuple[Record, Record]:
-        """The passes; and they with what moves before and after them."""
+        """Records of the passes, and of the whole phase."""
         with self.device.record() as whole:
             self.worker.prepare_for_training()
             with self.device.record() as passes:

@@ -86,8 +86,7 @@ def load_reward(
     columns: frozenset[str],
     closing: ExitStack,
 ) -> RewardSource:
-    """Load the source of rewards: import the function, query the server, or read the model's
-    metadata.
+    """Load the source of rewards: import a function, query a server, or read a model's header.
 
     ``columns``: what the data has for the function; ``closing`` ends the function's processes.
     """

@@ -21,8 +21,7 @@ VALIDATION_SEED_OFFSET = 1_000_003
 def prompts_batch(
     prompts: PromptBatch, first_sample_id: int, rollouts_per_prompt: int = 1
 ) -> BatchedDataDict:
-    """Batch that a sampling engine continues: one row per response, those to the same prompt
-    adjacent.
+    """Batch that a sampling engine continues: one row per response, those to a prompt adjacent.
 
     Row i is sample ``first_sample_id + i``. Besides tensors it has the lists ``prompts``,
     ``ground_truths`` and ``columns`` (one dict per row).

@@ -41,7 +41,10 @@ def _conv(tensor: Tensor) -> Tensor:
 
 
 def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """``[heads*D, …], [groups*D, …], [groups*D, …]`` to rows interleaved per query group."""
+    """``[heads*D, …], [groups*D, …], [groups*D, …]`` to rows interleaved per query group.
+
+    The dtype is kept.
+    """
     groups = architecture.num_query_groups
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(grouped, dim=1).flatten(0, 1)

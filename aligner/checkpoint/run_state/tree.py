@@ -27,8 +27,7 @@ _TENSOR_OVERHEAD = 512
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "state") -> Any:
-    """A copy of the containers of ``tree`` with ``change`` applied to each tensor, of any shape and
-    dtype.
+    """A copy of the containers of ``tree`` with ``change`` applied to each tensor (any shape).
 
     Mappings become dicts and number types that only look like int or float (NumPy's, enums)
     become int or float. Anything that is not a tree is refused, with its place.

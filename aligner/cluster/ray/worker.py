@@ -132,10 +132,12 @@ class WorkerProcess:
             raise _failure(error) from None
 
     def call(self, method_name: str, step: int, kwargs: Mapping[str, Any], *data: Any) -> Any:
-        """Call the worker's method and return its result on the host; raises `Failure` where it
-        raised.
+        """Call the worker's method and return its result on the host.
 
         ``step``: the run's, for what the method reports. ``data``: nothing, or the shard.
+
+        Raises:
+            Failure: the method raised.
         """
         return self.ask(method_name, step, (), {**kwargs, **({"data": data[0]} if data else {})})
 

@@ -61,7 +61,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """Reduce-scatter [..., S, ...] to this rank's chunks [..., S / CP, ...]."""
+        """Reduce-scatter float [..., S, ...] to this rank's chunks [..., S / CP, ...]."""
         ranks = dist.get_world_size(ctx.group)
         if ranks == 1:
             return grad_outputs[0], None, None
@@ -85,12 +85,18 @@ def _reorder(tensor: Tensor, order: list[int]) -> Tensor:
 def allgather_cp_sharded_tensor(
     tensor: Tensor, cp_group: dist.ProcessGroup, seq_dim: int = 1
 ) -> Tensor:
-    """`AllGatherCPTensor` as a function: [..., S / CP, ...] → [..., S, ...], differentiable."""
+    """`AllGatherCPTensor` as a function, differentiable: [..., S / CP, ...] → [..., S, ...].
+
+    ``tensor``: of any dtype.
+    """
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
 
 
 def scatter_context(whole: Tensor, local_length: int, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's [B, S_cp, ...] of [B, S, ...], zeros behind S where ``S_cp * CP`` is longer."""
+    """This rank's [B, S_cp, ...] of [B, S, ...], zeros behind S where ``S_cp * CP`` is longer.
+
+    ``whole``: of any dtype.
+    """
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
     padding = local_length * ranks - whole.shape[1]
     if padding < 0:

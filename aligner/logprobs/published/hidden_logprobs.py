@@ -167,8 +167,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the local hidden states and weight, from that of the log-probs, float32 [B,
-        S].
+        """Gradients of the local hidden states and weight, from the log-probs', float32 [B, S].
 
         That of the hidden states, [S / TP, B, H], is reduce-scattered; that of the weight is
         [V_local, H].

@@ -44,9 +44,10 @@ class LogprobPlan:
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
     def thresholds(self, chunk: Tensor, width: int) -> Tensor | None:
-        """Smallest logit kept at each position of ``chunk`` [..., n, columns]; None: keep all.
+        """Smallest logit kept at each position of ``chunk``; None: keep all.
 
-        A collective: chunks are padded to ``width``, the number of columns every rank holds.
+        ``chunk``: float [..., n, columns]. A collective: chunks are padded to ``width``, the number
+        of columns every rank holds.
         """
         if not self.sampling.restricts:
             return None
@@ -100,7 +101,10 @@ def logprob_forward(
 
 
 def take_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
-    """``chunk`` [..., columns] at ``local`` [..., K] where it is owned, else 0."""
+    """``chunk`` at ``local`` where it is owned, else 0: float [..., K].
+
+    ``chunk``: float [..., columns]; ``local``: int64 [..., K]; ``owned``: bool [..., K].
+    """
     if chunk.shape[-1] == 0:  # this rank holds padding only
         return chunk.new_zeros(local.shape)
     return torch.where(owned, chunk.gather(-1, local), 0)
@@ -141,7 +145,7 @@ class PlannedLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits [..., S, V_local], from that of the log-probs [..., S]."""
+        """Gradient of the logits, float [..., S, V_local], from the log-probs' [..., S]."""
         return logprob_backward(ctx, grad_outputs[0].unsqueeze(-1)), None, None, None
 
 
@@ -173,7 +177,7 @@ class DistributedLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S]."""
+        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S]."""
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None
 
@@ -202,7 +206,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S]."""
+        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S]."""
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None, None
 
@@ -232,5 +236,5 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S, K]."""
+        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S, K]."""
         return logprob_backward(ctx, grad_outputs[0]), None, None, None, None, None, None

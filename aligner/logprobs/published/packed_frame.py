@@ -44,7 +44,7 @@ def unpack(
     unpacked_seqlen: int,
     cp_group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Float [T_cp] of each rank → [n, unpacked_seqlen - 1], the last position of each left out.
+    """Float [T_cp] of each rank → [n, unpacked_seqlen - 1], without each sequence's last position.
 
     Differentiable; gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
     Behind the end of a sequence: 0. A sequence longer than ``unpacked_seqlen`` is cut.

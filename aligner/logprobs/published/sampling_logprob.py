@@ -62,7 +62,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S].
+        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S].
 
         It passes through the kept set held fixed and is 0 outside it.
         """
@@ -94,7 +94,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S].
+        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S].
 
         It passes through the kept set held fixed and is 0 outside it.
         """

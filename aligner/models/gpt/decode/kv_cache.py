@@ -199,8 +199,8 @@ class KVCache:
 
         Args:
             layer_number: megatron-core's global number of the layer.
-            query: ``[P or 1, m, G * R, D]``, rotary embedding applied; right-padded prompts or one
-                token for each of the first m slots.
+            query: float ``[P or 1, m, G * R, D]``, rotary embedding applied; right-padded prompts
+                or one token for each of the first m slots.
             key: ``[P or 1, m, G, D]``.
             value: ``[P or 1, m, G, D]``.
 
@@ -219,7 +219,7 @@ class KVCache:
         return attended.view(batch, length, -1).transpose(0, 1)
 
     def attend_rows(self, layer_number: int, heads: Tensor) -> Tensor:
-        """`attend` on rows: ``heads`` [n, G, R + 2, D], contiguous, to [n, G * R * D]."""
+        """`attend` on rows: ``heads`` float [n, G, R + 2, D], contiguous, to [n, G * R * D]."""
         plan = self._pass
         assert plan is not None
         store = self._stores[layer_number]

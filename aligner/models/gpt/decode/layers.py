@@ -37,8 +37,8 @@ from aligner.models.gpt.layers.layer_spec import Norm
 class Rotation(NamedTuple):
     """Factors of all of a row's heads, one row per position or per token.
 
-    ``cos`` [n, 1, R + 2, D], 1 where nothing is rotated; ``sin`` of the same shape, 0 there, and
-    negative in the first half of ``D_rot``. ``half`` is ``D_rot / 2``.
+    ``cos`` float [n, 1, R + 2, D], 1 where nothing is rotated; ``sin`` of the same shape, 0 there,
+    and negative in the first half of ``D_rot``. ``half`` is ``D_rot / 2``.
     """
 
     cos: Tensor
@@ -47,7 +47,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
-        """Rotation of all positions and R ``queries``; ``angles``: [positions, 1, 1, D_rot].
+        """Rotation of all positions and R ``queries``; ``angles``: float [positions, 1, 1, D_rot].
 
         Made once for all rows: the vector and the scalar cosine of a CPU differ in the last bit,
         and which of them a row gets would depend on the size of the batch.
@@ -66,7 +66,7 @@ class Rotation(NamedTuple):
         return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate ``heads`` [n, G, R + 2, D], one half of ``D_rot`` against the other.
+        """Rotate ``heads`` float [n, G, R + 2, D], one half of ``D_rot`` against the other.
 
         Returns a contiguous tensor of the same shape.
         """

@@ -47,7 +47,7 @@ class GenerationStages:
         return rows
 
     def pass_on(self, rows: Tensor) -> None:
-        """Send hidden rows [n, H] to the next stage; the last stage keeps them."""
+        """Send float hidden rows [n, H] to the next stage; the last stage keeps them."""
         if not self.is_last:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 

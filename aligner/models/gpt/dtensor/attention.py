@@ -42,7 +42,7 @@ def attention(
 
     Args:
         module: the layer's attention.
-        query: ``[B, heads, S, D]``, rotated; keys and values may have fewer heads.
+        query: float ``[B, heads, S, D]``, rotated; keys and values may have fewer heads.
         key: as ``query``.
         value: as ``query``.
         attention_mask: must be None.

@@ -77,7 +77,7 @@ class DTensorModel(LightningModule):
         microbatch: Microbatch,
         with_entropy: bool,
     ) -> TokenOutputs:
-        """The role's outputs for each token, from ``model``'s hidden states ``[n * L, H]``.
+        """The role's outputs for each token, from ``model``'s float hidden states ``[n * L, H]``.
 
         Called inside ``model``'s forward pass.
         """

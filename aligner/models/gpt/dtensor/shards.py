@@ -60,7 +60,7 @@ class ParameterShard:
         return rows_of(self.part_shape[0], self.parallel.dp_rank, self.parallel.dp_size)
 
     def share_of(self, whole: Tensor) -> Tensor:
-        """View of this process's elements of ``whole``, a tensor [out, in] or [out]."""
+        """View of this process's elements of ``whole``, a float tensor [out, in] or [out]."""
         part = whole
         if self.split_dim is not None:
             columns = rows_of(

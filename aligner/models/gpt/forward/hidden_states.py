@@ -68,7 +68,7 @@ def placed_positions(gpt: GPTModel, layout: TokenLayout) -> Iterator[None]:
 
 
 def full_hidden_states(gpt: GPTModel, hidden: Tensor, *, vocab_parallel: bool) -> Tensor:
-    """Undo sequence parallelism on ``[n, L, H]`` and place the tensor-parallel gradient sum.
+    """Undo sequence parallelism on float ``[n, L, H]`` and place the tensor-parallel gradient sum.
 
     Returns ``[n * L, H]``, the rows that `TokenLayout` counts.
 

@@ -120,7 +120,7 @@ def loss_head(
     loss_fn: LossFunction,
     denominators: Denominators,
 ) -> Head:
-    """The head that ends in ``loss_fn`` of the ``outputs`` for hidden states ``[n, L, H]``."""
+    """The head that ends in ``loss_fn``; ``outputs`` takes float hidden states ``[n, L, H]``."""
 
     def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)

@@ -28,7 +28,7 @@ class AttentionCache(Protocol):
     """Cache that generation attaches to `CoreAttention`."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value, attend over everything stored; ``[S, B, heads * D]``."""
+        """Store key and value, attend over everything stored; float ``[S, B, heads * D]``."""
         ...
 
 
@@ -88,7 +88,7 @@ class CoreAttention(MegatronModule):
         """Attend.
 
         Args:
-            query: ``[S, B, heads, D]``, rotary embedding applied.
+            query: float ``[S, B, heads, D]``, rotary embedding applied.
             key: ``[S, B, groups, D]``.
             value: ``[S, B, groups, D]``.
             attention_mask: must be None; see the class.
@@ -143,7 +143,7 @@ def attend_rows(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention of ``[B, heads, S, D]``; a window sees itself and ``window - 1`` before."""
+    """Causal attention, float ``[B, heads, S, D]``; ``window``: positions seen, own included."""
     length = query.shape[2]
     windowed = window is not None and length > window
     mask = _window_mask(length, window, query.device) if windowed else None
@@ -160,7 +160,7 @@ def attend_segments(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Rows ``[R, heads, D]`` of packed sequences; rows that belong to none become 0."""
+    """Float rows ``[R, heads, D]`` of packed sequences; rows that belong to none become 0."""
     if not segments.buckets:  # all three have a gradient, of zeros, which other ranks may wait for
         return query * 0.0 + (key.sum() + value.sum()) * 0.0
     key, value = segments.gathered(key, value)
@@ -196,7 +196,7 @@ def attend(
     scale: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
+    """Float ``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
     groups = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and query.is_cuda and not flash:

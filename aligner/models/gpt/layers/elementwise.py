@@ -40,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[..., 2 * F]``, the gate in the first half; ``[..., F]``."""
+    """``silu(gate) * up`` of float ``[..., 2 * F]``, the gate in the first half; ``[..., F]``."""
     return _SwiGLU.apply(gate_and_up)
 
 
@@ -56,7 +56,7 @@ class SwiGLU(nn.Module):
         assert config.glu_linear_offset == 0.0
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """``[..., 2 * F]`` to ``[..., F]``."""
+        """Float ``[..., 2 * F]`` to ``[..., F]``."""
         return swiglu(gate_and_up)
 
 
@@ -97,7 +97,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``hidden`` ``[..., H]`` over the root of its mean square, times ``weight`` ``[H]``."""
+    """``hidden`` float ``[..., H]`` over the root of its mean square, times ``weight`` ``[H]``."""
     return _RMSNorm.apply(hidden, weight, eps)
 
 

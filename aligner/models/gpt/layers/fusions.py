@@ -80,9 +80,10 @@ class Fusions:
 
 @jit_fuser
 def turned(heads: Tensor, angles: Tensor, sign: float) -> Tensor:
-    """``heads`` ``[S, B, N, D]`` turned by ``sign`` times ``angles`` ``[S, 1 or B, 1, D_rot]``.
+    """Float ``heads`` ``[S, B, N, D]`` turned by ``angles`` times ``sign``.
 
-    Pairs are column i and ``i + D_rot / 2``; columns from ``D_rot`` on stay.
+    ``angles``: float ``[S, 1 or B, 1, D_rot]``. Pairs are column i and ``i + D_rot / 2``; columns
+    from ``D_rot`` on stay.
     """
     width = angles.shape[-1]
     cos, sin = angles.cos(), angles.sin() * sign

@@ -60,7 +60,7 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Rows ``[n, H]`` sorted by expert, their weights ``[n]``, and how many each has ``[E]``.
+        """Float rows ``[n, H]`` sorted by expert, their weights ``[n]``, numbers of each ``[E]``.
 
         Returns ``[n, H]`` and no bias.
         """

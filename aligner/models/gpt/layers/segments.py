@@ -57,11 +57,11 @@ class SlotMap:
         )
 
     def to_slots(self, rows: Tensor) -> Tensor:
-        """``[R, ...]`` to ``[M, ...]``."""
+        """``[R, ...]`` to ``[M, ...]``, of any dtype."""
         return _Move.apply(rows, self.rows, self.blank_slots, self.slots, self.blank_rows)
 
     def to_rows(self, slots: Tensor) -> Tensor:
-        """``[M, ...]`` to ``[R, ...]``."""
+        """``[M, ...]`` to ``[R, ...]``, of any dtype."""
         return _Move.apply(slots, self.slots, self.blank_rows, self.rows, self.blank_slots)
 
 
@@ -148,7 +148,7 @@ class Segments:
     cp_group: dist.ProcessGroup | None = None
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[R, groups, D]`` of all context-parallel ranks, rank after rank."""
+        """Float keys and values ``[R, groups, D]`` of all context-parallel ranks, in rank order."""
         if self.cp_group is None:
             return key, value
         both = gather_first(torch.cat((key, value), dim=-1), self.cp_group)

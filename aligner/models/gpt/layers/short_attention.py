@@ -31,7 +31,7 @@ MAX_LENGTH = 128
 class HeadRotation(NamedTuple):
     """Factors of all heads; the queries' contain the scale of the scores.
 
-    ``cos`` ``[S, 1, 1, R + 2, D]``, 1 (or the scale) where nothing is rotated; ``sin``
+    ``cos`` float ``[S, 1, 1, R + 2, D]``, 1 (or the scale) where nothing is rotated; ``sin``
     ``[S, 1, 1, R + 1, D_rot / 2]``.
     """
 
@@ -40,7 +40,7 @@ class HeadRotation(NamedTuple):
 
     @classmethod
     def of(cls, angles: Tensor, queries: int, width: int, scale: float) -> "HeadRotation":
-        """Build from megatron-core's angles ``[S, 1, 1, D_rot]``, whose halves are equal."""
+        """Build from megatron-core's angles, float ``[S, 1, 1, D_rot]``, whose halves are equal."""
         angles = angles.unsqueeze(3)
         length, rotated = angles.shape[0], angles.shape[-1]
         cos = angles.new_ones(length, 1, 1, queries + 2, width)
@@ -51,12 +51,12 @@ class HeadRotation(NamedTuple):
         return cls(cos, sin)
 
     def apply(self, heads: Tensor, rotated: Tensor) -> None:
-        """Rotate and scale ``[S, B, G, R + 2, D]`` into ``rotated``."""
+        """Rotate and scale float ``[S, B, G, R + 2, D]`` into ``rotated``."""
         torch.mul(heads, self.cos, out=rotated)
         _add_turned(heads[..., :-1, :], rotated[..., :-1, :], self.sin)
 
     def undo(self, rotated: Tensor, heads: Tensor, first: int) -> None:
-        """Take a gradient ``[S, B, G, n, D]`` of rotated heads ``first``, … back to ``heads``."""
+        """Rotate a float gradient ``[S, B, G, n, D]`` of heads ``first``, … back to ``heads``."""
         place = slice(first, first + rotated.shape[3])
         target = heads[..., place, :]
         torch.mul(rotated, self.cos[..., place, :], out=target)
@@ -151,7 +151,7 @@ def short_attention(mixed: Tensor, angles: Tensor, scale: float) -> Tensor:
     """Causal grouped-query attention with rotary embedding.
 
     Args:
-        mixed: ``[S, B, G, R + 2, D]``, output of the qkv projection.
+        mixed: float ``[S, B, G, R + 2, D]``, output of the qkv projection.
         angles: ``[S, 1, 1, D_rot]``, megatron-core's rotary table.
         scale: of the scores.
 
@@ -174,7 +174,7 @@ class ShortSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``[S, B, H]`` to ``[S, B, H]`` and a bias that is still to be added."""
+        """Float ``[S, B, H]`` to ``[S, B, H]`` and a bias that is still to be added."""
         # What comes besides (caches, other sources of keys, attention sinks, …) is not known here.
         others = (attention_mask, packed_seq_params, *arguments.values())
         plain = rotary_pos_emb is not None and all(other is None for other in others)

@@ -98,7 +98,7 @@ def find_kernel(window: int | None) -> VarlenKernel | None:
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
-    """Return whether a kernel takes these queries ``[R, heads, D]``."""
+    """Return whether a kernel takes these float queries ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -120,7 +120,7 @@ def attend_varlen(
     """Attend within every sequence.
 
     Args:
-        query: ``[R, heads, D]``, this rank's rows.
+        query: float ``[R, heads, D]``, this rank's rows.
         key: ``[cp_size * R, groups, D]``, rows of all context-parallel ranks.
         value: as ``key``.
         segments: where the sequences are.

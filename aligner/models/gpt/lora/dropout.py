@@ -51,7 +51,7 @@ class TokenDropout:
         """``hidden`` with some of it dropped and the rest scaled up.
 
         Args:
-            hidden: ``[L / parts, n, features]``.
+            hidden: float ``[L / parts, n, features]``.
             stream: of the adapter.
             part: which of the ``parts`` of a row these tokens are.
             parts: over how many ranks tokens are shared out.

@@ -47,12 +47,12 @@ class Adapter(nn.Module):
         return F.linear(hidden, self.a) * self.scale
 
     def up(self, low: Tensor) -> Tensor:
-        """``B x`` of ``[..., rank]``."""
+        """``B x`` of float ``[..., rank]``."""
         return F.linear(low, self.b)
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """Weight [out, in] of a plain linear that computes the same, from ``weight`` [out, in]."""
+        """Float ``weight`` [out, in] with the adapter added, for a plain linear."""
         return add_product(weight, self.a, self.b, self.scale)
 
 
@@ -64,7 +64,7 @@ class AdaptedLinear(nn.Module):
     def forward(
         self, input_: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor | None]:
-        """``[s, b, in]`` to ``[s, b, out]``, of which ranks hold what the linear's have."""
+        """Float ``[s, b, in]`` to ``[s, b, out]``, of which ranks hold what the linear's have."""
         output, bias = super().forward(input_, *args, **kwargs)
         return output + self.adapted(input_) if self.lora.enabled else output, bias
 
@@ -89,7 +89,7 @@ class LoraColumnParallelLinear(AdaptedLinear, ColumnLinear):
         set_tensor_model_parallel_attributes(self.lora.b, True, 0, 1)
 
     def adapted(self, hidden: Tensor) -> Tensor:
-        """``[s, b, in]`` to ``[s, b, out / tp]``; s is shared out under sequence parallelism."""
+        """Float ``[s, b, in]`` to ``[s, b, out / tp]``, s shared out under sequence parallelism."""
         group = self.tp_group
         if self.sequence_parallel:
             low = self.lora.down(hidden, part=group.rank(), parts=group.size())
@@ -114,7 +114,7 @@ class LoraRowParallelLinear(AdaptedLinear, RowLinear):
         set_tensor_model_parallel_attributes(self.lora.a, True, 1, 1)
 
     def adapted(self, hidden: Tensor) -> Tensor:
-        """``[s, b, in / tp]`` to ``[s, b, out]``; s is shared out under sequence parallelism."""
+        """Float ``[s, b, in / tp]`` to ``[s, b, out]``, s shared out under sequence parallelism."""
         group = self.tp_group
         low = self.lora.down(hidden, first=group.rank() * hidden.shape[-1])
         if self.sequence_parallel:

@@ -132,8 +132,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return self.get_values(batch)
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values float32 [B, S] under ``values``, and ``rewards`` where a reward model shares the
-        body.
+        """Values float32 [B, S] under ``values``, and ``rewards`` of a model that shares the body.
 
         ``batch`` as in `get_values`.
         """
@@ -217,8 +216,9 @@ def value_outputs(
     *,
     right_shift: bool,
 ) -> TokenOutputs:
-    """Outputs of ``value_head`` for hidden states ``[n, L, H]``: ``[B, S]``, or ``[B, S, K]`` of a
-    head with K outputs.
+    """Outputs of ``value_head`` for float hidden states ``[n, L, H]``.
+
+    They are float32 ``[B, S]``, or ``[B, S, K]`` of a head with K outputs.
 
     With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
     otherwise the value of a state would be computed after its action was seen. Without it the

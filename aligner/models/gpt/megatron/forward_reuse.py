@@ -27,7 +27,7 @@ class KeptPass:
         self._versions: list[int] = []
 
     def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
-        """Keep ``hidden`` [n, L, H], which ``model`` made of ``microbatch``."""
+        """Keep ``hidden`` float [n, L, H], which ``model`` made of ``microbatch``."""
         self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
         self._versions = self._weight_versions()
 

@@ -125,7 +125,7 @@ class MegatronGPTModel(RolePhases, ModelPT):
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """The role's outputs for each token, from ``gpt``'s hidden states ``[n, L, H]``."""
+        """The role's outputs for each token, from ``gpt``'s float hidden states ``[n, L, H]``."""
         raise NotImplementedError
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
@@ -341,10 +341,9 @@ class MegatronGPTModel(RolePhases, ModelPT):
         return model
 
     def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load this process's share of canonical weights, on every rank; inverse of
-        `whole_weights`.
+        """Load this process's share of whole, canonical weights; inverse of `whole_weights`.
 
-        ``weights``: whole tensors, [out, in] or [out], in any float dtype.
+        ``weights``: tensors [out, in] or [out], in any float dtype. Called on every rank.
         """
         load_weights(
             self.gpt,
@@ -370,8 +369,9 @@ class MegatronGPTModel(RolePhases, ModelPT):
         self.adapters.save(path, self.nemo_keys())
 
     def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Copy the reward head, weight [K, H] and bias [K], where both the model and the checkpoint
-        have one.
+        """Copy the reward head, where both the model and the checkpoint have one.
+
+        ``weights``: the head's weight, float [K, H], and bias, float [K], under canonical names.
 
         Raises:
             CheckpointError: the shapes differ and ``strict`` is set.

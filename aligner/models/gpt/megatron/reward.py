@@ -153,7 +153,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
         return rewards
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Rewards ``[B]`` under the key ``rewards``."""
+        """Rewards float32 ``[B]`` under the key ``rewards``; ``batch`` as in `infer`."""
         return {"rewards": self.infer(batch)}
 
     # NeMo's keys ------------------------------------------------------------------------------

@@ -85,8 +85,9 @@ def update(
     number: int = 0,
     mbs: MicroBatches | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on one global batch; metrics plus ``grad_norm``, ``lr``, ``skipped``,
-    ``empty``.
+    """One optimizer step on one global batch.
+
+    Returns metrics plus ``grad_norm``, ``lr``, ``skipped``, ``empty``.
 
     A loss or gradient that is not finite never reaches the weights: the step is skipped or the
     run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
@@ -94,11 +95,13 @@ def update(
     A global batch of which no token counts (``empty`` 1) teaches nothing: no step is taken, for
     momentum and weight decay would move the weights all the same. The schedule stays, too.
 
-    Args: role: the role that learns. optimizer: its optimizer; `ConfigError` where it has none.
-    batch: this rank's share, with the columns that the loss reads, float32 ``token_mask`` [B, S]
-    and ``sample_mask`` [B] among them; see `aligner.types`. number: which mini-batch of the pass
-    this is, for the report of a non-finite one. mbs: sequences per forward-backward, or the rows of
-    each; default ``micro_batch_size``.
+    Args:
+        role: the role that learns.
+        optimizer: its optimizer; `ConfigError` where it has none.
+        batch: this rank's share, with the columns that the loss reads, float32 ``token_mask``
+            [B, S] and ``sample_mask`` [B] among them; see `aligner.types`.
+        number: which mini-batch of the pass this is, for the report of a non-finite one.
+        mbs: sequences per forward-backward, or the rows of each; default ``micro_batch_size``.
     """
     optimizer = trainable(optimizer)
     optimizer.zero_grad()
@@ -148,8 +151,8 @@ def reduce_result(
 ) -> dict[str, float]:
     """Metrics of the micro-batches over all ranks, the count of valid tokens (`result_of`) in them.
 
-    ``parts`` hold scalars, and ``own_tokens`` is one: this rank's count. It crosses to the host
-    with the metrics: a read of its own would wait for the device.
+    ``parts`` hold scalars of any dtype, and ``own_tokens`` is one: this rank's count. It crosses to
+    the host with the metrics: a read of its own would wait for the device.
     """
     return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
 
@@ -168,11 +171,10 @@ def role_microbatches(
     *,
     in_step: bool,
 ) -> list[Microbatch]:
-    """This rank's micro-batches of ``batch``, whose columns are [B] or [B, S, ...]
-    (`aligner.types`).
+    """This rank's micro-batches of ``batch``, of the columns in `aligner.types`.
 
-    ``in_step``: every data-parallel rank gets as many as the one with most, by empty ones at the
-    end, because all ranks meet in every pass. Collective then.
+    ``batch``: columns [B] or [B, S, ...]. ``in_step``: every data-parallel rank gets as many as the
+    one with most, by empty ones at the end, because all ranks meet in every pass. Collective then.
     """
     bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
     if in_step:
