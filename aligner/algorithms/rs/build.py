@@ -58,7 +58,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         inputs.train_prompts,
         inputs.val_prompts,
         sampler,
-        inputs.tokenizer.pad_id,
+        pad_id=inputs.tokenizer.pad_id,
         generation=generation,
         total_steps=steps,
         val_sets=inputs.val_sets,
