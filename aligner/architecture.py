@@ -1,4 +1,4 @@
-"""What a GPT looks like, independent of who wrote its checkpoint.
+"""Description of a GPT, independent of the program that wrote its checkpoint.
 
 ``GPTArchitecture`` is the one description that everything else is derived from: NeMo's
 ``model_config.yaml`` and Hugging Face's ``config.json`` are read into it (``checkpoint/``)
@@ -74,7 +74,7 @@ class GPTArchitecture:
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     bias_linear: bool = False  # biases on proj, fc1, fc2 (and on qkv)
-    bias_qkv: bool = False  # biases on qkv alone (Qwen2)
+    bias_qkv: bool = False  # biases on qkv only (Qwen2)
     qk_layernorm: bool = False  # Qwen3
     window_size: int | None = None  # sliding-window attention (Mistral 7B v0.1)
     attention_dropout: float = 0.0
@@ -114,7 +114,7 @@ class GPTArchitecture:
 
     @property
     def gated(self) -> bool:
-        """Whether fc1 holds ``[gate; up]``."""
+        """True if fc1 holds ``[gate; up]``."""
         return self.activation in ("swiglu", "geglu")
 
     @property

@@ -20,12 +20,12 @@ class AlgorithmEntry(NamedTuple):
 
     @property
     def script(self) -> str:
-        """Of examples/, without its suffix."""
+        """Name of its script in examples/, without the suffix."""
         return f"train_{self.config_name}"
 
     @property
     def config_name(self) -> str:
-        """Of conf/, without its suffix."""
+        """Name of its configuration in conf/, without the suffix."""
         return f"gpt_{self.name}"
 
     @property

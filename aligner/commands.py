@@ -67,7 +67,7 @@ def shipped(folder: str) -> Path:
 
 
 def usage() -> str:
-    """What ``aligner --help`` prints."""
+    """Text that ``aligner --help`` prints."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,7 +1,7 @@
 """Every error a user can meet.
 
 Each derives from ``AlignerError`` and from the standard type it refines, so both
-``except AlignerError`` and ``except ValueError`` do what they say. A message names the
+``except AlignerError`` and ``except ValueError`` work as usual. A message names the
 key, the value it had, and what to do about it.
 """
 
@@ -62,7 +62,7 @@ class CallbackError(AlignerError, RuntimeError):
 
 
 class NonFiniteError(AlignerError, FloatingPointError):
-    """A loss or a gradient is NaN or infinite and the configuration says to stop."""
+    """A loss or a gradient is NaN or infinite, and ``non_finite`` is set to stop the run."""
 
 
 class DeviceMemoryError(AlignerError, MemoryError):

@@ -49,7 +49,7 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
 def check_call(
     call: Callable[..., Any], keywords: Iterable[str], what: str, remedy: str, positional: int = 0
 ) -> None:
-    """Refuse a callable that cannot be called with so many arguments and these keywords.
+    """Refuse a callable that cannot be called with this many arguments and these keywords.
 
     Args:
         call: the callable.
@@ -89,7 +89,7 @@ def _import_place(place: str, name: str, key: str) -> ModuleType:
             raise ConfigError(f"{key}={name!r}: there is no file {path}")
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # `python examples/SCRIPT.py` searches the folder of the script alone
+        sys.path.append(here)  # `python examples/SCRIPT.py` searches only the folder of the script
     try:
         return _import_file(path) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -131,7 +131,7 @@ def _functions_of(module: ModuleType, kind: Kind) -> list[str]:
     )
 
 
-# Of what a function says: the message passes through a pipe, to every rank and onto the console.
+# Of a function's own error text, which passes through a pipe, to every rank and the console.
 _MOST_CHARACTERS = 2000
 
 

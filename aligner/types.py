@@ -12,7 +12,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 =========================  ==============  =====================================================
 ``input_ids``              int64 [B, S]    prompt and response, right-padded
 ``input_lengths``          int64 [B]       prompt + response
-``prompt_lengths``         int64 [B]       prompt alone
+``prompt_lengths``         int64 [B]       prompt only
 ``sample_ids``             int64 [B]       identifies the sample for counter-based sampling
 ``is_end``                 bool [B]        the response ended by itself (EOS or stop string)
 ``token_mask``             float32 [B, S]  1 where the token was generated (EOS included)
@@ -48,7 +48,7 @@ class Denominators(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """What a model says of each token of a micro-batch.
+    """Outputs of a model for each token of a micro-batch.
 
     ``values_or_logprobs``: float32 [B, S]; log-probs for a policy ([B, S, k] of the tokens that
     ``teacher_topk_indices`` names, where the batch has them), values for a critic, rewards for a
@@ -72,12 +72,12 @@ class LossFunction(Protocol):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether ``outputs.entropy`` must be there."""
+        """True if ``outputs.entropy`` must be there."""
         ...
 
     @property
     def rows_per_group(self) -> int:
-        """So many adjacent rows are compared and must be in the same micro-batch; 1: each alone."""
+        """Number of adjacent rows that are compared, in one micro-batch; 1: each by itself."""
         ...
 
     def __call__(

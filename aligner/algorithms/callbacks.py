@@ -1,4 +1,4 @@
-"""A user's own classes that are told how a run goes, by the paths ``trainer.callbacks`` gives."""
+"""Callbacks: a user's own classes that follow a run, by the paths in ``trainer.callbacks``."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run's callback needs, as JSON has it; kept in run states."""
+        """State that a resumed run's callback needs, as JSON has it; kept in run states."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ _HOOKS = {
 
 
 class Callbacks:
-    """The callbacks of a run; every rank calls the methods, rank 0 alone has the callbacks."""
+    """The callbacks of a run; every rank calls the methods, only rank 0 has the callbacks."""
 
     def __init__(self, named: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> None:
         """``named``: ``key=value`` of each, on every rank; ``callbacks``: none but on rank 0."""
@@ -125,7 +125,7 @@ class Callbacks:
         return cls(named, made)
 
     def begin(self, config: Mapping[str, Any], folder: Path, total_steps: int) -> None:
-        """Say which run it is; a stop that an earlier attempt asked for is forgotten."""
+        """Set the run; a stop that an earlier attempt asked for is forgotten."""
         self.stop_reason = self._asked = None
         self._run = CallbackRun(config, folder, total_steps, self._ask_to_stop)
 
@@ -146,7 +146,7 @@ class Callbacks:
         self.stop_reason = on_rank_zero(call)
 
     def failed(self, step: int, error: BaseException) -> None:
-        """Tell of a run that ends with ``error``, on this rank alone: others may be gone."""
+        """Report a run that ends with ``error``, on this rank only: others may be gone."""
         reason = f"{type(error).__name__}: {error}"
         for name, callback in zip(self._named, self._callbacks, strict=False):
             try:
@@ -155,7 +155,7 @@ class Callbacks:
                 error.add_note(str(second))  # the first error is the one that is raised
 
     def state_dict(self) -> dict[str, Any]:
-        """Of those that have a state, by their paths; the same on every rank."""
+        """States of the callbacks that have one, by their paths; the same on every rank."""
 
         def states() -> dict[str, Any]:
             pairs = zip(self._keys(), self._callbacks, strict=True)

@@ -196,7 +196,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         return batch
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> "BatchedDataDict[ColumnsT]":
-        """The rows at ``indices``, in that order, repeated where an index is."""
+        """The rows at ``indices``, integers [n], in that order, repeated where an index is."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return BatchedDataDict(
             {key: columns.take(column, index) for key, column in self.data.items()}

@@ -13,7 +13,7 @@ from aligner.errors import DataError
 
 
 class _TensorKind(NamedTuple):
-    """What the other ranks must know of a tensor before it can be sent."""
+    """Description of a tensor that the other ranks need before it can be sent."""
 
     dtype: str
     shape: tuple[int, ...]

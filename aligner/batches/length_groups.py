@@ -13,7 +13,7 @@ IntArray = NDArray[np.int64]
 
 
 class LengthGroups:
-    """How the given rows can be cut into groups under a budget of ``max_tokens`` each.
+    """Groups into which given rows can be cut under a budget of ``max_tokens`` each.
 
     Args:
         rows: their indices, in any order.

@@ -11,17 +11,17 @@ from aligner.errors import ConfigError, DataError
 
 
 class DynamicBatchingArgs(TypedDict):
-    """How ``shard_by_batch_size`` forms micro-batches under a token budget."""
+    """Arguments by which ``shard_by_batch_size`` forms micro-batches under a token budget."""
 
     max_tokens_per_microbatch: int  # rows times padded length, per rank
     sequence_length_round: int  # padded lengths are rounded up to a multiple of it
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
-    rows_per_group: NotRequired[int]  # so many adjacent rows stay in one micro-batch; default 1
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch; default 1
 
 
 class SequencePackingArgs(TypedDict):
-    """How ``shard_by_batch_size`` packs several sequences into one row."""
+    """Arguments by which ``shard_by_batch_size`` packs several sequences into one row."""
 
     max_tokens_per_microbatch: int  # tokens of a packed row
     input_key: str  # column of token ids [B, S]
@@ -30,7 +30,7 @@ class SequencePackingArgs(TypedDict):
     sequence_length_pad_multiple: int  # each sequence is padded to a multiple of it
     min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
     bin_count_multiple: NotRequired[int]  # their number is a multiple of it
-    rows_per_group: NotRequired[int]  # so many adjacent rows stay in one packed row; default 1
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row; default 1
     train_mb_tokens: NotRequired[int]  # not read: for who sets max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # likewise
 

@@ -1,6 +1,6 @@
-"""Which rows of a global batch go to which shard, and in which micro-batches.
+"""Assignment of the rows of a global batch to shards and micro-batches.
 
-Index arithmetic alone: no tensor is touched here. Every function is pure, so that all processes
+Only index arithmetic: no tensor is touched here. Every function is pure, so that all processes
 of a group compute the same plan from the same lengths.
 
     lengths ─► rows of each shard (tokens level) ─► micro-batches of each shard (same number)
@@ -111,7 +111,7 @@ def plan_packed(
         shards: number of data-parallel ranks.
         packer: packs the rows of one shard.
         multiple: the length of every sequence is rounded up to a multiple of it.
-        min_bin_count: a shard gets at least so many micro-batches from every global batch.
+        min_bin_count: least number of micro-batches of a shard from every global batch.
         bin_count_multiple: the number of micro-batches is a multiple of it.
 
     Raises:

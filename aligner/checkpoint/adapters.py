@@ -3,7 +3,7 @@
 A file holds, of every adapted linear, ``<linear>.lora.a`` [rank, in] and ``<linear>.lora.b``
 [out, rank], whole, in the layouts of canonical weights; and the head of a critic or reward model,
 which is trained beside them. What the matrices mean (rank, alpha, targets) is in its header, and
-what a `.nemo` of the merged weights says beyond its architecture.
+the keys of a `.nemo` of the merged weights beyond its architecture.
 """
 
 import dataclasses
@@ -43,7 +43,11 @@ _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a file holds."""
+    """Contents of a file.
+
+    ``tensors``: of every adapted linear ``a`` [rank, in] and ``b`` [out, rank], whole, and a
+    trained head, under canonical names; of any float dtype.
+    """
 
     lora: LoraConfig
     tensors: Mapping[str, Tensor]
@@ -78,7 +82,7 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
 
 
 def adapters_beside(weights_path: str) -> Path:
-    """Where the adapters stand that are merged into the weights at this path."""
+    """Path of the adapters that are merged into the weights at this path."""
     return Path(f"{weights_path.removesuffix('.nemo').rstrip('/')}{SUFFIX}")
 
 
@@ -119,7 +123,12 @@ def read_adapters(path: str | os.PathLike[str], architecture: GPTArchitecture) -
 def check_adapters(
     tensors: Mapping[str, Tensor], architecture: GPTArchitecture, lora: LoraConfig, source: str
 ) -> None:
-    """Refuse matrices that are not those of the architecture."""
+    """Check that ``tensors`` have the names and shapes (``a`` [rank, in], ``b`` [out, rank]) that
+    the architecture asks for.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
     shapes = adapter_shapes(architecture, lora)
     problems = misfits(set(tensors), set(shapes), set(REWARD_HEAD))
     if problems:
@@ -149,7 +158,10 @@ def check_same(configured: LoraConfig, found: LoraConfig, path: str | os.PathLik
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``W + scale · B A``: a new tensor of the weight's shape and dtype, added in float32."""
+    """``W + scale · B A``: a new tensor of the weight's shape and dtype, added in float32.
+
+    ``weight``: float [out, in]; ``a``: float [rank, in]; ``b``: float [out, rank].
+    """
     merged = torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
     return merged.to(weight.dtype)
 

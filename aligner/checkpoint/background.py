@@ -16,11 +16,11 @@ from aligner.errors import AlignerError
 
 _ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache
 _TOUCHED = 16 << 20  # bytes between two looks whether to stop
-_LEAVING_S = 2.0  # for a thread that is told to stop in the middle of a file
+_LEAVING_S = 2.0  # for a thread that is asked to stop in the middle of a file
 
 
 class AbandonedError(AlignerError):
-    """Work that was told to stop before it was done."""
+    """Work that was cancelled before it was done."""
 
 
 class BackgroundTask:
@@ -47,7 +47,7 @@ class BackgroundTask:
 
     @property
     def done(self) -> bool:
-        """Whether the call has returned or raised."""
+        """True if the call has returned or raised."""
         return not self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -65,7 +65,7 @@ _tasks: "weakref.WeakSet[BackgroundTask]" = weakref.WeakSet()
 
 
 def stop_all_tasks() -> None:
-    """Have every task of this process end at once: the process is told to."""
+    """Cancel every task of this process, which is asked to end."""
     running = [task for task in _tasks if not task.done]
     for task in running:
         task._stop.set()

@@ -52,7 +52,7 @@ class SharedWeights(Protocol):
     """Canonical weights of which a part can be read by itself."""
 
     def share(self, name: str, tp_rank: int, tp_size: int) -> Tensor:
-        """What `split` makes of a tensor, its shape checked."""
+        """Share that `split` makes of a tensor, its shape checked."""
         ...
 
 
@@ -180,7 +180,7 @@ def split_axis(name: str) -> int | None:
 def split(
     name: str, tensor: Tensor, architecture: GPTArchitecture, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """This rank's part of a global tensor (a view where possible).
+    """This rank's part of a global tensor [out, in] or [out] of any dtype (a view where possible).
 
     QKV is cut between query groups, gated fc1 into ``[gate_r; up_r]``; the vocabulary is first
     padded with zero rows to what all ranks can share.
@@ -203,7 +203,11 @@ def split(
 
 
 def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
-    """Inverse of `split` over the parts of all tensor-parallel ranks in order."""
+    """Inverse of `split` over the parts of all tensor-parallel ranks in order.
+
+    ``parts``: of one shape and dtype, [out / tp, in] or [out, in / tp], by the axis that
+    `split_axis` gives for ``name``. Returns the whole tensor [out, in], without padding rows.
+    """
     axis = split_axis(name)
     whole_head = name == REWARD_HEAD[0] and parts[0].shape[1] == architecture.hidden_size
     if len(parts) == 1 or axis is None or whole_head:  # heads are split by NeMo, not by us
@@ -217,7 +221,12 @@ def merge(name: str, parts: list[Tensor], architecture: GPTArchitecture) -> Tens
 
 
 def unpad_vocabulary(name: str, tensor: Tensor, architecture: GPTArchitecture) -> Tensor:
-    """Drop the padding rows of an embedding or output layer; other tensors pass through."""
+    """Drop the padding rows of an embedding or output layer [V_padded, H]; other tensors pass
+    through.
+
+    Raises:
+        CheckpointError: there are fewer rows than tokens.
+    """
     if name not in _VOCABULARY:
         return tensor
     if tensor.shape[0] < architecture.vocab_size:

@@ -1,4 +1,4 @@
-"""From one form of a model to another. Each function returns what it wrote, in one line."""
+"""Conversion of a model to another form. Each function returns what it wrote, in one line."""
 
 import math
 import os
@@ -79,7 +79,7 @@ def describe(architecture: GPTArchitecture) -> str:
 
 
 def written(target: StrPath, what: str) -> str:
-    """The line that says so, with the size on the disk."""
+    """Message of success, with the size on the disk."""
     path = Path(target)
     files = path.rglob("*") if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())

@@ -1,4 +1,4 @@
-"""Files that are on the disk when we say so, and errors that say what the disk lacked."""
+"""Files that are on the disk when a call returns, and errors that name what the disk lacked."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ def free_bytes(path: Path) -> int:
 
 
 def storage_error(path: Path, cause: OSError, needed: int | None = None) -> StorageError:
-    """Translate an operating-system error into one that says what to do; keeps its ``errno``."""
+    """Translate an operating-system error into one that names the remedy; keeps its ``errno``."""
     parts = [f"cannot write {path}: {cause.strerror or cause}"]
     if cause.errno in _FULL:
         need = "" if needed is None else f"{readable_bytes(needed)} ({needed} bytes) needed, "
@@ -98,7 +98,7 @@ class _File:
             raise AbandonedError(f"{self._path} was not written to its end")
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """No effect: nothing is buffered."""
 
     def tell(self) -> int:
         return self._raw.tell()

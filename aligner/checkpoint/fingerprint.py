@@ -1,4 +1,4 @@
-"""What tells one model or data file from another, wherever it stands, without reading all of it."""
+"""Fingerprints of model and data files, wherever they are, without reading all of them."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def model_fingerprint(source: str) -> str | None:
-    """Of a model, be it a file or an unpacked directory; None where there is none to be read."""
+    """Fingerprint of a model, a file or an unpacked directory; None where none can be read."""
     path = Path(source).expanduser()
     if path.is_file():
         return fingerprint_of([path])
@@ -39,7 +39,7 @@ def model_fingerprint(source: str) -> str | None:
 
 
 def fingerprint_of(files: Sequence[Path]) -> str | None:
-    """Of files in their order, whatever they are called; None where one of them cannot be read."""
+    """Fingerprint of files in their order, whatever their names; None where one cannot be read."""
     try:
         return hashlib.sha256(json.dumps([*map(file_fingerprint, files)]).encode()).hexdigest()[:32]
     except OSError:

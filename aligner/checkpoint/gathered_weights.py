@@ -98,7 +98,9 @@ class GatheredWeights(Mapping[str, Tensor]):
         return merge(name, parts, self._architecture)
 
     def _local_name(self, name: str) -> str:
-        """What this rank holds in the place of ``name``: another expert, where they are shared."""
+        """Name of this rank's tensor in the place of ``name``: another expert, if these are shared
+        out.
+        """
         if self._ep is None or not _EXPERT.search(name):
             return name
         count = self._experts_per_rank()

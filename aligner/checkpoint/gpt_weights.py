@@ -65,7 +65,8 @@ def model_parameters(
 
 
 def merging(gpt: "GPTModel") -> Callable[[Tensor], Tensor]:
-    """What makes of a parameter the weight it stands for: its adapter added, where it has one.
+    """Function that turns a parameter into the weight it stands for: its adapter added, where it
+    has one.
 
     The result is detached, and shares the parameter's memory where there is no adapter.
     """
@@ -162,6 +163,9 @@ def gather_tensors(
 ) -> dict[str, Tensor]:
     """Each rank's shares of ``tensors`` joined, in the order of ``names``, on rank 0's CPU.
 
+    ``tensors``: canonical names and this rank's parts, [out / tp, in] or [out, in / tp] as `split`
+    makes them, of any dtype.
+
     Called on every rank, with its groups (None: not split that way); an empty dict elsewhere. The
     first rank of each pipeline stage joins the stage's tensors, with the ranks of its own
     tensor-parallel and expert-parallel groups; the first stage's keeps them, the others send each
@@ -214,7 +218,7 @@ def _first_rank_of_stage(pp_group: dist.ProcessGroup | None) -> int | None:
 
 
 def _holds(group: dist.ProcessGroup | None, rank: int | None) -> bool:
-    """Whether ``rank`` is in this process's ``group``; without one, whether it is this process."""
+    """Return whether ``rank`` is in ``group``; without a group, whether it is this process."""
     if rank is None:
         return True
     members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -233,7 +237,7 @@ def _send_end(group: dist.ProcessGroup) -> None:
 
 
 def _received(stage: int, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """What ``stage`` sends, on the CPU."""
+    """Tensors that ``stage`` sends, on the CPU."""
     source = dist.get_global_rank(group, stage)
     while True:
         heading: list[Any] = [None]

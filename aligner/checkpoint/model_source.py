@@ -59,5 +59,5 @@ def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
 
 
 def is_hugging_face(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` looks like a Hugging Face model rather than a `.nemo`."""
+    """Return whether ``path`` looks like a Hugging Face model rather than a `.nemo`."""
     return Path(path).suffix == ".gguf" or (Path(path) / "config.json").is_file()

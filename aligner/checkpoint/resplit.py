@@ -1,4 +1,4 @@
-"""Which rows or columns of tensor-parallel parts make up a part of another split."""
+"""Rows or columns of tensor-parallel parts that make up a part of another split."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ def origin_of_rows(
     tp_rank: int,
     tp_size: int,
 ) -> Tensor:
-    """Where each row (or column) of this rank's part was, among ``count`` parts of ``shape``.
+    """Origin of each row (or column) of this rank's part, among ``count`` parts of ``shape``.
 
     ``name`` is that of a tensor which is split along an axis. Returns int64 ``[n]``: old part times
     its size along that axis, plus the place in it; -1: padding. The rules of `merge` and `split`
@@ -35,9 +35,10 @@ def origin_of_rows(
 
 
 def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of rows that were together: (first now, part, first in the part, how many).
+    """Runs of adjacent rows: (first now, part, first in the part, how many).
 
-    ``size``: that of a part along the split axis. Padding is in none.
+    ``origin``: int64 [n], see `origin_of_rows`. ``size``: that of a part along the split axis.
+    Padding belongs to no run.
     """
     part = torch.div(origin, size, rounding_mode="floor")
     together = (origin.diff() == 1) & (part.diff() == 0)
@@ -50,9 +51,9 @@ def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int
 def resplit(
     name: str, parts: list[Tensor], architecture: GPTArchitecture, *, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """`split` of what `merge` makes of ``parts``; of mapped parts only what is wanted is read.
+    """`split` of what `merge` makes of ``parts``; of mapped parts only what is needed is read.
 
-    A view of one part where the rows were together.
+    Shapes of the parts: see `merge`. Returns a view of one part where the rows were together.
     """
     axis = split_axis(name)
     shapes = {part.shape for part in parts}

@@ -1,4 +1,4 @@
-"""A rank that dies makes the others stop, and say which one it was.
+"""A rank that dies makes the others stop with an error that names it.
 
 While a run of several processes is watched, a thread of each beats in a store that all of them
 reach and looks at its neighbour, the next rank that has not left. A neighbour whose process is gone
@@ -9,7 +9,7 @@ for a dead rank may not return for as long as ``cluster.timeout_s``.
 
     rank 1: beat, look at rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
 
-Beats come from a thread, so a long step stops none. One process alone starts no thread.
+Beats come from a thread, so a long step stops none. A single process starts no thread.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def silence_limit(timeout_s: float) -> float:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank runs; ``namespace`` tells whether its ``pid`` means anything here."""
+    """Place of a rank; its ``pid`` is meaningful only within its ``namespace``."""
 
     rank: int
     role: str
@@ -76,7 +76,7 @@ class _Place:
         return f"rank {self.rank} ({self.role}; host {self.host}, pid {self.pid})"
 
     def is_gone(self, seen_from: "_Place") -> bool:
-        """Whether the process has ended, as far as ``seen_from`` can tell."""
+        """Return whether the process has ended, as far as ``seen_from`` can tell."""
         if (self.host, self.namespace) != (seen_from.host, seen_from.namespace):
             return False
         try:
@@ -109,12 +109,12 @@ class RankWatch:
         self._thread.start()
 
     def failure(self, wait_s: float = 0.0) -> str | None:
-        """What befell another rank; waits up to ``wait_s`` for the news."""
+        """Failure of another rank; waits up to ``wait_s`` for a report."""
         self._found.wait(wait_s)
         return self._failure
 
     def look(self) -> None:
-        """Tell at once of a rank whose process on this machine is gone, if there is one."""
+        """Report at once a rank whose process on this machine is gone, if there is one."""
         with contextlib.suppress(RuntimeError):
             for place in self._places:
                 if place.is_gone(self._me) and not self._has_left(place):
@@ -133,7 +133,7 @@ class RankWatch:
         self._end()
 
     def leave_failing(self, error: BaseException) -> None:
-        """Tell the others what this rank raised; raises `WorkerError` when another died first."""
+        """Report this rank's error to the others; raises `WorkerError` when another died first."""
         wait_s = self._silence_s + 2 * _INTERVAL_S if _is_broken_link(error) else 0.0
         elsewhere = self.failure(wait_s)
         if elsewhere is None:
@@ -166,7 +166,7 @@ class RankWatch:
                 return
 
     def _stop(self, news: str) -> None:
-        """Say it, give the main thread a moment, then end the process."""
+        """Print the error, give the main thread a moment, then end the process."""
         self._tell(news)
         with contextlib.suppress(RuntimeError):
             self._store.add("heard", 1)
@@ -298,7 +298,7 @@ def _store_host(first: _Place) -> str:
 
 
 def _is_broken_link(error: BaseException | None) -> bool:
-    """Whether the error, or what caused it, may be another rank's death seen from here."""
+    """Return whether the error, or what caused it, may be another rank's death seen from here."""
     while error is not None:
         text = str(error).lower()
         if isinstance(error, dist.DistError):

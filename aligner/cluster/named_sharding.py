@@ -1,4 +1,4 @@
-"""Which worker sits where: an n-dimensional array of worker ranks with named axes."""
+"""Places of workers: an n-dimensional array of worker ranks with named axes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from aligner.errors import LayoutError
 class NamedSharding:
     """Worker ranks laid out over named axes.
 
-    ``NamedSharding(np.arange(8).reshape(2, 4), ["pipeline_parallel", "data_parallel"])`` says that
+    ``NamedSharding(np.arange(8).reshape(2, 4), ["pipeline_parallel", "data_parallel"])`` means that
     worker 5 is pipeline stage 1 of data-parallel replica 1.
     """
 
@@ -78,7 +78,7 @@ class NamedSharding:
         return [int(rank) for rank in np.ravel(self._select(coords))]
 
     def get_ranks(self, **coords: int) -> "NamedSharding | int":
-        """What is left of the sharding at the given coordinates: one rank when all are given."""
+        """Sharding that remains at the given coordinates: one rank when all are given."""
         selected = self._select(coords)
         if selected.ndim == 0:
             return int(selected)

@@ -1,4 +1,4 @@
-"""How a front spreads a global batch over its workers."""
+"""Distribution of a global batch over a front's workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -17,7 +17,7 @@ from aligner.errors import ConfigError, DataError
 
 
 class MicroBatching(TypedDict, total=False):
-    """What forms micro-batches by tokens: one of these, or neither."""
+    """Formation of micro-batches by tokens: one of these, or neither."""
 
     dynamic_batching_args: DynamicBatchingArgs
     sequence_packing_args: SequencePackingArgs
@@ -32,7 +32,7 @@ def micro_batching(
 ) -> MicroBatching:
     """The configured way to form micro-batches; none where a caller gives their size.
 
-    ``rows_per_group``: so many adjacent rows stay together.
+    ``rows_per_group``: number of adjacent rows that stay together.
     """
     budgets = model.token_budgets
     if budgets is None or micro_batch_size is not None:
@@ -65,7 +65,7 @@ def micro_batching(
 def check_whole_groups(
     group: WorkerGroup, batch_size: int, micro_batch_size: int, rows_per_group: int
 ) -> None:
-    """Refuse micro-batches of so many rows each that cut through groups of adjacent rows."""
+    """Refuse micro-batches whose number of rows cuts through groups of adjacent rows."""
     if rows_per_group == 1:
         return
     ranks = group.sharding_annotations.get_axis_size("data_parallel")
@@ -132,7 +132,7 @@ def score_sharded(
 ) -> BatchedDataDict:
     """Call a worker method that scores rows; the scores in the order of ``data``.
 
-    ``micro_batch_size``: sequences per forward pass; default what ``model`` says. ``kwargs`` are
+    ``micro_batch_size``: sequences per forward pass; default that of ``model``. ``kwargs`` are
     passed on.
     """
     batching = micro_batching(model, training=False, micro_batch_size=micro_batch_size)

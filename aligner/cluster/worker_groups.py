@@ -49,7 +49,7 @@ class WorkerFuture(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """What a front may ask of its workers."""
+    """Interface of a group of workers, for fronts."""
 
     sharding_annotations: NamedSharding
     is_whole: bool  # no call has failed: no worker waits for another that does not come
@@ -86,13 +86,13 @@ class WorkerGroup(Protocol):
 
 
 class Cluster(Protocol):
-    """Where workers can be started."""
+    """Interface of places where workers can be started."""
 
     engine: str  # local | ray
 
     @property
     def use_gpus(self) -> bool:
-        """Whether workers compute on GPUs."""
+        """True if workers compute on GPUs."""
         ...
 
     @property
@@ -263,7 +263,7 @@ class LocalCluster:
 
     @property
     def use_gpus(self) -> bool:
-        """Whether the processes compute on GPUs."""
+        """True if the processes compute on GPUs."""
         return accelerator.has_gpu()
 
     @property
@@ -339,7 +339,7 @@ _ON_RAY = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is published here and lives in the files that know Ray."""
+    """Names that are published here and live in the files that import Ray."""
     if name not in _ON_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_ON_RAY[name]), name)

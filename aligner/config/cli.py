@@ -72,9 +72,9 @@ def launch_algorithm(name: str, conf_dir: Path) -> None:
 
 
 def _quiet_imports() -> None:
-    """Silence what megatron-core and NeMo say at import about packages they can do without.
+    """Silence the warnings of megatron-core and NeMo at import about optional packages.
 
-    The start-up report says which optional packages are missing and what that disables.
+    The start-up report lists the optional packages that are missing and what that disables.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|nemo)\.")
     warnings.filterwarnings("ignore", message=r".*(Apex|Transformer Engine|cuda_graph_scope).*")
@@ -112,7 +112,7 @@ def check_overrides(
 
 
 def _elsewhere(arguments: Sequence[str]) -> bool:
-    """Whether configuration may come from further directories."""
+    """Return whether configuration may come from further directories."""
     return any(
         argument.split("=")[0] in ("-cd", "--config-dir", "-cp", "--config-path")
         or "hydra.searchpath" in argument
@@ -224,7 +224,7 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _values_of(arms: Sequence[Any]) -> Any:
-    """What the values of a mapping are; None: no arm is a mapping."""
+    """Type of the values of a mapping; None: no arm is a mapping."""
     for arm in arms:
         if arm in (Any, dict):
             return Any
@@ -250,7 +250,7 @@ def _arms(hint: Any) -> Iterator[Any]:
 
 
 def report_errors(action: Callable[[], None]) -> None:
-    """Call ``action``; an `AlignerError` or Ctrl-C ends the process as `launch` says."""
+    """Call ``action``; an `AlignerError` or Ctrl-C ends the process as in `launch`."""
     try:
         action()
     except AlignerError as error:

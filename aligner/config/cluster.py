@@ -1,4 +1,4 @@
-"""Who runs the workers: the run's own processes, or actors of a Ray cluster."""
+"""Placement of the workers: in the run's own processes, or in actors of a Ray cluster."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

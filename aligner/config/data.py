@@ -1,4 +1,4 @@
-"""Where prompts come from, and how a row becomes one."""
+"""Sources of prompts, and the format by which a row becomes one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Backends, and what a run leaves behind."""
+"""Outputs of a run: directories, logging, checkpoints and their limits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

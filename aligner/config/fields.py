@@ -1,7 +1,7 @@
 """Annotated field types: what a number may be is written in its type.
 
 ``Annotated[int, Range(low=1)]`` is an ``int`` to a type checker and a checked range to
-``parse.build``; `Aliases` and `Refused` say the same of the names that a value may have.
+``parse.build``; `Aliases` and `Refused` do the same for the names that a value may have.
 """
 
 import math
@@ -23,7 +23,7 @@ class Range:
     exclusive_high: bool = False
 
     def contains(self, value: float) -> bool:
-        """Whether ``value`` lies in the interval."""
+        """Return whether ``value`` lies in the interval."""
         if not math.isfinite(value):
             return False
         if self.low is not None and not (value > self.low if self.exclusive else value >= self.low):
@@ -53,7 +53,7 @@ class Aliases:
     pairs: tuple[tuple[str, Any], ...]
 
     def resolve(self, value: Any) -> Any:
-        """What ``value`` means; itself where it is no alias."""
+        """Meaning of ``value``; itself where it is no alias."""
         return next((meant for written, meant in self.pairs if value == written), value)
 
 
@@ -64,7 +64,7 @@ class Refused:
     pairs: tuple[tuple[str, str], ...]
 
     def reason(self, value: Any) -> str | None:
-        """Why ``value`` is refused; None where it is not one of these."""
+        """Reason why ``value`` is refused; None where it is not one of these."""
         if isinstance(value, bool):
             return None
         return next((why for refused, why in self.pairs if str(value) == refused), None)
@@ -81,7 +81,7 @@ class Names:
     or_path: bool = False
 
     def is_path(self, value: str) -> bool:
-        """Whether ``value`` names something of the user's own."""
+        """Return whether ``value`` names something of the user's own."""
         return self.or_path and (":" in value or "." in value)
 
 

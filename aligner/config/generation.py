@@ -1,4 +1,4 @@
-"""Who draws the responses: the training weights themselves, or engines that are given a copy."""
+"""Sampling of the responses: with the training weights, or by engines that receive a copy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -67,7 +67,7 @@ class VllmConfig:
         )
 
     def in_words(self) -> str:
-        """What the engines are given; of settings that `on_device` returned."""
+        """Description of the engines' settings, as `on_device` returned them."""
         cache = (
             f"what its weights leave of {self.gpu_memory_utilization:.0%} of it"
             if self.kv_cache_mb is None
@@ -83,7 +83,7 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     backend: Literal["megatron", "vllm"] = "megatron"  # megatron: the training weights themselves
     # megatron, on GPUs: one launch a token of all sequences, where a process holds a dense model.

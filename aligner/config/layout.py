@@ -12,7 +12,7 @@ LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What layers are made of; nothing of it is in a checkpoint."""
+    """Choice of layer implementations; none of it is in a checkpoint."""
 
     spec: LayerSpec = "auto"
     fusions: bool = True

@@ -1,4 +1,4 @@
-"""From omegaconf's tree to ``RunConfig``: the only door."""
+"""Conversion of omegaconf's tree into ``RunConfig``, the only one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -77,7 +77,7 @@ def section_of(
 ) -> Section:
     """A section of a run's configuration out of a mapping: the first kind that has its keys.
 
-    ``prefix``: of the keys in messages. Where no kind has them all, the first one says so.
+    ``prefix``: of the keys in messages. Where none has them all, the first one's error is raised.
     """
     kind = next((kind for kind in kinds if set(values) <= set(field_types(kind))), kinds[0])
     return build(kind, values, prefix)

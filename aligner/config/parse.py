@@ -146,7 +146,7 @@ def _convert_scalar(hint: type, value: Any, key: str) -> Any:
 
 
 def _finite(value: float, key: str) -> float:
-    """What is infinite, or NaN, has no use in a sum; "no limit" has a key's null or 0."""
+    """Refuse infinity and NaN, which have no use in a sum; null or 0 of a key means "no limit"."""
     try:
         number = float(value)
     except OverflowError:  # an integer beyond any float
@@ -207,7 +207,7 @@ def _convert_union(hint: Any, value: Any, key: str) -> Any:
 
 
 def _is_of_kind(arm: Any, value: Any) -> bool:
-    """Whether ``arm`` is what a text, or a list, is meant for: it alone then says what is wrong."""
+    """Return whether a text, or a list, was meant for ``arm``, which then reports the error."""
     inner = get_args(arm)[0] if get_origin(arm) is Annotated else arm
     if isinstance(value, str):
         return inner is str

@@ -1,4 +1,4 @@
-"""Where rewards come from."""
+"""Sources of rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class RewardServerConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What scores responses: one of a Python function, a reward model, and a server."""
+    """Source of the scores of responses: one of a Python function, a reward model, and a server."""
 
     kind: Literal["function", "model", "server"] = "function"
     # package.module:function or path/to/file.py:function, called as

@@ -38,7 +38,7 @@ from aligner.config.validation import ValidationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRunConfig:
-    """What a run of any algorithm is told; each has its own ``model``, ``data`` and ``trainer``."""
+    """Options of a run of any algorithm; each has its own ``model``, ``data`` and ``trainer``."""
 
     model: TrainedModelConfig
     trainer: TrainingConfig
@@ -57,7 +57,7 @@ class BaseRunConfig:
 
     @property
     def monitor(self) -> str:
-        """Metric that says which run state is best."""
+        """Metric that decides which run state is best."""
         return self.exp_manager.monitor or "val_rollouts/accuracy"
 
     @property
@@ -77,7 +77,7 @@ class BaseRunConfig:
 
     @property
     def algorithm(self) -> str:
-        """What is done to the model, in a few words."""
+        """Name of the algorithm, in a few words."""
         return algorithm_of(self.as_dict()).name
 
     @property
@@ -92,7 +92,7 @@ class BaseRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRunConfig(BaseRunConfig):
-    """What a run is told that learns from responses it samples."""
+    """Options of a run that learns from responses it samples."""
 
     reward: RewardConfig
     data: DataConfig
@@ -113,10 +113,10 @@ class SamplingRunConfig(BaseRunConfig):
 
     @property
     def monitor(self) -> str:
-        """Metric that says which run state is best.
+        """Metric that decides which run state is best.
 
         Without a verifier ``accuracy`` is the share of rewards of at least 1, which of a reward
-        model's scores says little.
+        model's scores means little.
         """
         if self.exp_manager.monitor is None and self.reward.function is None:
             return "val_rollouts/rewards"
@@ -130,7 +130,7 @@ class SamplingRunConfig(BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(SamplingRunConfig):
-    """Everything a PPO run is told."""
+    """All options of a PPO run."""
 
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -157,7 +157,7 @@ class RunConfig(SamplingRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RSRunConfig(SamplingRunConfig):
-    """Everything a rejection-sampling run is told."""
+    """All options of a rejection-sampling run."""
 
     model: RSModelConfig
     trainer: RSTrainerConfig = field(default_factory=RSTrainerConfig)
@@ -170,7 +170,7 @@ class RSRunConfig(SamplingRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRunConfig(BaseRunConfig):
-    """What a run that learns from given examples is told."""
+    """Options of a run that learns from given examples."""
 
     data: ExampleDataConfig | PairDataConfig
 
@@ -182,7 +182,7 @@ class SupervisedRunConfig(BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRunConfig(SupervisedRunConfig):
-    """Everything a fine-tuning run is told."""
+    """All options of a fine-tuning run."""
 
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
@@ -190,7 +190,7 @@ class SFTRunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillRunConfig(SupervisedRunConfig):
-    """Everything a distillation run is told."""
+    """All options of a distillation run."""
 
     model: StudentConfig
     teacher: TeacherConfig
@@ -200,7 +200,7 @@ class DistillRunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
-    """Everything a run of preference optimisation is told."""
+    """All options of a run of preference optimisation."""
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)
@@ -213,7 +213,7 @@ class DPORunConfig(SupervisedRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRunConfig(SupervisedRunConfig):
-    """Everything a run that trains a reward model is told."""
+    """All options of a run that trains a reward model."""
 
     data: RewardDataConfig
     trainer: RewardTrainerConfig = field(default_factory=RewardTrainerConfig)

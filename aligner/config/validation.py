@@ -1,4 +1,4 @@
-"""How held-out prompts are answered: while a run trains, and by an evaluation."""
+"""Sampling of answers to held-out prompts: while a run trains, and by an evaluation."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """How a run's validation prompts are answered. null: as training's rollouts are drawn."""
+    """Sampling of the responses to a run's validation prompts. null: as in training's rollouts."""
 
     samples_per_prompt: Count = 1  # above 1: mean@k, pass@k and maj@k are measured, too
     temperature: Positive | None = None
@@ -32,7 +32,7 @@ class ValidationConfig:
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
 
     def drawing(self, rollout: RolloutConfig) -> Drawing | None:
-        """What a response is drawn with; None: as ``rollout`` says."""
+        """Sampling of one response; None: as in ``rollout``."""
         length, sampling = rollout.length_params, rollout.sampling_params
         keys = ("temperature", "top_k", "top_p", "use_greedy")
         given = {key: value for key in keys if (value := getattr(self, key)) is not None}
@@ -45,7 +45,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class AnswerSamplingConfig:
-    """How a model answers that is only asked."""
+    """Sampling of a model that answers without being trained."""
 
     samples_per_prompt: Count = 1  # responses to each prompt
     max_length: Count = 256  # most new tokens

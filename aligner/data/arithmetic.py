@@ -13,7 +13,7 @@ token (:mod:`aligner.rewards.exact_number`).
   ``4+3``) always fall on the same side, so commutativity leaks nothing either.
 * The solved examples are training problems only, all different; none of them is the asked problem
   or its mirror image, and none has the asked problem's answer, so copying an example never pays.
-* Row ``i`` depends on (seed, split, i) alone, not on how many rows are asked for.
+* Row ``i`` depends only on (seed, split, i), not on how many rows are asked for.
 """
 
 import random
@@ -82,7 +82,7 @@ def arithmetic_prompts(
         answer: how an answer is written after its question in the solved examples.
         separator: what stands between problems.
 
-    ``ground_truth`` is the plain decimal answer, whatever ``answer`` says.
+    ``ground_truth`` is the plain decimal answer, whatever the form of ``answer``.
     """
     pools = split_problems(
         seed=seed, low=low, high=high, operators=operators, validation_fraction=validation_fraction
@@ -105,7 +105,7 @@ def arithmetic_prompts(
 
 
 def arithmetic_examples(**arguments: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns prompt and response; arguments as of `arithmetic_prompts`."""
+    """Yield rows with the columns prompt and response; arguments as in `arithmetic_prompts`."""
     for row in arithmetic_prompts(**arguments):
         yield {"prompt": row["prompt"], "response": row["ground_truth"]}
 
@@ -116,7 +116,7 @@ def arithmetic_pairs(
     """Yield rows with the columns prompt, chosen and rejected: the right answer and a wrong one.
 
     It takes the arguments of `arithmetic_prompts` too. The wrong answer differs by ``wrong_by[0]``
-    to ``wrong_by[1]``, is never negative, and depends on (seed, split, row) alone.
+    to ``wrong_by[1]``, is never negative, and depends only on (seed, split, row).
     """
     nearest, farthest = wrong_by
     if not 1 <= nearest <= farthest:
@@ -135,7 +135,7 @@ def arithmetic_pairs(
 def arithmetic_labels(**arguments: Any) -> Iterator[dict[str, Any]]:
     """Yield rows with the columns prompt, response and label: in turn a right and a wrong answer.
 
-    Arguments as of `arithmetic_pairs`.
+    Arguments as in `arithmetic_pairs`.
     """
     for index, row in enumerate(arithmetic_pairs(**arguments)):
         is_right = index % 2 == 0

@@ -14,7 +14,7 @@ from aligner.errors import DataError
 Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 
-# What a message may have beside role and content. The last two say which call a tool answers;
+# What a message may have beside role and content. The last two name the call that a tool answers;
 # templates that show calls in order leave them out.
 _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
 _KNOWN_ROLES = ("system", "user", "assistant")  # every template has a place for

@@ -1,4 +1,4 @@
-"""Right-padded batches. What is padding is told by lengths, never by ids."""
+"""Right-padded batches. Padding is recognised by lengths, never by ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What every data set shares: items read and measured once, in the order of their source."""
+"""Common base of the data sets: items read and measured once, in the order of their source."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ class Dataset(Generic[T]):
     """All items, in the order of their source. ``len`` and indexing; immutable."""
 
     def __init__(self, items: list[T], *, dropped_too_long: int = 0) -> None:
-        """Hold ``items``; ``dropped_too_long`` tells how many others were dropped."""
+        """Hold ``items``; ``dropped_too_long``: number of others that were dropped."""
         self._items = items
         self.dropped_too_long = dropped_too_long
 

@@ -25,7 +25,7 @@ def form_pairs(*, longest: int = 4, **arguments: Any) -> Iterator[dict[str, Any]
     """Yield rows with the columns prompt, chosen and rejected.
 
     Both answers have the same number of characters, up to ``longest``, so that length tells
-    nothing; they depend on (seed, split, row) alone. The other arguments are those of
+    nothing; they depend only on (seed, split, row). The other arguments are those of
     `arithmetic_prompts`.
     """
     key = f"{arguments.get('seed', 0)}/{arguments.get('split', 'train')}/form"

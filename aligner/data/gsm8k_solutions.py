@@ -29,7 +29,7 @@ def solution_pairs(
         split: ``train`` or ``validation``: of the problems, so that they share none.
         seed: decides the split and, in each problem by itself, which solutions meet.
         validation_fraction: share of the problems that is held out.
-        pairs_per_problem: at most so many of a problem, none twice.
+        pairs_per_problem: most pairs of a problem, none twice.
         prefix: written before each question.
         suffix: written after it.
 

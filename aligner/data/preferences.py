@@ -1,7 +1,7 @@
 """Preference pairs: two responses to one prompt, of which one is better.
 
 A row is a prompt with a chosen and a rejected response, and perhaps the reward of each. The
-responses are text, or lists of chat messages: the assistant's alone, or the whole chat, and then
+responses are text, or lists of chat messages: the assistant's only, or the whole chat, and then
 the prompt may be missing or stand beside it. In a batch the two sequences of a pair are adjacent
 rows, the chosen one first.
 """
@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairFormat:
-    """How a row becomes a pair."""
+    """Format by which a row becomes a pair."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
     chosen_column: str = "chosen"  # text, or the assistant's message, or a whole chat
@@ -67,7 +67,7 @@ class PairFormat:
     max_length: int | None = None  # in tokens; pairs with a longer sequence are dropped and counted
 
     def example_format(self, response_column: str) -> ExampleFormat:
-        """How one of the two sequences is made."""
+        """Format of one of the two sequences."""
         return ExampleFormat(
             prompt_column=self.prompt_column,
             response_column=response_column,
@@ -109,7 +109,7 @@ class PairDataset(Dataset[Pair]):
 
 
 def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairFormat) -> Pair:
-    """Turn one row into a pair; a refusal says where the row stands and what it holds."""
+    """Turn one row into a pair; errors name its place and content."""
     chosen, rejected = (
         make_example(row, index, tokenizer, pair_format.example_format(column))
         for column in (pair_format.chosen_column, pair_format.rejected_column)

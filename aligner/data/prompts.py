@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a row becomes a prompt."""
+    """Format by which a row becomes a prompt."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
     ground_truth_column: str | None = "ground_truth"  # None: the data has none
@@ -93,7 +93,7 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def make_prompt(row: Row, index: int, tokenizer: Tokenizer, prompt_format: PromptFormat) -> Prompt:
-    """Turn one row into a prompt; a refusal says where the row stands and what it holds."""
+    """Turn one row into a prompt; errors name its place and content."""
     columns = dict(row.columns)
     try:
         raw = take(row, prompt_format.prompt_column, (str, list), "data.prompt_column")

@@ -31,7 +31,7 @@ def read_rows(source: Source, arguments: Mapping[str, Any] | None = None) -> Ite
         arguments: keyword arguments for generator functions; refused for files.
 
     Raises:
-        DataError: a file is missing, or a row cannot be read; the message says which.
+        DataError: a file is missing, or a row cannot be read; the message names it.
         ConfigError: a generator function cannot be imported.
     """
     if not isinstance(source, str | Path):

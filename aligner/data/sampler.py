@@ -1,4 +1,4 @@
-"""Which prompts come next: decided by seed and epoch alone, never by the number of ranks.
+"""Order of the prompts: decided by seed and epoch only, never by the number of ranks.
 
 Every rank draws the same global batches; who works on which part is decided later, when the
 fronts shard a batch.
@@ -80,11 +80,11 @@ class PromptSampler:
             yield self.next_batch()
 
     def left_in(self, epochs: int) -> int:
-        """How many indices of the first ``epochs`` epochs have not been drawn."""
+        """Number of indices of the first ``epochs`` epochs that have not been drawn."""
         return max(0, (epochs - self.epoch) * self.size - self.position)
 
     def batches_in(self, epochs: int) -> int:
-        """How many batches the first ``epochs`` epochs begin (wrap) or fill (drop)."""
+        """Number of batches that the first ``epochs`` epochs begin (wrap) or fill (drop)."""
         if self.last_batch == "drop":
             return epochs * (self.size // self.batch_size)
         return -(-epochs * self.size // self.batch_size)

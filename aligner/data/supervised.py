@@ -1,7 +1,7 @@
 """Worked examples: sequences of which some tokens are to be learned.
 
 A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
-may itself be a list of chat messages: the assistant's alone, or the whole chat. What is
+may itself be a list of chat messages: the assistant's only, or the whole chat. What is
 learned is the response and the token that ends it, so that a model which learned it also stops;
 never the prompt, and never what a chat template puts behind the end.
 """
@@ -39,7 +39,7 @@ class Example:
     id: int
     ids: list[int]
     learned: list[tuple[int, int]]  # [start, end) of the tokens that the loss speaks of
-    ref_logprobs: Tensor | None = None  # float32, of the learned tokens; None: nobody asked
+    ref_logprobs: Tensor | None = None  # float32 [N] of the N learned tokens, if known
 
     @property
     def length(self) -> int:
@@ -48,13 +48,13 @@ class Example:
 
     @property
     def learned_tokens(self) -> int:
-        """How many tokens the loss speaks of."""
+        """Number of tokens that enter the loss."""
         return sum(end - start for start, end in self.learned)
 
 
 @dataclass(frozen=True)
 class ExampleFormat:
-    """How a row becomes an example."""
+    """Format by which a row becomes an example."""
 
     prompt_column: str = "prompt"  # text, or a list of chat messages
     response_column: str = "response"  # text, or the assistant's message, or a whole chat
@@ -81,7 +81,7 @@ class ExampleDataset(Dataset[Example]):
         arguments: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> "ExampleDataset":
-        """Read, check and tokenize; arguments as of `aligner.data.prompts.PromptDataset.load`.
+        """Read, check and tokenize; arguments as in `aligner.data.prompts.PromptDataset.load`.
 
         Raises:
             DataError: no rows, a bad row (with its place and the columns found), or nothing left
@@ -103,7 +103,7 @@ class ExampleDataset(Dataset[Example]):
 def make_example(
     row: Row, index: int, tokenizer: Tokenizer, example_format: ExampleFormat
 ) -> Example:
-    """Turn one row into an example; a refusal says where the row stands and what it holds."""
+    """Turn one row into an example; errors name its place and content."""
     try:
         chat, learn = _conversation(row, example_format)
         if chat is None:
@@ -265,7 +265,7 @@ def _conversation(
 
 
 def _answered(prompt: Any, response: list[Any], form: ExampleFormat) -> list[Message]:
-    """A chat out of a response that is a list of messages: the answer alone, or all of it."""
+    """A chat out of a response that is a list of messages: the answer only, or all of it."""
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):

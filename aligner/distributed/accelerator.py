@@ -40,7 +40,7 @@ _left_to_others = False  # the GPUs of this machine; see `gpus_left_to_others`
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` says no."""
+    """Return whether a CUDA device can be used; ``ALIGNER_FORCE_CPU=1`` hides it."""
     if _left_to_others or os.environ.get("ALIGNER_FORCE_CPU") == "1":
         return False
     return torch.cuda.is_available()
@@ -63,7 +63,7 @@ def gpus_left_to_others() -> Iterator[None]:
 
 
 def has_fp8() -> bool:
-    """Whether the device multiplies 8-bit floating-point matrices."""
+    """Return whether the device multiplies 8-bit floating-point matrices."""
     return has_gpu() and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -113,7 +113,7 @@ def release_memory() -> None:
 def release_shared_memory() -> None:
     """`release_memory` where other processes take turns on the device (`SHARED_DEVICE`).
 
-    One process alone uses its cached blocks again, which is quicker than to ask for them anew.
+    A single process uses its cached blocks again, which is quicker than to ask for them anew.
     """
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
@@ -135,7 +135,7 @@ def description() -> str:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a start-up report says of the device a worker computes on."""
+    """Description of a worker's device, for the start-up report."""
 
     description: str
     has_gpu: bool
@@ -143,7 +143,7 @@ class DeviceFacts:
 
 
 def device_facts() -> DeviceFacts:
-    """Of this process's device, now."""
+    """Description of this process's device, now."""
     return DeviceFacts(description(), has_gpu(), free_memory_bytes())
 
 
@@ -165,7 +165,7 @@ class MemoryUse:
 
 
 def memory_use() -> MemoryUse:
-    """Of this process: its peaks since `reset_peak_memory`, and what there is now."""
+    """Memory use of this process: its peaks since `reset_peak_memory`, and its present memory."""
     host = os.uname().nodename
     process = f"{host} {os.getpid()}"
     if not has_gpu():
@@ -194,7 +194,7 @@ def reset_peak_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the words of one that was raised elsewhere, is a failed allocation."""
+    """Return whether an error, or the text of one raised elsewhere, is a failed allocation."""
     words = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         text in words for text in ("out of memory", "can't allocate memory", "memoryerror")
@@ -202,12 +202,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def generator_state() -> Tensor | None:
-    """State of the device's random generator; None on CPU, where torch's own is the only one."""
+    """State of the device's random generator, uint8 [n]; None on CPU, which has torch's own."""
     return torch.cuda.get_rng_state() if has_gpu() else None
 
 
 def set_generator_state(state: Tensor | None) -> None:
-    """Inverse of `generator_state`."""
+    """Restore ``state``, uint8 [n]; inverse of `generator_state`."""
     if has_gpu() and state is not None:
         torch.cuda.set_rng_state(state)
 
@@ -215,13 +215,14 @@ def set_generator_state(state: Tensor | None) -> None:
 def rng_state() -> dict[str, Any]:
     """`generator_state` under ``generator``; states that megatron-core keeps under ``tracker``.
 
-    From the latter it draws the dropout of what tensor-parallel ranks have different parts of.
+    From the latter, uint8 [n] each, it draws the dropout of what tensor-parallel ranks have
+    different parts of.
     """
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
 
 def set_rng_state(state: Mapping[str, Any] | Tensor | None) -> None:
-    """Inverse of `rng_state`; states of earlier versions are a `generator_state` alone."""
+    """Inverse of `rng_state`; earlier versions saved only the `generator_state`, uint8 [n]."""
     if not isinstance(state, Mapping):
         set_generator_state(state)
         return
@@ -246,12 +247,15 @@ def make_deterministic() -> None:
 
 
 def is_deterministic() -> bool:
-    """Whether operations were chosen that repeat; on CPU all do."""
+    """Return whether operations were chosen that repeat; on CPU all do."""
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Move a tensor to (pinned) host memory; a tensor that is there already is returned as is."""
+    """Move a tensor of any shape and dtype to (pinned) host memory.
+
+    One that is there already is returned as is. The copy may still be under way.
+    """
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -270,9 +274,9 @@ def copy_memory(size: int) -> memoryview:
 
 
 def to_device(tensor: Tensor, where: torch.device | None = None) -> Tensor:
-    """Move a tensor to ``where``, by default `device`; one that is there is returned as is.
+    """Move a tensor of any shape and dtype to ``where``, by default `device`.
 
-    The host does not wait for the device.
+    One that is there already is returned as is. The host does not wait for the device.
     """
     return tensor.to(where or device(), non_blocking=True)
 
@@ -281,6 +285,7 @@ class HostCopy:
     """Copies of tensors on their way to the host, as they are now; later changes do not count."""
 
     def __init__(self, *tensors: Tensor) -> None:
+        """``tensors``: of any shape and dtype."""
         self._done: torch.cuda.Event | None = None
         if any(each.is_cuda for each in tensors):
             self._copies = [to_host(each) for each in tensors]
@@ -290,7 +295,7 @@ class HostCopy:
             self._copies = [each.clone() for each in tensors]
 
     def wait(self) -> list[Tensor]:
-        """The copies, once the device has come as far; what it was told since may still run."""
+        """The copies, once the device has made them; later work may still run."""
         if self._done is not None:
             self._done.synchronize()
         return self._copies
@@ -302,7 +307,7 @@ def graph_memory() -> Any:
 
 
 def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
-    """What ``function`` launches, as one launch: a CUDA graph, for GPUs.
+    """Capture the kernels that ``function`` launches, as one launch: a CUDA graph, for GPUs.
 
     It is not run yet. It must not read a value of the device, and what it changes must be tensors
     from before; what it allocates lives as long as the graph. Graphs that share a `graph_memory`
@@ -324,7 +329,10 @@ def sharing_key() -> str:
 
 
 def export_tensor(tensor: Tensor) -> Any:
-    """What another process needs to open a GPU tensor of this one (CUDA IPC); picklable."""
+    """Picklable handle by which another process opens a GPU tensor of this one (CUDA IPC).
+
+    ``tensor``: of any shape and dtype.
+    """
     from torch.multiprocessing.reductions import reduce_tensor  # changes how tensors pickle
 
     return reduce_tensor(tensor)

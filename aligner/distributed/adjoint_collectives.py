@@ -49,14 +49,14 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replicated: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself, float [...], the same on every rank of ``group``."""
         ctx.group = group
         return replicated.view_as(replicated)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """All-reduce."""
+        """All-reduce the gradient [...]; none for the group."""
         total = grad_outputs[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None

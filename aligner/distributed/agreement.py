@@ -14,7 +14,7 @@ def this_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that writes files and prints."""
+    """Return whether this process is the one that writes files and prints."""
     return this_rank() == 0
 
 
@@ -28,12 +28,13 @@ def from_rank_zero(value: T) -> T:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is true on at least one rank."""
+    """Return whether ``flag`` is true on at least one rank."""
     return any(gather_objects(flag))
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, on every rank; what it raises there is raised everywhere.
+    """Return on every rank the result of ``action`` on rank 0; what it raises there is raised
+    everywhere.
 
     For work with side effects, or that must not be done twice. The result must be picklable.
     """

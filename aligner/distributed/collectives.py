@@ -10,7 +10,10 @@ from aligner.distributed import accelerator
 
 
 def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Combine micro-batches: ``_max`` and ``_min`` keys by extremum, everything else by sum."""
+    """Combine micro-batches: ``_max`` and ``_min`` keys by extremum, everything else by sum.
+
+    Metrics are scalars of any number type, and so are those returned.
+    """
     total: dict[str, Tensor] = {}
     for part in parts:
         for key, value in part.items():
@@ -26,7 +29,10 @@ def combine_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def reduce_metrics(metrics: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, float]:
-    """Combine ranks by the same rule; every rank of ``group`` must hold the same keys."""
+    """Combine ranks as `combine_metrics` combines micro-batches, in float64.
+
+    ``metrics``: scalars; every rank of ``group`` must hold the same keys.
+    """
     reduced: dict[str, float] = {}
     rules = ((dist.ReduceOp.MAX, "_max"), (dist.ReduceOp.MIN, "_min"), (dist.ReduceOp.SUM, ""))
     left = set(metrics)

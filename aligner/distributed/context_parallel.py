@@ -1,4 +1,4 @@
-"""What context parallelism communicates, and which tokens of a sequence a rank holds.
+"""Communication of context parallelism, and the tokens of a sequence that a rank holds.
 
 A sequence is cut into ``2 * size`` chunks and rank r holds chunks r and ``2 * size - 1 - r``: under
 a causal mask every rank then has the same amount of attention to compute.
@@ -34,7 +34,8 @@ def holder(position: Positions, chunk: Positions, size: int) -> tuple[Positions,
 
 
 def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum of ``partial`` over the ranks, each of which goes on to compute the same with it.
+    """Sum of ``partial``, float [...], over the ranks, which all compute the same from it
+    afterwards.
 
     The gradient is therefore every rank's own and passes unchanged.
     """

@@ -83,7 +83,7 @@ def available_bytes() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What the control groups above this process still allow.
+    """Memory that the control groups above this process still allow.
 
     Pages of files that can be dropped do not count as taken.
     """

@@ -44,12 +44,12 @@ class ParallelState:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this process holds the embedding."""
+        """True if this process holds the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process holds the final norm and the head."""
+        """True if this process holds the final norm and the head."""
         return self.pp_rank == self.config.pipeline - 1
 
 

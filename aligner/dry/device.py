@@ -102,7 +102,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
     def holds(self, model: nn.Module) -> None:
         """Name the weights and gradient buffers of a model that is ready to train, or never will.
 
-        Other kinds are told by the code that allocates.
+        Other kinds follow from the code that allocates.
         """
         for tensor in (*model.parameters(), *nn.Module.buffers(model)):
             gradients = [getattr(tensor, name, None) for name in ("main_grad", "grad")]
@@ -173,7 +173,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     @property
     def runs(self) -> bool:
-        """Whether operations are run, not captured."""
+        """True if operations are run, not captured."""
         return self.capturing.graph is None
 
     @property
@@ -182,7 +182,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         return self._operations.known
 
     def saw_host_read(self, tensor: Tensor) -> None:
-        """The host waits for a value, where the tensor is on the device."""
+        """Count a read of a tensor's values (any shape); for those on the device the host waits."""
         if not tensor.is_cuda:
             self.order.on_host("a read of its values", [tensor])
             return
@@ -198,7 +198,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             record.host_waits[place] += 1
 
     def saw_copy_to_host(self, tensor: Tensor) -> None:
-        """Count a copy of the tensor's whole storage, for which the host waits."""
+        """Count a copy of the whole storage of a tensor (any shape), for which the host waits."""
         self.saw_host_read(tensor)
         for record in self.records:
             record.copied_bytes += tensor.untyped_storage().nbytes()
@@ -231,7 +231,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
+    """Local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

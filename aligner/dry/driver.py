@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 class Gpu(Protocol):
-    """What the driver must know of the device."""
+    """Interface of the device that the replaced driver calls use."""
 
     memory_bytes: int
     order: Order
@@ -47,7 +47,7 @@ class Gpu(Protocol):
 
 
 def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
-    """What is replaced on a GPU."""
+    """Replacements of calls on a GPU."""
     cuda = torch.cuda
     state = torch.zeros(16, dtype=torch.uint8)
     properties = SimpleNamespace(uuid="dry", total_memory=gpu.memory_bytes)

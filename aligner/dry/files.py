@@ -28,7 +28,7 @@ class _Device(Protocol):
 
 
 def file_calls(device: _Device, mode: FakeTensorMode) -> Iterator[tuple[Any, str, Any]]:
-    """What saves and loads tensors, and what makes them of memory that is there."""
+    """Replacements of torch's functions that save, load and wrap tensors of any shape."""
     save, load, memory = torch.save, torch.load, torch.frombuffer
     set_rng_state = torch.set_rng_state
 
@@ -95,7 +95,7 @@ def _real(each: Any, device: _Device, made: dict[int, torch.UntypedStorage]) -> 
 
 
 def address(tensor: Tensor) -> int:
-    """In the place of `Tensor.data_ptr`: another number for each place of a storage."""
+    """Stand-in for `Tensor.data_ptr` (any shape): another number for each place of a storage."""
     storage = tensor.untyped_storage()
     first: int = vars(storage).get("_dry_address", storage._cdata)
     return first + tensor.storage_offset() * tensor.element_size()

@@ -15,7 +15,7 @@ from aligner.errors import DryDeviceError
 
 
 class Graph:
-    """In the place of `torch.cuda.CUDAGraph`."""
+    """Stand-in for `torch.cuda.CUDAGraph`."""
 
     def __init__(self, records: list[Record], known: KnownValues, order: Order) -> None:
         """``records``: of the device's blocks. ``known``: its values. ``order``: of its streams."""
@@ -37,7 +37,7 @@ class Graph:
             self.counts(lambda record: record.saw(func, args, kwargs, out))
 
     def counts(self, count: Callable[[Record], None]) -> None:
-        """What a replay adds to a record."""
+        """Add ``count`` to the calls that a replay makes on a record."""
         self._counts.append(count)
 
     def replay(self) -> None:
@@ -63,14 +63,14 @@ def graph_class(records: list[Record], known: KnownValues, order: Order) -> type
 
 
 class Capturing:
-    """Which graph is being captured, if any."""
+    """State of the capture: the graph that is being captured, if any."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
 
     @contextlib.contextmanager
     def into(self, graph: Graph, **_: Any) -> Iterator[None]:
-        """In the place of `torch.cuda.graph`."""
+        """Stand-in for `torch.cuda.graph`."""
         self.graph = graph
         try:
             yield

@@ -33,7 +33,7 @@ class RememberedKernel:
         self._made: dict[Hashable, _Made] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, as far as its shape goes."""
+        """Output of the function, as far as its shape goes."""
         operands = tensors_in((args, kwargs))
         if (torch.is_grad_enabled() and any(each.requires_grad for each in operands)) or not any(
             self._known.of(each) is None for each in operands

@@ -27,7 +27,7 @@ class KnownValues:
         self._overwritten: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The tensor's value, on the CPU; None: it is unknown."""
+        """The tensor's value on the CPU, of its own shape (any shape); None where it is unknown."""
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.numel() <= _LIMIT else None
         value = getattr(tensor, "_known", None)
@@ -36,7 +36,7 @@ class KnownValues:
         return value
 
     def set(self, tensor: Any, value: Tensor | None) -> None:
-        """Say what a fake tensor holds."""
+        """Set a fake tensor's ``value``, of its shape (any shape) and dtype; None is unknown."""
         tensor._known = value
         if value is not None and isinstance(tensor, FakeTensor):
             storage, twin = tensor.untyped_storage(), value.untyped_storage()
@@ -44,7 +44,7 @@ class KnownValues:
                 storage._dry_twin = twin  # for tensors that are made of the storage
 
     def forget(self, tensor: Tensor) -> None:
-        """What the tensor holds, and its views hold there, became unknown."""
+        """Mark the tensor's values unknown (any shape), and with them those of its views."""
         value = getattr(tensor, "_known", None)
         if value is not None:
             self._overwritten.add(value.untyped_storage())
@@ -85,7 +85,7 @@ class KnownValues:
         return found
 
     def _follow_storage(self, storage: Any, out: Tensor) -> None:
-        """What a tensor holds that was made of a storage."""
+        """Find the values of a tensor that was made of a storage."""
         twin = vars(storage).get("_dry_twin")
         if twin is None:
             self.set(out, None)
@@ -97,10 +97,10 @@ class KnownValues:
 
 
 class _Traits(NamedTuple):
-    """What of an operation does not depend on its arguments."""
+    """Traits of an operation that do not depend on its arguments."""
 
     overwrites: bool  # the first argument, whatever it was
-    computable: bool  # of its arguments alone
+    computable: bool  # from its arguments only
     written: tuple[tuple[int, str], ...]  # place and name of what it writes to
 
 

@@ -1,4 +1,4 @@
-"""What happens to operations on the dry device: known values are followed, the rest is counted."""
+"""Dispatch of operations on the dry device: known values are followed, the rest is counted."""
 
 import contextlib
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ _UNKNOWN = {torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.b
 
 
 class Observer(Protocol):
-    """Who counts."""
+    """Interface of the counter of operations."""
 
     @property
     def runs(self) -> bool:
-        """Whether operations are run; else they are captured for later."""
+        """True if operations are run; else they are captured for later."""
         ...
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -44,7 +44,7 @@ class Observer(Protocol):
         ...
 
     def saw_host_read(self, tensor: Tensor) -> None:
-        """The host waits for a value of ``tensor``, which may be its own."""
+        """The host waits for a value of ``tensor`` (any shape), which may be on the host itself."""
         ...
 
     def saw_collective(self, packet: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class Operations(TorchDispatchMode):
     # What the host reads ----------------------------------------------------------------------
 
     def read(self, tensor: Tensor) -> Any:
-        """`Tensor.item`."""
+        """`Tensor.item` of a scalar."""
         self.observer.saw_host_read(tensor)
         value = self.known.of(tensor)
         if value is None:
@@ -111,7 +111,7 @@ class Operations(TorchDispatchMode):
             return value.item()
 
     def read_all(self, tensor: Tensor) -> Any:
-        """`Tensor.tolist`, which waits for the device once."""
+        """`Tensor.tolist` of any shape, which waits for the device once."""
         self.observer.saw_host_read(tensor)
         value = self.known.of(tensor)
         with _disable_current_modes():
@@ -120,7 +120,7 @@ class Operations(TorchDispatchMode):
             return value.tolist()
 
     def array(self, tensor: Tensor) -> Any:
-        """`Tensor.numpy`, of a tensor on the host; unknown bytes, which are only copied, are 0."""
+        """`Tensor.numpy` on the host, any shape; unknown bytes, which are only copied, are 0."""
         value = self.known.of(tensor)  # no read: the array shares the tensor's memory
         if value is None and tensor.dtype is torch.uint8:
             with _disable_current_modes():

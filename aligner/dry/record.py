@@ -1,4 +1,4 @@
-"""What a block of code did on the dry device: memory, arithmetic, communication, host reads."""
+"""Record of a block of code on the dry device: memory, arithmetic, communication, host reads."""
 
 import sys
 import weakref
@@ -29,7 +29,7 @@ _SCATTERS = {_aten.index_put_, _aten.index_copy_, _aten.index_add_, _aten.scatte
 
 
 class Kind(StrEnum):
-    """What bytes of the device are for."""
+    """Kinds of use of device memory."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -148,12 +148,12 @@ class Record:
 
     @property
     def peak_at(self) -> str:
-        """Where memory was fullest: a function; "" is the beginning."""
+        """Place where memory was fullest: a function; "" is the beginning."""
         return max(self.peaks, key=lambda place: self.peaks[place].total, default="")
 
     @property
     def peak(self) -> Snapshot:
-        """What was alive there."""
+        """Memory in use there."""
         return self.peaks.get(self.peak_at, Snapshot(0, {}))
 
     @property
@@ -180,7 +180,10 @@ class Record:
         flops: int = 0,
         moved_bytes: int | None = None,
     ) -> None:
-        """Count one kernel, which reads its operands and writes its results once by default."""
+        """Count one kernel, which reads its operands and writes its results once by default.
+
+        Tensors may have any shape and dtype.
+        """
         first = operands[0] if operands else results[0]
         if moved_bytes is None:
             moved_bytes = sum(map(_bytes, (*operands, *results)))
@@ -211,15 +214,15 @@ class Memory:
         self._known: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on this device."""
+        """Return whether the tensor (any shape) is on this device."""
         return tensor.device.type == self.device_type
 
     def snapshot(self) -> Snapshot:
-        """What is alive now."""
+        """Memory in use now."""
         return Snapshot(self.alive_bytes, {kind: n for kind, n in self.kinds.items() if n})
 
     def saw(self, tensor: Tensor) -> bool:
-        """Count the tensor's storage, once; whether it is new."""
+        """Count the tensor's storage (any shape), once; return True if it is new."""
         storage = tensor.untyped_storage()
         if storage in self._known:
             return False
@@ -235,7 +238,7 @@ class Memory:
             self._set(self._known[storage], storage.nbytes())
 
     def name(self, kind: Kind, tensors: Iterable[Tensor]) -> None:
-        """Say what the storages of tensors on the device are for."""
+        """Record the use of the storages of those tensors (any shape) that are on the device."""
         for tensor in tensors:
             if self.holds(tensor):
                 self.saw(tensor)
@@ -245,7 +248,7 @@ class Memory:
                 block.kind = kind
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
-        """Collectives write into these; activations among them are theirs."""
+        """Record tensors (any shape) written by a collective; activations become communication."""
         self.name(
             Kind.COMMUNICATION,
             [each for each in tensors if self._kind_of(each) is Kind.ACTIVATIONS],
@@ -271,7 +274,7 @@ class _Block:
 
 
 def allocated_kind() -> Kind:
-    """Of what kind an allocation of the code that runs now is."""
+    """Kind of an allocation by the code that runs now."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         known = _kind_of_file(frame.f_code.co_filename)
@@ -305,7 +308,7 @@ def _stem_of_file(path: str) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of the values, or of the storage where an expanded tensor repeats them."""
+    """Bytes of the values, or of the storage where an expanded tensor repeats them."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -320,7 +323,7 @@ def _moved(func: Any, operands: list[Tensor], results: list[Tensor]) -> int:
 @cache
 @cache
 def is_kernel(func: Any) -> bool:
-    """Whether an operation is a kernel, no view or allocation."""
+    """Return whether an operation is a kernel, no view or allocation."""
     if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS:
         return False
     returns = func._schema.returns

@@ -1,4 +1,4 @@
-"""What stands in for calls that the dry device cannot make, with a GPU and without one.
+"""Replacements of calls that the dry device cannot make, with a GPU and without one.
 
 They ask another process, read values without an operation, or move tensors as fake ones cannot be.
 """
@@ -33,7 +33,10 @@ Replacement = tuple[Any, str, Any]  # where, by which name, and what is there in
 def common_replacements(
     operations: Operations, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[Replacement]:
-    """What is replaced with a GPU and without one. ``resized``: told of a storage's new size."""
+    """Replacements of calls with a GPU and without one.
+
+    ``resized``: called with a storage's new size.
+    """
     yield from _host_calls(operations)
     yield from _empty_caches()
     yield nn.Module, "_apply", _apply
@@ -87,7 +90,7 @@ def _host_calls(operations: Operations) -> Iterator[Replacement]:
 
 
 def _is_number(index: Any) -> bool:
-    """Whether an index is a tensor that the host reads to know what it selects."""
+    """Return whether an index is a tensor that the host reads to know what it selects."""
     return isinstance(index, FakeTensor) and index.dim() == 0 and index.dtype is not torch.bool
 
 
@@ -155,7 +158,7 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
 
 
 def _broadcast_floats(values: Any, *_: Any) -> dict[str, float]:
-    """Metrics of the last pipeline stage, which other stages are told."""
+    """Metrics of the last pipeline stage, which other stages receive."""
     return dict(values or {"loss": 1.0, "valid_tokens": 1.0})
 
 
@@ -175,7 +178,7 @@ def _evenly(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Stages:
-    """Between pipeline stages, where nobody says what shape comes.
+    """Shapes of the messages between pipeline stages, which are not sent with them.
 
     Hidden states are those of the schedule's micro-batches, one after the other. A gradient has the
     shape of what was sent, in the same order.
@@ -202,7 +205,7 @@ class _Stages:
             parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
             shapes = [microbatch.layout.input_ids.shape for microbatch in microbatches]
             self._hidden = [(length // parts, n, config.hidden_size) for n, length in shapes]
-            self._sent = []  # forward passes alone send, and get no gradients
+            self._sent = []  # only forward passes send, and get no gradients
             return real()(data_iterator=iter(microbatches), model=model, **options)
 
         return lambda: schedule

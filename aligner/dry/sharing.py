@@ -28,7 +28,7 @@ class Exports:
         self._unopened: dict[int, tuple[Tensor, Process]] = {}
 
     def reduce(self, tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        """In the place of `torch.multiprocessing.reductions.reduce_tensor`."""
+        """Stand-in for `torch.multiprocessing.reductions.reduce_tensor`, of any shape and dtype."""
         if not tensor.is_cuda:
             raise DryDeviceError(f"a tensor on {tensor.device} is no memory of the device")
         self._count += 1
@@ -37,11 +37,11 @@ class Exports:
         return self.open, tuple(given.get(name) for name in _PARAMETERS)
 
     def open(self, *arguments: Any) -> Tensor:
-        """In the place of `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+        """Stand-in for `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
         given = dict(zip(_PARAMETERS, arguments, strict=True))
         if given["storage_device"] != 0:
             raise DryDeviceError(f"this process has no device {given['storage_device']}, only 0")
         tensor, exporter = self._unopened.pop(given["storage_handle"])
-        # Its host told this one where the memory is.
+        # Its host has sent this one the place of the memory.
         self._order.process.host.wait_for(exporter.host.moment())
         return tensor

@@ -39,13 +39,13 @@ class Lane:
         return {**self._seen, self: self.steps}
 
     def wait_for(self, moment: "Moment") -> None:
-        """What it does next begins after this moment."""
+        """Start the lane's next operation after this moment."""
         for lane, step in moment.items():
             if lane is not self and step > self._seen.get(lane, 0):
                 self._seen[lane] = step
 
     def knows(self, use: "Use") -> bool:
-        """Whether a use of memory is over before what it does next."""
+        """Return whether a use of memory is over before what it does next."""
         return use.lane is self or self._seen.get(use.lane, 0) >= use.step
 
     def act(self, what: str) -> "Use":
@@ -85,7 +85,7 @@ class Process:
 
 @dataclass
 class _Memory:
-    """Who used a storage: the last write, and the reads since."""
+    """Uses of a storage: the last write, and the reads since."""
 
     order: "Order"
     owner: Lane  # in whose order its memory is freed and taken again
@@ -97,7 +97,7 @@ class _Memory:
 
 
 class Order:
-    """What the streams and hosts of a device do, one after the other or beside each other."""
+    """Order of the operations of a device's streams and hosts."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -110,12 +110,12 @@ class Order:
 
     @property
     def process(self) -> Process:
-        """Of this thread."""
+        """Process of this thread."""
         return getattr(self._local, "process", self._first)
 
     @property
     def stream(self) -> Lane:
-        """On which this thread launches."""
+        """Stream on which this thread launches."""
         return getattr(self._local, "stream", None) or self.process.default
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ class Order:
         return not beside
 
     def launch(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """An operation on this thread's stream.
+        """An operation on this thread's stream, which reads and writes tensors of any shape.
 
         Raises:
             DryDeviceError: memory is used on another stream, or by the host, beside this.
@@ -208,11 +208,11 @@ class Order:
         self._use(stream.act(what), reads, writes)
 
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> None:
-        """An operation of this thread's host; raises as `launch` does."""
+        """An operation of this thread's host on tensors of any shape; raises as `launch`."""
         self._use(self.process.host.act(what), reads, writes)
 
     def is_idle_at(self, moment: Moment) -> bool:
-        """Whether the streams of this thread's process have nothing to do after it."""
+        """Return whether the streams of this thread's process have nothing to do after it."""
         return all(moment.get(stream, 0) >= stream.steps for stream in self.process.streams)
 
     def host_waits(self, moment: Moment | None = None) -> None:
@@ -238,7 +238,7 @@ class Order:
     # Memory -------------------------------------------------------------------------------------
 
     def pin(self, tensor: Tensor) -> None:
-        """The host's memory of this tensor is locked: copies may run beside the host."""
+        """Lock the host memory of this tensor (any shape): copies may run beside the host."""
         self._memory(tensor).pinned = True
 
     def lock(self, addresses: range) -> None:
@@ -246,11 +246,11 @@ class Order:
         self._locked.append(addresses)
 
     def is_locked(self, address: int) -> bool:
-        """Whether the host's memory there is locked."""
+        """Return whether the host's memory there is locked."""
         return any(address in each for each in self._locked)
 
     def record_stream(self, tensor: Tensor, stream: Lane) -> None:
-        """The tensor's memory is not taken again before what ``stream`` does now is over."""
+        """Keep the tensor's memory (any shape) until the present work of ``stream`` is done."""
         self._memory(tensor).shared.add(stream)
 
     def freed(self, storage: torch.UntypedStorage) -> None:

@@ -20,19 +20,22 @@ def as_int64(number: int) -> int:
 
 
 def mix(state: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects all."""
+    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects all.
+
+    ``state``: int64 [...]; returns the same shape.
+    """
     state = (state ^ _shift_right(state, 30)) * _MIX_1
     state = (state ^ _shift_right(state, 27)) * _MIX_2
     return state ^ _shift_right(state, 31)
 
 
 def combine(state: Tensor, counter: Tensor) -> Tensor:
-    """The hash of ``state``, a hash itself, and one number more; the shapes broadcast."""
+    """Hash of ``state``, a hash itself, and one more number; both int64 [...], shapes broadcast."""
     return mix(state + _GAMMA) ^ mix(counter + _MIX_1)
 
 
 def uniform_bits(state: Tensor) -> Tensor:
-    """`UNIFORM_BITS` evenly distributed bits of a hash, as int64 from 0 on."""
+    """`UNIFORM_BITS` evenly distributed bits of a hash: int64 [...] to int64 [...] from 0 on."""
     return _shift_right(mix(state), 64 - UNIFORM_BITS)
 
 
@@ -42,7 +45,7 @@ def _shift_right(state: Tensor, bits: int) -> Tensor:
 
 
 def counter_hash(seed: int, *counters: Tensor) -> Tensor:
-    """Hash of a seed and of numbers, int64 tensors of shapes that broadcast."""
+    """Hash of a seed and of ``counters``, int64 [...]; the shapes broadcast."""
     state = torch.full_like(counters[0], as_int64(seed))
     for counter in counters:
         state = combine(state, counter)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Below so many multiplications the call around oneDNN's product costs more than it gains.
+# Below this many multiplications the call around oneDNN's product costs more than it gains.
 _LEAST_WORK = 2**22
 _MOST_TERMS = 512  # of a sum in the forward pass
 
 
 def has_onednn(tensor: Tensor) -> bool:
-    """Whether this build of torch and this processor have oneDNN's products for the tensor."""
+    """Return whether oneDNN has products for ``tensor`` [..., n] in this build, on this CPU."""
     if tensor.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if tensor.dtype == torch.bfloat16:

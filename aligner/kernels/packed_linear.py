@@ -31,7 +31,7 @@ from aligner.kernels.linear_product import has_onednn
 # as any from 1 to 64 rows here, and unlike the layout chosen for 1 they give the same bits.
 _EXPECTED_ROWS = 512
 _CACHED_BYTES = 2**18  # weights up to this size stay in the cache between products
-_ROWS = 16  # products on such weights run on a multiple of so many rows: one kernel, one rounding
+_ROWS = 16  # products on such weights run on a multiple of this many rows: one kernel, one rounding
 
 
 class Product:
@@ -42,7 +42,7 @@ class Product:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        """Of ``weight`` [out, in]."""
+        """``weight``: [out, in]."""
         self.weight = weight.detach()
         self._outputs = weight.shape[0]
         size = weight.numel() * weight.element_size()
@@ -89,7 +89,7 @@ class GatedProduct:
     """``silu(x @ gate^T) * (x @ up^T)``: SwiGLU, as two products that end in its two steps."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Of ``weight`` [2 * F, in], the gate in the first half."""
+        """``weight``: [2 * F, in], the gate in the first half."""
         self._both = Product(weight)
         self._gate, self._up = (Product(half) for half in weight.chunk(2))
 

@@ -10,7 +10,7 @@ from aligner.kernels.linear_product import linear_product
 
 
 class _Multiplying(nn.Module):
-    """In front of a parallel linear in the order of methods: what multiplies for it."""
+    """Mixin before a parallel linear: the products that it computes."""
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, **arguments: Any

@@ -1,7 +1,7 @@
 """Products of matrices whose sums and results are float32, of bfloat16 matrices too.
 
 A GPU multiplies bfloat16 numbers exactly, adds them up in float32 and can hand that out as it is
-(`torch.mm` with ``out_dtype``): the same numbers as of matrices converted to float32, at the speed
+(`torch.mm` with ``out_dtype``): the same numbers as of float32 copies of the matrices, at the speed
 of its bfloat16 units. Elsewhere the matrices are converted.
 
 In gradients one factor is float32 itself: the gradient of the logits. It is rounded to bfloat16
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 
 def has_wide_products(*matrices: Tensor) -> bool:
-    """Whether these matrices are multiplied as they are, without a float32 copy."""
+    """Return whether these matrices [n, m] are multiplied as they are, without a float32 copy."""
     return all(_has_kernel(each) and each.dtype == torch.bfloat16 for each in matrices)
 
 
 def _has_kernel(matrix: Tensor) -> bool:
-    return matrix.is_cuda  # PyTorch has it for GPUs alone
+    return matrix.is_cuda  # PyTorch has it only for GPUs
 
 
 def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 
 
 class _WideLinear(torch.autograd.Function):
-    """Of bfloat16 matrices on a GPU; see the module for how gradients are rounded."""
+    """Linear of bfloat16 matrices on a GPU; see the module for how gradients are rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ _EXCLUDED = -1e30
 
 
 class RowStatistics(NamedTuple):
-    """Of each token, over the whole vocabulary; all [N]."""
+    """Statistics of each token over the whole vocabulary; all [N]."""
 
     logprobs: Tensor
     log_normalizer: Tensor  # log Σ exp(l) over the kept set
@@ -414,7 +414,12 @@ def shard_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`hidden_states_to_logprobs` for any shard, and either fate of a target outside the set."""
+    """`hidden_states_to_logprobs` for any shard, and either treatment of a target outside the kept
+    set.
+
+    ``hidden``: float [N, H]; ``weight``: float [V_local, H]; ``target``: int64 [N], global ids.
+    Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
+    """
     assert hidden.ndim == 2, hidden.shape
     assert weight.ndim == 2, weight.shape
     assert target.ndim == 1, target.shape

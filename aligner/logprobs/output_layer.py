@@ -26,7 +26,7 @@ class OutputLayerBypass(nn.Module):
         return getattr(self._original[0], "weight", None)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Ignore what the output layer would have been told; ``[S, B, H]`` in and out."""
+        """Ignore the arguments of an output layer; ``[S, B, H]`` in and out."""
         del args, kwargs
         if self._original[0] is not None:
             weight_is_read(self._original[0])

@@ -7,7 +7,7 @@ from aligner.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainingSamplingParams:
-    """How the tokens were drawn, so that their log-probs are those of the same distribution.
+    """Sampling parameters under which tokens were drawn, for log-probs of the same distribution.
 
     ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides the logits here,
     so logits must not have been divided before.
@@ -41,5 +41,5 @@ class TrainingSamplingParams:
 
     @property
     def restricts(self) -> bool:
-        """Whether some tokens are left out."""
+        """True if some tokens are left out."""
         return self.kept_count > 0 or self.top_p < 1.0

@@ -31,7 +31,7 @@ def tile_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which part of the vocabulary the local weight holds.
+    """Part of the vocabulary that the local weight holds.
 
     ``start``: global id of its row 0. ``columns``: how many of its first rows are real tokens;
     what follows is padding and takes no part in the softmax. ``group``: the tensor-parallel group,
@@ -59,19 +59,23 @@ class VocabShard:
         return cls(start=start, columns=end - start, group=group if ranks > 1 else None)
 
     def localize(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Local row of each global id (0 where it is elsewhere), and bool: it is here."""
+        """Local rows int64 [...] of the global ids ``target`` int64 [...], and bool [...]: they are
+        here.
+
+        The row of an id that another rank holds is 0.
+        """
         local = target - self.start
         owned = (local >= 0) & (local < self.columns)
         return torch.where(owned, local, 0), owned
 
     def sum(self, value: Tensor) -> Tensor:
-        """Add up over the group, in place."""
+        """Sum of ``value``, float [...], over the group, in place."""
         if self.group is not None:
             dist.all_reduce(value, group=self.group)
         return value
 
     def maximum(self, value: Tensor) -> Tensor:
-        """Largest over the group, in place."""
+        """Maximum of ``value``, float [...], over the group, in place."""
         if self.group is not None:
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
         return value
@@ -117,7 +121,7 @@ class Tiles:
         chunk_size: int | None,
         divisor: float = 1.0,
     ) -> None:
-        """Of products of ``hidden`` [N, H] and ``weight`` [V_local, H], over ``divisor``."""
+        """Tile the product of ``hidden`` [N, H] and ``weight`` [V_local, H], over ``divisor``."""
         device = hidden.device
         self.narrow = has_wide_products(hidden, weight)
         self.divisor = divisor
@@ -131,7 +135,7 @@ class Tiles:
         self._device = device
 
     def factor(self, matrix: Tensor) -> Tensor:
-        """Hidden states or weights as they are multiplied."""
+        """Hidden states [n, H] or weight rows [v, H] in the dtype in which they are multiplied."""
         return matrix if self.narrow else matrix.to(self.dtype)
 
     def buffer(

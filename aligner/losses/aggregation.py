@@ -1,4 +1,4 @@
-"""How losses of single tokens become the loss of a batch.
+"""Aggregation of the losses of single tokens into the loss of a batch.
 
 ==================  ================================================================================
 ``token_mean``      Σ over tokens / valid tokens of the global batch. Every token weighs the same
@@ -7,7 +7,7 @@
                     weighs the same, tokens of long ones less (GRPO, Shao et al., 2024; GSPO)
 ``fixed_length``    Σ over tokens / (valid sequences · longest response allowed). Every token weighs
                     the same in every batch (Dr. GRPO, Liu et al., 2025; verl divides by the padded
-                    width unless told, TRL by the length allowed, as here)
+                    width by default, TRL by the length allowed, as here)
 ==================  ================================================================================
 
 A sequence counts when its ``sample_mask`` is 1 (NeMo-RL; verl and OpenRLHF count those with a
@@ -31,7 +31,7 @@ class BatchAverage:
     """This micro-batch's share of an average over the global batch.
 
     ``mask``: bool [B, S], True where the token was generated and its sample counts.
-    ``max_response_length``: most tokens a response may have; ``fixed_length`` alone needs it.
+    ``max_response_length``: most tokens a response may have; only ``fixed_length`` needs it.
     """
 
     mask: Tensor

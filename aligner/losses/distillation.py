@@ -10,7 +10,7 @@ from aligner.config import KLDirection
 from aligner.losses.aggregation import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
-# What the teacher says of tokens outside its top k, in nats, where they count: as in NeMo-RL.
+# Log-prob of tokens outside the teacher's top k, in nats, where they count: as in NeMo-RL.
 LOG_OUTSIDE = -100.0
 
 

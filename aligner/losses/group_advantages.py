@@ -19,10 +19,10 @@ anything.
 
 A KL penalty (``penalty``) comes off the reward before the baseline, and decides neither whether a
 group has signal nor ``grpo``'s deviation: both are of the rewards before it. In a group that the
-rewards do not tell apart all that is left is the noise of the KL estimate, and dividing it by its
+rewards do not distinguish all that is left is the noise of the KL estimate, and dividing it by its
 own deviation would make full-size advantages of it. Such a group gets exactly 0 where its group is
 the baseline (``reinforce_plus_plus_baseline``: before it is whitened). (Not refused with ``grpo``:
-with the deviation of the rewards alone the penalty holds the policy to its reference there as it
+with only the deviation of the rewards the penalty holds the policy to its reference there as it
 does with ``rloo`` and ``dr_grpo``.)
 
 Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
@@ -56,7 +56,7 @@ def group_advantages(
     penalty: Tensor | None = None,
     batch_baseline: bool = False,
 ) -> Tensor:
-    """One advantage per response, float [B] in the dtype of ``rewards``; the module says how.
+    """One advantage per response, float [B] in the dtype of ``rewards``; see the module.
 
     A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
     ``penalty``: float [B], what comes off each reward. ``batch_baseline`` is an option of
@@ -107,7 +107,7 @@ def token_advantages(
     ``token_mask``: [B, S], 1 where the token was generated. ``penalty``: float [B, S], what each
     token takes off the reward (β·kl); masked positions may hold anything. REINFORCE++ charges it
     token by token, the others its sum over the response, before the baseline (as TRL's RLOO and
-    verl; NeMo-RL's REINFORCE++ takes it off the advantage of the same token alone). ``discount``
+    verl; NeMo-RL's REINFORCE++ takes it off the advantage of the same token only). ``discount``
     is REINFORCE++'s.
     """
     check_critic_free(estimator, batch_baseline=batch_baseline, discount=discount)

@@ -24,7 +24,7 @@ _GIVEN = ("data", "global_valid_seqs", "global_valid_toks")
 
 
 class LossInputType(enum.Enum):
-    """What a published loss reads first.
+    """Input that a published loss reads first.
 
     ``LOGIT``: of a policy float32 ``[B, S, V]``, at position t the logits of token t + 1 over the
     sampling temperature; of a critic its values ``[B, S]``. ``LOGPROB``: of a policy float32
@@ -59,12 +59,12 @@ class PublishedLoss:
 
     @property
     def rows_per_group(self) -> int:
-        """Of the function, where it compares adjacent rows; else 1."""
+        """``rows_per_group`` of the function, where it compares adjacent rows; else 1."""
         return int(getattr(self.function, "rows_per_group", 1))
 
     @property
     def input_type(self) -> LossInputType:
-        """What the function says; else by its parameter's name; else ``LOGIT``."""
+        """``input_type`` of the function, else by its parameter's name, else ``LOGIT``."""
         said = getattr(self.function, "input_type", None)
         if said is None:
             is_logprob = self._input_name() == "next_token_logprobs"
@@ -80,7 +80,7 @@ class PublishedLoss:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether a policy must give all its logits."""
+        """True if a policy must give all its logits."""
         return self.input_type is LossInputType.LOGIT
 
     def __call__(
@@ -112,7 +112,7 @@ class PublishedLoss:
         return loss, {key: metric_tensor(key, value, loss) for key, value in metrics.items()}
 
     def _input_name(self) -> str | None:
-        """The parameter of the input, where all four are told by name."""
+        """The parameter of the input, where all four are passed by name."""
         try:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):  # a function of C
@@ -142,7 +142,7 @@ def as_loss(loss_fn: Any) -> types.LossFunction:
 
 
 def reads_logits(loss_fn: types.LossFunction) -> bool:
-    """Whether a policy must give ``loss_fn`` all its logits."""
+    """Return whether a policy must give ``loss_fn`` all its logits."""
     return isinstance(loss_fn, PublishedLoss) and loss_fn.reads_logits
 
 

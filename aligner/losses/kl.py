@@ -82,11 +82,11 @@ class KLController(Protocol):
         ...
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Tell the mean KL per sample of a rollout and how many samples it had."""
+        """Update β by the mean KL per sample of a rollout and its number of samples."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """State that a resumed run needs."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """β stays what the configuration says."""
+    """Keep β at the configured value."""
 
     def __init__(self, coefficient: float) -> None:
         self._coefficient = coefficient
@@ -109,7 +109,7 @@ class FixedKLController:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the configuration alone decides, also after a resume."""
+        """Empty: only the configuration decides, also after a resume."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from aligner.types import Denominators, TokenOutputs
 class NegativeLogLikelihoodLoss:
     """``-Σ mask·logprob / global valid tokens``: supervised fine-tuning and rejection sampling.
 
-    ``token_mask`` says which tokens are learnt: those of the response, its end-of-sequence token
+    ``token_mask`` is 1 at tokens that are learnt: those of the response, its end-of-sequence token
     included. Every token of the global batch weighs the same (NeMo-RL, verl; in NeMo-Aligner and
     Hugging Face's default a token weighs more in a micro-batch with few of them).
 

@@ -10,7 +10,11 @@ from torch import Tensor
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Sum of ``values`` where ``mask`` is 1, over ``dim`` (default: all dimensions)."""
+    """Sum of ``values`` where ``mask`` is 1, over ``dim`` (default: all dimensions, giving a
+    scalar).
+
+    ``values``: [...], of any dtype; ``mask``: [...], of the same shape.
+    """
     assert values.shape == mask.shape, (values.shape, mask.shape)
     kept = torch.where(mask.bool(), values, 0)
     return kept.sum() if dim is None else kept.sum(dim)
@@ -19,10 +23,10 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
 def masked_mean(
     values: Tensor, mask: Tensor, denominator: Tensor | float, dim: int | None = None
 ) -> Tensor:
-    """``sum(mask * values) / denominator``.
+    """``sum(mask * values) / denominator``; ``values`` and ``mask`` as in `masked_sum`.
 
-    The denominator is named by the caller (usually a count over the whole global batch), because a
-    mean over one micro-batch must not be averaged again.
+    The denominator, a scalar or of the shape of the sum, is named by the caller (usually a count
+    over the whole global batch), because a mean over one micro-batch must not be averaged again.
     """
     return masked_sum(values, mask, dim) / denominator
 
@@ -32,8 +36,9 @@ def masked_moments(
 ) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over all unmasked elements of all ranks of ``group``.
 
-    Two passes, accumulated in float64. Without an element both are 0; a single one has variance 0.
-    With ``group=None`` only this process's elements count. Returns two float64 scalars.
+    ``values``: float [...]; ``mask``: [...], of the same shape. Two passes, accumulated in float64.
+    Without an element both are 0; a single one has variance 0. With ``group=None`` only this
+    process's elements count. Returns two float64 scalars.
     """
     count = mask.bool().sum().double()
     first = _all_ranks(torch.stack([count, _sum64(values, mask)]), group)
@@ -50,8 +55,9 @@ def masked_whiten(
 ) -> Tensor:
     """``(values - mean) * rsqrt(variance + eps)`` where ``mask`` is 1, and 0 elsewhere.
 
-    Mean and unbiased variance are taken over all unmasked elements of all ranks of ``group``
-    (the convention of verl and TRL; OpenRLHF and NeMo-Aligner use the population variance).
+    ``values``: float [...]; ``mask``: [...], of the same shape. Mean and unbiased variance are
+    taken over all unmasked elements of all ranks of ``group`` (the convention of verl and TRL;
+    OpenRLHF and NeMo-Aligner use the population variance).
     """
     mean, variance = masked_moments(values, mask, group)
     scale = torch.rsqrt(variance + eps)

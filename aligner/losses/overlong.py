@@ -1,4 +1,4 @@
-"""What a response pays for being too long."""
+"""Penalty for responses that are too long."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from aligner.errors import ConfigError
 
 
 def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cache: int) -> Tensor:
-    """To be added to the reward: 0 for short responses, down to -1 for those at the limit.
+    """Term added to the reward: 0 for short responses, down to -1 for those at the limit.
 
     DAPO's soft punishment (Yu et al., 2025, eq. 13): over the last ``cache`` tokens before
     ``max_length`` it falls linearly from 0 to -1::
@@ -15,7 +15,7 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
         min(0, (max_length - cache - length) / cache)
 
     A response that did not end was cut, so it is longer than the limit: -1 whatever its length.
-    With ``cache=0`` nothing else is punished. (verl and OpenRLHF go by the length alone; the same
+    With ``cache=0`` nothing else is punished. (verl and OpenRLHF go only by the length; the same
     where every response that did not end has the full length.)
 
     ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.

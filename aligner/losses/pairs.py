@@ -17,7 +17,7 @@ from aligner.types import Denominators
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which pairs of a micro-batch count, and means over those of the global batch.
+    """Pairs of a micro-batch that count, and means over those of the global batch.
 
     ``counts``: bool [B / 2]. ``total``: pairs of the global batch that count.
     """

@@ -11,7 +11,7 @@ tokens, its implicit reward is ``r = β·(log π - log π_ref)`` and the margin 
 `SimPOLoss`     ``-log σ(m - γ)``, where ``r`` is ``β·log π`` per token, without a reference
 ==============  ===================================================================================
 
-All are means over the pairs of the global batch (`losses.pairs` says how pairs lie in a batch).
+All are means over the pairs of the global batch (`losses.pairs` has their layout in a batch).
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ RPODistance = Literal["square", "forward_kl", "backward_kl"]
 
 @dataclass(frozen=True)
 class PairwiseLoss(ABC):
-    """What these losses share: rows to rewards, pairs to a mean, and the SFT term.
+    """Common parts of these losses: rows to rewards, pairs to a mean, and the SFT term.
 
     ``sft_weight`` adds ``-mean log π`` of the chosen response: the mean over its tokens, then over
     pairs (OpenRLHF, and NeMo-Aligner when it averages; NeMo-Aligner's default sums over tokens, TRL

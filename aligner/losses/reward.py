@@ -26,8 +26,8 @@ class BradleyTerryLoss:
         margin    -log σ(d - s)     (Llama 2, Touvron et al., 2023; TRL, OpenRLHF)
         scaled    -s·log σ(d)       (HelpSteer2-Preference, Wang et al., 2024)
 
-    as a mean over the pairs of the global batch; `losses.pairs` says how they lie in a batch. A
-    negative strength says that the other response is the better one: ``scaled`` would fall without
+    as a mean over the pairs of the global batch; `losses.pairs` has their layout in a batch. A
+    negative strength means that the other response is the better one: ``scaled`` would fall without
     bound, so such a pair weighs 0 in it (runs refuse the data).
 
     Metrics are shares of means over pairs: ``loss``, ``rewards_chosen``, ``rewards_rejected``,
@@ -49,12 +49,12 @@ class BradleyTerryLoss:
         """Loss and metric shares of one micro-batch of ``B / 2`` pairs.
 
         ``outputs.values_or_logprobs`` float [B, S], the head's output at every token, not shifted.
-        From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and but for ``plain``
+        From ``batch``: ``input_lengths`` int64 [B], ``sample_mask`` [B], and except for ``plain``
         ``preference_strengths`` float [B], of which the chosen rows' are read.
         """
         pairs = pairs_of(batch, denominators)
         scores = sequence_scores(outputs.values_or_logprobs, batch["input_lengths"])
-        # Masked here too, not after alone: 0 · NaN would reach the gradient.
+        # Masked here too, not only afterwards: 0 · NaN would reach the gradient.
         chosen, rejected = split_pairs(torch.where(pairs.rows(), scores, 0))
         difference = chosen - rejected
         if self.variant == "plain":
@@ -112,7 +112,7 @@ class AttributeRegressionLoss:
 
 
 def sequence_scores(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """What the head says at the last token of each sequence.
+    """Output of the head at the last token of each sequence.
 
     ``outputs``: float [B, S] or [B, S, K], not shifted; ``lengths``: int64 [B], at least 1. Returns
     float [B] or [B, K].

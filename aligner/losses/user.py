@@ -21,7 +21,7 @@ _ROWS = 4  # of the made-up batch
 
 
 class PolicyLoss(Protocol):
-    """What the class of ``model.ppo.loss`` makes: a loss over one micro-batch.
+    """Interface of the class of ``model.ppo.loss``: a loss over one micro-batch.
 
     ``B`` sequences of the micro-batch, ``S`` tokens of its longest one, prompt included, the rest
     filled up: the same padded form with packed and dynamic micro-batches and on every backend.
@@ -80,13 +80,13 @@ class UserPolicyLoss:
         self.needs_entropy = bool(getattr(self._loss, "needs_entropy", False))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its path: a file's classes are not importable by their module elsewhere."""
+        """Pickle by path: a file's classes are not importable by their module elsewhere."""
         return type(self), (self.name, self.options)
 
     def __call__(
         self, outputs: TokenOutputs, batch: Mapping[str, Tensor], denominators: Denominators
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metric shares of one micro-batch; see `PolicyLoss`."""
+        """Loss and metric shares of one micro-batch; see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
         told = {"prev_logprobs": logprobs.detach(), **batch}
         result = self._loss(outputs, told, denominators)
@@ -139,7 +139,7 @@ def user_policy_loss(
 
 
 def _named_by(factory: Callable[..., Any], offered: Mapping[str, Any]) -> set[str]:
-    """Which of ``offered`` a signature names; all where it takes any keyword."""
+    """Names of ``offered`` that a signature has; all where it takes any keyword."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

@@ -81,7 +81,7 @@ class PPOValueLoss:
 
 
 class MseValueLossConfig(TypedDict, total=False):
-    """What `MseValueLossFn` is told; both may be absent."""
+    """Settings of `MseValueLossFn`; both may be absent."""
 
     scale: NonNegative  # default 1
     cliprange: NonNegative | None  # default None; None and 0: no clipping
@@ -146,7 +146,7 @@ class RightShiftedLoss:
 
     @property
     def rows_per_group(self) -> int:
-        """Of the loss."""
+        """``rows_per_group`` of the loss."""
         return self.loss_fn.rows_per_group
 
     def __call__(

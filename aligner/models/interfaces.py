@@ -1,4 +1,4 @@
-"""What a role must be able to do, whoever implements it.
+"""Interfaces of the roles, on any backend.
 
 The Lightning-style roles (``SupervisedInterface`` and below) speak in the batches of one process;
 the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and masks are those of
@@ -30,20 +30,22 @@ class SupervisedInterface(ABC):
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of this process's share of a global batch, reduced over all ranks.
 
-        Gradients are accumulated unless ``forward_only``.
+        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
+        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Gradients are accumulated unless
+        ``forward_only``.
         """
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called before each training batch."""
+        """Hook before each training batch, for a caller's loop; the library does not call it."""
 
     def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called after each training batch."""
+        """Hook after each training batch, for a caller's loop; the library does not call it."""
 
     def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called before each validation batch."""
+        """Hook before each validation batch, for a caller's loop; the library does not call it."""
 
     def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Called after each validation batch."""
+        """Hook after each validation batch, for a caller's loop; the library does not call it."""
 
 
 class Inferrable(ABC):
@@ -117,10 +119,10 @@ class ValueOutputSpec(TypedDict):
 
 
 class GenerationDatumSpec(TypedDict):
-    """What a policy is asked to continue or to score.
+    """Input that a policy continues or scores.
 
     ``input_ids`` int64 ``[B, S]`` right-padded; ``input_lengths`` int64 ``[B]``; ``sample_ids``
-    int64 ``[B]`` tells the draws of equal prompts apart.
+    int64 ``[B]`` distinguishes the samples of equal prompts.
     """
 
     input_ids: Tensor
@@ -129,7 +131,7 @@ class GenerationDatumSpec(TypedDict):
 
 
 class GenerationOutputSpec(TypedDict):
-    """What a sampling engine returns.
+    """Output of a sampling engine.
 
     ``output_ids`` int64 ``[B, S]`` prompt and response, right-padded; ``generation_lengths`` int64
     ``[B]`` tokens generated; ``unpadded_sequence_lengths`` int64 ``[B]`` prompt + response;
@@ -175,11 +177,11 @@ class GenerationInterface(ABC):
         """
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy's own weights draw
-        """The policy's weights are others now; the next `prepare_for_generation` fetches them."""
+        """Mark the policy's weights as changed; the next `prepare_for_generation` fetches them."""
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release what generation alone needs."""
+        """Release the memory that only generation needs."""
 
 
 class PendingGeneration(Protocol):
@@ -273,13 +275,13 @@ class ColocatablePolicyInterface(PolicyInterface):
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Names of all weights in groups of at most so many GiB."""
+        """Names of all weights in groups of at most this many GiB."""
 
     @abstractmethod
     def get_weights_ipc_handles(
         self, keys: Sequence[str], readers: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """What opens some weights from an engine of the same machine or device.
+        """Handles by which an engine of the same machine or device opens some weights.
 
         ``readers``: the machines and devices where they will be opened; default everywhere.
         """
@@ -302,11 +304,11 @@ class ValueInterface(RoleFrontInterface):
 
     @abstractmethod
     def prepare_for_inference(self) -> None:
-        """Enter the prediction of values."""
+        """Enter inference, the prediction of values."""
 
     @abstractmethod
     def finish_inference(self) -> None:
-        """Leave it."""
+        """Leave inference."""
 
     @abstractmethod
     def get_values(

@@ -70,7 +70,7 @@ class RoleFront:
         (logits, data, global_valid_seqs, global_valid_toks); see
         `aligner.losses.interfaces`.
 
-        Micro-batches are of ``mbs`` rows where it is given, else what the configuration says; none
+        Micro-batches are of ``mbs`` rows where it is given, else as configured; none
         cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,
         ``lr``, ``skipped`` (whether a step was left out because it was not finite) and
         ``all_mb_metrics``: by name, one value per optimizer step, reduced over the global
@@ -103,7 +103,7 @@ class RoleFront:
         return train_result(results)
 
     def device_facts(self) -> DeviceFacts:
-        """What the workers compute on: the first one's words, the least memory of all."""
+        """Devices that the workers compute on: the first one's words, the least memory of all."""
         facts = run_on_all(self.worker_group, "device_facts")
         return replace(facts[0], free_bytes=min(each.free_bytes for each in facts))
 
@@ -191,7 +191,7 @@ class RoleFront:
         run_on_all(self.worker_group, "save_checkpoint", **paths)
 
     def has_finite_weights(self) -> bool:
-        """Whether no weight of the role is NaN or infinite."""
+        """Return whether no weight of the role is NaN or infinite."""
         return all(run_on_all(self.worker_group, "has_finite_weights"))
 
     def num_parameters(self) -> int:

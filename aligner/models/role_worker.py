@@ -68,7 +68,7 @@ def place_of(
     """This process's place in ``layout``: ``parallel`` where it is one there, else joined.
 
     Raises:
-        LayoutError: ``annotations``, of (pipeline, data, context, tensor), say another layout.
+        LayoutError: ``annotations``, of (pipeline, data, context, tensor), have another layout.
     """
     if annotations is not None:
         sizes = {
@@ -89,13 +89,13 @@ def place_of(
 
 
 def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
-    """Say in a warning which keyword arguments mean nothing here."""
+    """Warn about keyword arguments that have no effect here."""
     if arguments:
         warnings.warn(f"{who}: not used here: {', '.join(sorted(arguments))}", stacklevel=3)
 
 
 class RoleWorker(Generic[Served]):
-    """What the workers of all roles share: training, phases, and run state."""
+    """Common base of the workers of all roles: training, phases, and run state."""
 
     _offloads = False  # whether all memory leaves the device between phases
 
@@ -201,7 +201,7 @@ class RoleWorker(Generic[Served]):
             self.residence(module).to_device()
 
     def _park(self) -> None:
-        """Everything to host memory, where ``offload_weights`` says so."""
+        """Move everything to host memory, with ``offload_weights``."""
         if not self._offloads:
             return
         if self.model.optimizer is not None:
@@ -210,7 +210,7 @@ class RoleWorker(Generic[Served]):
             self.move_model(module, "cpu")
 
     def _modules_with_weights(self) -> list[nn.Module]:
-        """Whose parameters the role has on its device."""
+        """Modules whose parameters the role has on its device."""
         return [self.model.model]
 
     def _settle(self) -> None:
@@ -242,7 +242,7 @@ class RoleWorker(Generic[Served]):
         self._share_writer.begin(folder, in_background)
 
     def saving_failure(self, wait: bool) -> str | None:
-        """What that failed with; see `ShareWriter.failure`."""
+        """Error with which saving failed; see `ShareWriter.failure`."""
         return self._share_writer.failure(wait)
 
     def load_state(self, folder: str) -> None:
@@ -333,7 +333,7 @@ class RoleWorker(Generic[Served]):
         return model
 
     def residence(self, model: nn.Module) -> Residence:
-        """Where ``model`` is, and the way to move it."""
+        """The `Residence` of ``model``, which moves its weights."""
         return self._residences.setdefault(model, Residence(model))
 
     def move_optimizer(self, device: str) -> None:
@@ -346,7 +346,7 @@ class RoleWorker(Generic[Served]):
             self.model.optimizer.restore()
 
     def has_finite_weights(self) -> bool:
-        """Whether no weight is NaN or infinite, on any worker of the role; collective."""
+        """Return whether no weight is NaN or infinite, on any worker of the role; collective."""
         self._settle()
         shares = (
             p.to_local() if isinstance(p, DTensor) else p for p in self.model.model.parameters()
@@ -354,7 +354,7 @@ class RoleWorker(Generic[Served]):
         return all(gather_objects(all(bool(share.isfinite().all()) for share in shares)))
 
     def device_facts(self) -> accelerator.DeviceFacts:
-        """What this worker computes on."""
+        """Device that this worker computes on."""
         return accelerator.device_facts()
 
     def memory_use(self) -> accelerator.MemoryUse:

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: metrics, samples, progress, start-up report, report."""
+"""Outputs of a run: metrics, samples, progress, start-up report, report."""

@@ -78,7 +78,8 @@ def fraction_properly_ended(is_end: Tensor, sample_mask: Tensor | None = None) -
 def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """``mean``, ``std`` (unbiased; 0 for one entry), ``min``, ``max`` over the entries that count.
 
-    ``values``: any shape; ``mask``: the same shape, None: all count. NaN where none does.
+    ``values``: [...], of any number type; ``mask``: [...], of the same shape, None: all count.
+    Returns float32 scalars, NaN where nothing counts.
     """
     kept = values[_all_or(mask, values)].double()
     if kept.numel() == 0:
@@ -91,9 +92,10 @@ def statistics(values: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
 def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     """Metrics of ``train_rollouts/`` and ``val_rollouts/`` that need no model, without the prefix.
 
-    ``batch``: ``input_ids``, ``input_lengths``, ``prompt_lengths``, ``is_end``, ``rewards`` of a
-    rollout (`aligner.types`). Every row is a generated sample and counts, also those that
-    ``sample_mask`` keeps out of training: what is watched is what the policy does.
+    ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
+    ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Every row is a
+    generated sample and counts, also those that ``sample_mask`` keeps out of training: what is
+    watched is what the policy does.
     """
     rewards, prompts = batch["rewards"], batch["prompt_lengths"]
     lengths = batch["input_lengths"] - prompts

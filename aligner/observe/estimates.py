@@ -1,4 +1,4 @@
-"""What several sampled responses to each prompt say of a model, and how sure it is.
+"""Estimates from several sampled responses to each prompt, and their confidence.
 
 Shapes: ``P`` prompts, ``n`` responses to each. Every estimate is a mean over prompts of a number
 that is unbiased for the prompt, and its standard error is that of this mean: prompts are what was
@@ -41,7 +41,7 @@ def pass_at_k(right: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k: int) -> float:
-    """How right the most frequent of ``k`` answers is (self-consistency, Wang et al. 2022).
+    """Accuracy of the most frequent of ``k`` answers (self-consistency, Wang et al. 2022).
 
     Mean over the ``n // k`` groups of adjacent responses. Responses without an answer have no vote;
     of several answers that are equally frequent each counts its share; where the verifier is of two

@@ -19,7 +19,7 @@ class JsonLines:
 
     Every `append` is on the disk when it returns. A line that was being written when the process
     died ends without a newline; it is ignored by readers and removed by `truncate_after`. Any other
-    line that cannot be read costs itself alone: readers pass over it, and the file as it was is
+    line that cannot be read costs only itself: readers pass over it, and the file as it was is
     kept beside the one that goes on without it.
     """
 
@@ -128,7 +128,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Line(NamedTuple):
-    """Where a line that ends with a newline stands, and its step; None: it cannot be read."""
+    """Position of a complete line, and its step; None where the step cannot be read."""
 
     start: int
     end: int

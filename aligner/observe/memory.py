@@ -1,4 +1,4 @@
-"""What a run will need in memory, before anything is allocated. Estimates, not measurements."""
+"""Memory that a run will need, before anything is allocated. Estimates, not measurements."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class RoleMemory:
     weight_bytes: int = 4  # per parameter: 4 float32, 2 bf16
     gradient_bytes: int = 4  # per parameter, while training
     optimizer_bytes: int = 8  # per parameter: Adam's two moments 8, and 4 more for a master copy
-    adapter_parameters: int = 0  # beside those; where there are any, they alone are trained
+    adapter_parameters: int = 0  # beside those; where there are any, only they are trained
 
     @property
     def local_parameters(self) -> int:
@@ -24,7 +24,7 @@ class RoleMemory:
 
     @property
     def learning_parameters(self) -> int:
-        """Those of them that are trained."""
+        """Number of parameters that are trained."""
         if not self.trainable:
             return 0
         adapters = -(-self.adapter_parameters // self.model_parallel_size)
@@ -84,7 +84,7 @@ def activation_bytes(
 
 
 def head_bytes(*, hidden_size: int, tokens: int, tile_bytes: int) -> int:
-    """What the output layer keeps of ``tokens`` predicted tokens.
+    """Memory that the output layer keeps for ``tokens`` predicted tokens.
 
     Float32 hidden states and their gradient, and the two tiles of logits that are alive at once.
     """

@@ -1,4 +1,4 @@
-"""Every metric the library writes: its name, what it says, and what it is averaged over.
+"""Every metric the library writes: its name, its meaning, and what it is averaged over.
 
 A metric that is not here and has none of the free prefixes cannot be written, so this page is
 complete. ``python -m aligner.observe.metric_names`` prints it as Markdown.
@@ -12,7 +12,7 @@ from aligner.errors import ConfigError
 
 
 class MetricInfo(NamedTuple):
-    """What a metric says. ``over``: its denominator, or how it is combined."""
+    """Meaning of a metric. ``over``: its denominator, or how it is combined."""
 
     meaning: str
     over: str = "one number"
@@ -245,7 +245,7 @@ PREFIXES: dict[str, MetricInfo] = {
 
 
 def describe(name: str) -> MetricInfo | None:
-    """What the metric says; None: unknown."""
+    """Meaning of the metric; None: unknown."""
     if name in METRICS:
         return METRICS[name]
     return next((info for prefix, info in PREFIXES.items() if name.startswith(prefix)), None)

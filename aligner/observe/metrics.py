@@ -12,7 +12,7 @@ from aligner.observe.run_lock import RunLock
 
 
 class Logger(Protocol):
-    """What is used of a Lightning logger."""
+    """Methods of a Lightning logger that are used."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Record scalars of a step."""

@@ -18,7 +18,7 @@ _step: ContextVar[int] = ContextVar("training step", default=0)
 
 @contextlib.contextmanager
 def training_step(step: int) -> Iterator[None]:
-    """What goes wrong inside the block goes wrong in step ``step`` of the run.
+    """Attribute errors raised inside the block to step ``step`` of the run.
 
     The models that find a non-finite number know their own updates only.
     """

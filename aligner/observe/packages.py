@@ -89,7 +89,7 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """Whether a package was found. ``version``: None where it has no metadata."""
+    """Presence of a package. ``version``: None where it has no metadata."""
 
     package: OptionalPackage
     found: bool

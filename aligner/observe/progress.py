@@ -21,7 +21,7 @@ _SHOWN = (  # metric, label, format
     ("train_rollouts/init_policy_kl", "KL", "{:.4f}"),
     ("train_rollouts/generation_length", "length", "{:.1f}"),
 )
-# The loss of an algorithm that learns from rewards says nothing of how well it does.
+# The loss of an algorithm that learns from rewards is no measure of its progress.
 _NOT_BESIDE_REWARDS = ("train_optim/loss", "train_optim/accuracy")
 
 
@@ -33,7 +33,7 @@ class Progress:
         done_steps: steps already behind (a resumed run).
         console: where to; a terminal gets a live bar, anything else one line per step. Print
             other things through the same console while the bar is shown.
-        enabled: False on ranks that have nothing to say.
+        enabled: False on ranks that print nothing.
         clock: a monotonic clock in seconds.
     """
 

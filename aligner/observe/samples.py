@@ -1,4 +1,4 @@
-"""What the model said: ``samples.jsonl`` and a table on the console."""
+"""Sampled responses: ``samples.jsonl`` and a table on the console."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

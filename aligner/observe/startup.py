@@ -17,7 +17,7 @@ from aligner.observe.packages import PackageStatus
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """How one role is trained on a rollout."""
+    """Training of one role on a rollout."""
 
     name: str  # policy, critic
     global_batch_size: int  # samples per optimizer update, over all ranks
@@ -42,7 +42,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Restored:
-    """What the run continues from."""
+    """Checkpoint that the run continues from."""
 
     step: int
     path: str
@@ -71,7 +71,7 @@ class StartupFacts:
 
 
 def batch_arithmetic(plan: BatchPlan) -> list[str]:
-    """How many of what makes a step, one sentence each."""
+    """Arithmetic of the batches of a step, one sentence each."""
     prompts = plan.num_rollout_samples // plan.num_rollouts_per_prompt
     per_rank = plan.num_rollout_samples // plan.data_parallel_size
     in_flight = min(per_rank, plan.rollout_micro_batch_size)
@@ -97,7 +97,7 @@ def batch_arithmetic(plan: BatchPlan) -> list[str]:
 def saving_sentence(
     roles: Sequence[RoleMemory], *, in_background: bool, processes_here: int, free_bytes: int
 ) -> str:
-    """How run states are written, and what a copy of one takes.
+    """Sentence on how run states are written, and on the memory of a copy of one.
 
     ``processes_here``: of the run on this machine; ``free_bytes``: of its memory.
     """
@@ -203,7 +203,7 @@ def _role_table(roles: Sequence[RoleMemory]) -> Table:
 
 
 def _learning(role: RoleMemory) -> str:
-    """What is not trained of a role, in a few words."""
+    """Parts of a role that are not trained, in a few words."""
     if not role.trainable:
         return " (frozen)"
     if role.adapter_parameters:

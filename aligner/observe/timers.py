@@ -11,7 +11,7 @@ class PhaseTimers:
     Args:
         synchronize: called before the clock is read at either end, so that queued device work is
             counted where it was ordered.
-        on_enter: told the name of a phase as it begins (the progress bar shows it).
+        on_enter: called with the name of a phase as it begins (the progress bar shows it).
         clock: a monotonic clock in seconds.
     """
 

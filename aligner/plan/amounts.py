@@ -1,4 +1,4 @@
-"""What phases take, as numbers that can be added and scaled, and the time it takes a device.
+"""Amounts of phases, as numbers that can be added and scaled, and the time they take a device.
 
 Runs on the dry device are short: of a few layers, of one and two micro-batches. Everything counted
 is linear in both, so two runs give any number of them.
@@ -34,7 +34,7 @@ class Amounts:
 
     @classmethod
     def of(cls, record: Record) -> "Amounts":
-        """What a record counted so far."""
+        """Amounts that a record has counted."""
         return cls(
             {kernel: float(count) for kernel, count in record.kernels.items()},
             {key: float(calls) for key, (calls, _) in record.collectives.items()},
@@ -102,7 +102,7 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """What most of it goes to."""
+        """Part that takes most of the time."""
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
@@ -142,7 +142,7 @@ class Measured:
 
     @property
     def peak_at(self) -> str:
-        """Where memory is fullest."""
+        """Phase in which memory is fullest."""
         return max(self.peaks, key=lambda place: total(self.peaks[place]))
 
 

@@ -22,7 +22,7 @@ from aligner.plan.table import show
 
 
 def run_plan(config: BaseRunConfig, plan: PlanConfig) -> None:
-    """Say what a training configuration takes.
+    """Estimate the requirements of a training configuration.
 
     Raises:
         ConfigError: an unknown device, a run that cannot be looked at before, or, of a search,

@@ -36,7 +36,7 @@ class DeviceRates:
     per_node: int = 8
 
     def flops(self, dtype: torch.dtype) -> float:
-        """What products of this dtype reach."""
+        """Rate of matrix products of this dtype, in operations a second."""
         peak = self.low_precision if dtype.itemsize == 2 else self.float32
         return ARITHMETIC_REACHED * peak
 

@@ -66,7 +66,7 @@ class Estimate:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a card's memory, what is not left to what nobody counts here."""
+        """Memory of a card, without the part that is reserved for uncounted use."""
         return self.device.memory_bytes * (1 - self.margin)
 
     @property
@@ -81,7 +81,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether no phase needs more."""
+        """True if no phase needs more."""
         return self.peak_bytes <= self.usable_bytes
 
     @property
@@ -117,7 +117,7 @@ class Estimate:
         return phase.model_flops / phase.seconds / phase.processes / self.device.low_precision
 
     def as_dict(self) -> dict[str, Any]:
-        """What ``plan.json=true`` prints."""
+        """Content that ``plan.json=true`` prints."""
         role, phase = self.slowest
         return {
             "device": self.device.name,
@@ -190,28 +190,28 @@ class Estimator:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a card's memory, what is not left to what nobody counts here."""
+        """Memory of a card, without the part that is reserved for uncounted use."""
         return self.device.memory_bytes * (1 - self.plan.margin)
 
     def architecture(self, config: BaseRunConfig) -> GPTArchitecture:
-        """Of the trained model."""
+        """Architecture of the trained model."""
         return self._architectures[config.model.restore_from_path]
 
     def longest(self, config: BaseRunConfig) -> int:
-        """Tokens of the longest sequence; errors as of `with_length`."""
+        """Tokens of the longest sequence; raises the errors of `with_length`."""
         positions = self.architecture(config).max_position_embeddings
         return sum(with_length(config, self.plan, positions))
 
     def least(self, config: BaseRunConfig) -> Least:
-        """What it takes at least, by arithmetic; errors as of `planned_run`."""
+        """Least requirements of the run, by arithmetic; raises the errors of `planned_run`."""
         return least_of(planned_run(config, self.plan, self._architectures), self.device)
 
     def estimate(self, config: BaseRunConfig) -> Estimate:
-        """What a configuration takes; errors as of `planned_run`."""
+        """Requirements of a configuration; raises the errors of `planned_run`."""
         return self.estimate_run(planned_run(config, self.plan, self._architectures))
 
     def estimate_run(self, run: PlannedRun) -> Estimate:
-        """What the roles of a run take."""
+        """Requirements of the roles of a run."""
         ranks = self._ranks(run.roles)
         roles = {
             name: EstimatedRole(
@@ -299,7 +299,7 @@ def cards_of(run: PlannedRun) -> int:
 
 
 def _waiting(role: PlannedRole, found: MeasuredRole) -> Kinds:
-    """What stays on a rank's card between two steps: as the role's last phase leaves it."""
+    """Memory held on a rank's card between two steps: as the role's last phase leaves it."""
     done = [phase.name for phase in role.phases if not isinstance(phase, HandOver)]
     return found.phases[done[-1]].rest if done else found.static
 

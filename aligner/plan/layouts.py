@@ -1,4 +1,4 @@
-"""What a search tries: layouts, what saves memory, and sizes of micro-batches."""
+"""Candidates of a search: layouts, memory-saving options, and sizes of micro-batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Layout:
 
     @property
     def has_stages(self) -> bool:
-        """Whether pipeline stages wait for each other."""
+        """True if pipeline stages wait for each other."""
         return bool(self.changes["model.pipeline_model_parallel_size"] > 1)
 
 
@@ -78,9 +78,9 @@ def _grid(estimator: Estimator, config: BaseRunConfig, pipeline: int) -> Iterato
 
 
 def savings(config: BaseRunConfig, sizes: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Nothing, then what saves memory, in the order of what it costs.
+    """No option, then those that save memory, in the order of their cost.
 
-    Beside each the place in `batch_sizes`, which has so many ``sizes``: the first, or the last.
+    Beside each the place in `batch_sizes`, which has ``sizes`` entries: the first, or the last.
     """
     offload: dict[str, Any] = {}
     if isinstance(config, SamplingRunConfig):

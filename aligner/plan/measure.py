@@ -45,7 +45,7 @@ class MeasuredRole:
 
 
 def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> MeasuredRole:
-    """What the role takes on a rank of pipeline stage ``stage``, phase by phase, in one step.
+    """Measure the role on a rank of pipeline stage ``stage``, phase by phase, in one step.
 
     Layers beyond a few are not run: what they take is what the others do. ``kind``: that of the
     `DryDevice`.
@@ -156,7 +156,7 @@ class _UnsetWeights(Mapping[str, Tensor]):
 
 @contextlib.contextmanager
 def _little_garbage() -> Iterator[None]:
-    """Collections look at what is made inside alone, not at all that was imported."""
+    """Collections look only at objects made inside, not at all that was imported."""
     gc.freeze()
     try:
         yield
@@ -165,7 +165,7 @@ def _little_garbage() -> Iterator[None]:
 
 
 class _Enough(Exception):
-    """As many tokens as are to be looked at were drawn."""
+    """Raised when as many tokens were drawn as are measured."""
 
 
 class _RoleRun:
@@ -272,7 +272,7 @@ class _RoleRun:
         return passes, whole
 
     def _score(self, phase: Score, rows: Rows) -> tuple[Record, Record]:
-        """As `_train`."""
+        """Records of scoring a batch, as those of `_train`."""
         with self.device.record() as whole:
             getattr(self.worker, phase.enter)()
             with self.device.record() as passes:
@@ -295,7 +295,7 @@ class _RoleRun:
             worker.prepare_for_generation()
         moved = Amounts.of(ready)
         self._name_memory()
-        if not worker.parallel.is_last_stage:  # which it would be told what was drawn by
+        if not worker.parallel.is_last_stage:  # which would receive the drawn tokens
             return moved, {"": self._alive()}
         begin = self._draw(phase, phase.prompt, phase.response)
         late = phase.prompt + max(0, phase.response - _TOKENS)

@@ -1,8 +1,8 @@
-"""What roles take, measured once: in parts that variants of a run share, on all CPU cores.
+"""Measurements of roles, made once: in parts that variants of a run share, on all CPU cores.
 
 A part is a role on one pipeline stage, with one number of layers, in its updates or in its other
 phases. Those do not change with recomputation and with what forms micro-batches of updates, so
-variants that differ there alone share them.
+variants that differ only there share them.
 """
 
 import ctypes
@@ -119,7 +119,7 @@ def _parts_of(role: PlannedRole, stage: int) -> list[list[_Part]]:
 
 
 def _without_updates(role: PlannedRole, number: int) -> PlannedRole:
-    """The first so many phases, with one value of everything that updates alone depend on."""
+    """The first ``number`` phases, with one value of everything that only updates depend on."""
     start = role.start
     options: Mapping[str, Any] = start.options
     if "model" in options:

@@ -1,4 +1,4 @@
-"""What a model of a run does in one step of its algorithm."""
+"""Work of a model of a run in one step of its algorithm."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Start:
-    """How a role starts: its front with ``model``'s settings and ``options``.
+    """Start of a role: its front with ``model``'s settings and ``options``.
 
     Two that print alike start alike.
     """
@@ -90,7 +90,7 @@ class Generate:
 
 @dataclass(frozen=True)
 class HandOver:
-    """What happens beside the step: ``refit`` of engines, ``save`` of the run state."""
+    """Work beside the step: ``refit`` of engines, ``save`` of the run state."""
 
     name: str
     buffer_bytes: int = 0  # what one group of tensors takes on its way
@@ -120,7 +120,7 @@ class PlannedRole:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Its layout."""
+        """Parallel layout of the role."""
         return self.model.parallel
 
 

@@ -1,4 +1,4 @@
-"""Which roles a configuration has."""
+"""Roles of a configuration."""
 
 from collections.abc import Mapping
 

@@ -44,7 +44,7 @@ from aligner.types import LossFunction
 def sampling_roles(
     config: SamplingRunConfig, plan: PlanConfig, architectures: Mapping[str, GPTArchitecture]
 ) -> list[PlannedRole]:
-    """Of PPO, its kin without a critic, and rejection sampling."""
+    """Roles of PPO, of its variants without a critic, and of rejection sampling."""
     rollout, model = config.model.rollout, config.model
     own = architectures[model.restore_from_path]
     prompt, response = with_length(config, plan, own.max_position_embeddings)

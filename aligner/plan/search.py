@@ -37,7 +37,7 @@ class Advice:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields for JSON."""
         return {
             "overrides": overrides_of(self.changes),
             "saved_bytes": round(self.saved_bytes),
@@ -57,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices a run needs, and how many are worth having."""
+    """Number of devices that a run needs, and the number from which more do not help."""
 
     least: Estimate
     overrides: list[str]
@@ -85,12 +85,12 @@ class Devices:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields for JSON."""
         return {"least": self.least.cards, "worth": self.worth, "tried": self.rows}
 
 
 def advice(estimator: Estimator, now: Estimate) -> list[Advice]:
-    """What single changes do, the cheapest that helps first.
+    """Effects of single changes, the cheapest that helps first.
 
     Where the run does not fit, those that make it; else those that save at least a twentieth of
     the peak, or time.
@@ -158,8 +158,8 @@ class _Search:
         self.tried = 0
 
     def try_layout(self, layout: Layout) -> None:
-        """What saves memory, until the layout fits; then smaller micro-batches while stages wait
-        less for them.
+        """Try memory-saving options until the layout fits; then smaller micro-batches while stages
+        wait less for them.
         """
         if self._is_beaten(layout.least_seconds):
             return

@@ -63,7 +63,7 @@ class _Learner:
 def supervised_roles(
     config: BaseRunConfig, plan: PlanConfig, architectures: Mapping[str, GPTArchitecture]
 ) -> list[PlannedRole]:
-    """Of fine-tuning, preferences, reward models and distillation."""
+    """Roles of fine-tuning, preferences, reward models and distillation."""
     model, world = config.model, config.trainer.world_size
     share = model.global_batch_size // model.parallel.data_size(world)
     own = architectures[model.restore_from_path]

@@ -1,4 +1,4 @@
-"""What phases come to by arithmetic, and what no layout of a run can do without."""
+"""Arithmetic of phases, and the least that any layout of a run needs."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def work_of(role: PlannedRole, phase: Phase) -> tuple[float, float]:
 
 @cache
 def matrix_parameters(architecture: GPTArchitecture) -> int:
-    """Parameters that a token meets in products: no embedding that is looked up alone, and of the
+    """Parameters that a token meets in products: no embedding that is only looked up, and of the
     experts those that it is sent to."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(architecture).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -46,7 +46,7 @@ def matrix_parameters(architecture: GPTArchitecture) -> int:
 
 
 def bubble_of(role: PlannedRole, phase: Phase) -> float:
-    """How much longer a phase is for stages that wait: (m + p - 1) / m with m micro-batches.
+    """Factor by which waiting stages lengthen a phase: (m + p - 1) / m with m micro-batches.
 
     Narayanan et al. 2021. A token is drawn once it has passed every stage.
     """
@@ -68,7 +68,7 @@ def bubble_of(role: PlannedRole, phase: Phase) -> float:
 
 @dataclass(frozen=True)
 class Least:
-    """Bounds of a run from below, of arithmetic alone: nothing is measured."""
+    """Lower bounds of a run, by arithmetic only: nothing is measured."""
 
     step_seconds: float
     card_bytes: float
@@ -88,7 +88,7 @@ def least_of(run: PlannedRun, device: DeviceRates) -> Least:
 def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> float:
     """Products of the layers; of decoding, the reading of their weights for every token."""
     layers = matrix_parameters(role.architecture)
-    layers -= role.architecture.vocab_size * role.architecture.hidden_size  # of answers alone
+    layers -= role.architecture.vocab_size * role.architecture.hidden_size  # of answers only
     _, flops = work_of(role, phase)
     itemsize = _weight_bytes(role)
     rate = device.flops(torch.bfloat16 if itemsize == 2 else torch.float32)
@@ -102,7 +102,7 @@ def _least_seconds(role: PlannedRole, phase: Phase, device: DeviceRates) -> floa
 
 
 def _least_bytes(run: PlannedRun, role: PlannedRole) -> float:
-    """Of a card while ``role`` learns, or works: its own, and what of others stays there."""
+    """Least memory of a card while ``role`` learns or works: its own, and other roles' on it."""
     own = _memory(role)
     beside = [
         _resting(other)
@@ -113,7 +113,7 @@ def _least_bytes(run: PlannedRun, role: PlannedRole) -> float:
 
 
 def _resting(role: PlannedRole) -> float:
-    """What stays on the card for certain while others work."""
+    """Memory that is certain to stay on the card while others work."""
     if role.engine is not None:
         return 0.0
     memory, section = _memory(role), role.start.model
@@ -143,7 +143,7 @@ def _reference(role: PlannedRole, memory: list[RoleMemory]) -> float:
 
 
 def _memory(role: PlannedRole) -> list[RoleMemory]:
-    """Of the average rank: of what all ranks of a stage share, and of experts."""
+    """Memory of the average rank: its part of what all ranks of a stage share, and of experts."""
     sizes = {name: math.prod(shape) for name, shape in expected_shapes(role.architecture).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     layout = role.parallel
@@ -173,7 +173,7 @@ def _memory(role: PlannedRole) -> list[RoleMemory]:
 
 
 def _weight_bytes(role: PlannedRole) -> int:
-    """In the forward pass."""
+    """Bytes of a weight in the forward pass."""
     return 2 if role.start.options["run"].precision == "bf16" else 4
 
 

@@ -20,7 +20,7 @@ from aligner.errors import WorkerError
 
 
 def open_rendezvous(ip: str, port: int, world_size: int, timeout_s: float) -> dist.TCPStore:
-    """Open the rendezvous; port 0: a free one, as ``store.port`` tells. Nobody is waited for."""
+    """Open the rendezvous; port 0: a free one, which ``store.port`` holds. Nobody is waited for."""
     return dist.TCPStore(
         ip,
         port,
@@ -70,7 +70,11 @@ class WeightBroadcast:
         return cls(store, rank, world_size, timeout_s)
 
     def send(self, tensor: Tensor) -> None:
-        """Rank 0's tensor into everybody's ``tensor``, which has its shape and dtype."""
+        """Copy rank 0's ``tensor``, of any shape and dtype, into everybody's, which has the same.
+
+        Raises:
+            WorkerError: the connection failed, or a rank is gone.
+        """
         try:
             self._send(tensor)
         except RuntimeError as error:

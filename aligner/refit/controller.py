@@ -25,7 +25,7 @@ class RefitSource:
     worker_group: WorkerGroup
 
     def refit_ends(self) -> list[RefitEnd]:
-        """Where the workers are and what they send with, by rank."""
+        """Places of the workers and the versions they send with, by rank."""
         return run_on_all(self.worker_group, "refit_end")
 
     def prepare_refit_info(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class RefitSource:
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
     ) -> list[list[str]]:
-        """Names of all weights in groups of at most so many GiB; default what all workers have.
+        """Names of all weights in groups of at most this many GiB; default what all workers have.
 
         A tensor that is larger than the budget is a group of its own.
         """
@@ -160,7 +160,7 @@ class Refit:
         self._policy.offload_after_refit()
 
     def _prepare(self) -> list[list[str]]:
-        """What is the same in every refit, made in the first."""
+        """Prepare the parts that are the same in every refit, in the first."""
         if self._groups is None:
             self._groups = self._policy.prepare_weights_for_ipc(self._buffer_gb)
             if self._separate:
@@ -178,7 +178,7 @@ class Refit:
 def group_by_bytes(sizes: Sequence[tuple[str, int]], budget: int) -> list[list[str]]:
     """Names in order, cut into groups whose bytes add up to ``budget`` at most.
 
-    What is larger than the budget alone makes a group of its own.
+    A weight larger than the budget makes a group of its own.
     """
     groups: list[list[str]] = []
     left = 0

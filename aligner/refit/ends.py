@@ -1,4 +1,4 @@
-"""What the two ends of a refit must have in common, compared before an engine is started.
+"""Properties that the two ends of a refit must share, compared before an engine is started.
 
 A policy trains in one interpreter and an engine draws in another one, each with a torch of its own.
 On GPUs weights cross between them in torch's own formats: memory handles of CUDA IPC, which a torch

@@ -25,7 +25,7 @@ _ALIGNMENT = 64  # bytes; so that no tensor begins within a cache line of anothe
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies in a segment."""
+    """Place of a tensor in a segment."""
 
     name: str
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class SegmentHandle:
-    """What a reader needs to map a segment; picklable."""
+    """Handle by which a reader maps a segment; picklable."""
 
     pid: int
     fd: int
@@ -47,9 +47,10 @@ class Segment:
     """Tensors in shared memory; `close` it when the readers have mapped it."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """Copy ``tensors`` one after the other; together they have at most ``max_bytes``.
+        """Copy ``tensors``, of any shape and dtype, one after the other.
 
-        Pages are taken as they are written, so a generous bound costs nothing.
+        Together they have at most ``max_bytes``. Pages are taken as they are written, so a generous
+        bound costs nothing.
         """
         self._fd = os.memfd_create("aligner-weights", os.MFD_CLOEXEC)
         try:
@@ -121,7 +122,7 @@ class Offer:
     """A group of tensors that this process offers to others on its machine or device."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-        """On CPU ``tensors`` are copied into a segment, on a GPU held until `close`."""
+        """On CPU copy ``tensors`` (any shape and dtype) into a segment, on a GPU hold them."""
         self._segment: Segment | None = None
         self._held: list[Tensor] = []
         self.handle: Any

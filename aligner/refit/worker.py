@@ -21,7 +21,7 @@ RefitInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class RefitWorker(ABC):
     """Hands weights over under Hugging Face's names, a group of tensors at a time.
 
-    A backend says how one tensor becomes whole (`hf_weights`); how it travels is said here once.
+    A backend gathers one tensor (`hf_weights`); how it is sent is implemented here once.
     All methods are called on every worker, for making a tensor whole is collective.
     """
 
@@ -41,7 +41,7 @@ class RefitWorker(ABC):
         """Whole tensors under these names, on every worker; none is kept when the next is made."""
 
     def refit_end(self) -> RefitEnd:
-        """Where this worker is and what it sends with."""
+        """Place of this worker and the versions it sends with."""
         return RefitEnd.here(f"policy rank {self.parallel.rank}")
 
     def prepare_refit_info(self) -> RefitInfo:

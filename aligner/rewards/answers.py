@@ -26,7 +26,7 @@ def final_answer(response: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What stands in the last complete ``\\boxed{}``, braces within it balanced."""
+    """Content of the last complete ``\\boxed{}``, braces within it balanced."""
     end = len(text)
     while (start := text.rfind("\\boxed{", 0, end)) >= 0:
         depth = 0

@@ -1,4 +1,4 @@
-"""From what a reward model rates to the one number that an algorithm learns from."""
+"""Weighting of a reward model's ratings into the one number that an algorithm learns from."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def weighted(scores: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def attribute_parts(scores: Tensor, attributes: Sequence[str]) -> dict[str, list[float]]:
-    """Each attribute's scores by its name, to be shown; nothing of a single number."""
+    """Scores of each attribute by its name, of ``scores`` float [B, K]; empty where K is 1."""
     if len(attributes) < 2:
         return {}
     columns = scores.float().T.tolist()

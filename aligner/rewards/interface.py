@@ -1,7 +1,7 @@
-"""`Reward`: the controller's front of whatever scores responses.
+"""`Reward`: the controller's front of a scorer of responses.
 
-Here that is a Python function. Rank 0 alone calls it and tells the others, so that a function
-with side effects, or one that is not deterministic, is asked once. A trained reward model
+Here that is a Python function. Only rank 0 calls it and sends on the result, so that a function
+with side effects, or one that is not deterministic, is called once. A trained reward model
 (`rewards.model`) or a server (`rewards.server.client`) takes this front's place with the same
 method.
 """

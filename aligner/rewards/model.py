@@ -64,7 +64,7 @@ class ModelReward:
         self.end_strings = end_strings
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; columns as of `Reward.get_rewards`."""
+        """Score every row; columns as in `Reward.get_rewards`."""
         responses = response_texts(self.tokenizer, data)
         texts = scored_texts(self.tokenizer, data, responses, self.end_strings)
         pairs = zip(data["prompts"], texts, strict=True)
@@ -81,7 +81,7 @@ class ModelReward:
 
 
 class VerifiedReward:
-    """Rewards of one source, of which a function says how often they are deserved.
+    """Rewards of one source, beside a function that verifies how often they are deserved.
 
     The function's ``accuracy`` (where it gives none, whether its reward is at least 1) becomes the
     metric of that name, its reward ``reward_parts/verified``. Nobody learns from either. Where the

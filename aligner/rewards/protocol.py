@@ -1,4 +1,4 @@
-"""What a reward function is, what it gets, and what it must give back.
+"""Contract of a reward function: its arguments and its result.
 
 ``def reward(prompts, responses, ground_truths, **columns) -> list[float] | list[dict]``, which may
 also be ``async def``. All arguments are lists of the same length, one entry per sample:
@@ -32,7 +32,7 @@ from aligner.errors import ConfigError, DataError, RewardError
 
 @dataclass(frozen=True)
 class Signature:
-    """Which columns a reward function accepts. Picklable."""
+    """Columns that a reward function accepts. Picklable."""
 
     name: str
     named: tuple[str, ...]  # columns it names

@@ -1,4 +1,4 @@
-"""What a reward model reads of a response: the sequence that its training data would have had.
+"""Sequence that a reward model reads of a response: the same form as in its training data.
 
 That is ``prompt + response + EOS`` in the reward model's own tokens, whatever tokens the policy
 drew; in place of EOS the token that ended all sequences of its training, where its file names one
@@ -49,10 +49,10 @@ class SequenceEncoder:
 
     @classmethod
     def of_checkpoint(cls, checkpoint: NemoCheckpoint, add_bos: bool | None) -> "SequenceEncoder":
-        """For a reward model's file, which says what its training's sequences were like.
+        """Encoder for a reward model's file, which has the form of its training's sequences.
 
-        ``add_bos``: what the configuration says; None: nothing. Of older files, which say nothing
-        either, none has BOS.
+        ``add_bos``: of the configuration; None: not set. It decides where an older file has no
+        form: None means no BOS there.
 
         Raises:
             ConfigError: the two differ.

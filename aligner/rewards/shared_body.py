@@ -17,7 +17,7 @@ class SharedBodyReward:
     ) -> None:
         """Have the critic's workers load ``config.restore_from_path`` beside their own weights.
 
-        ``config``: how sequences are cut into micro-batches, as of a reward model of its own.
+        ``config``: how sequences are cut into micro-batches, as for a separate reward model.
         """
         self._value, self._config = value, config
         group = value.worker_group

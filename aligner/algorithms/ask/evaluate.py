@@ -66,7 +66,7 @@ def _sets(config: EvaluateConfig, tokenizer: Tokenizer) -> dict[str, PromptDatas
 
 
 def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -> dict[str, Any]:
-    """What ``evaluation.json`` holds."""
+    """Contents of ``evaluation.json``."""
     return {
         "model": model,
         "samples_per_prompt": config.sampling.samples_per_prompt,

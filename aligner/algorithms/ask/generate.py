@@ -50,7 +50,7 @@ def generate(config: GenerateConfig) -> None:
 
 
 def format_of(data: AskedDataConfig, *, with_truth: bool = True) -> PromptFormat:
-    """How a row becomes a prompt; a ground truth may be wanting where nobody asks for it."""
+    """Format by which a row becomes a prompt; a ground truth is read only where it is needed."""
     return PromptFormat(
         prompt_column=data.prompt_column,
         ground_truth_column=data.ground_truth_column if with_truth else None,
@@ -130,9 +130,9 @@ class Chat:
     """A conversation: the model's chat template, its end tokens, answers as they are drawn.
 
     Args:
-        config: what the command was told.
+        config: the command's options.
         asked: the model.
-        read: gives what the user says; `EOFError` ends the conversation.
+        read: returns the user's message; `EOFError` ends the conversation.
         write: takes text as it comes.
     """
 
@@ -150,7 +150,7 @@ class Chat:
         self._turns = 0
 
     def run(self) -> None:
-        """Until the user ends it."""
+        """Run the conversation until the user ends it."""
         # Refused before the weights are loaded: a model without a template cannot converse.
         self._prompt_ids([{"role": "user", "content": "?"}])
         positions = self._asked.architecture.max_position_embeddings

@@ -28,7 +28,7 @@ _ROLES = ("policy", "role")
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights are.
+    """Location of the weights.
 
     ``states``: folders of the role in run states of ``run``, newest first; none: ``path`` has them.
     """
@@ -42,7 +42,7 @@ class Source:
 
 
 def find_source(path: str) -> Source:
-    """What ``model.restore_from_path`` names.
+    """Find the weights that ``model.restore_from_path`` names.
 
     Raises:
         CheckpointNotFoundError: a run's directory without a state and without a model.
@@ -118,7 +118,7 @@ class AskedModel:
     ) -> tuple[GenerationInterface, Clusters]:
         """Load the weights and start what draws; it ends when ``closing`` closes.
 
-        ``say``: told of a damaged state that is passed over.
+        ``say``: called with a message on a damaged state that is passed over.
         """
         run, clusters = self.run, self.engine.clusters(self.closing)
         policy = Policy(
@@ -146,7 +146,7 @@ class AskedModel:
         return engines, clusters
 
     def asking(self, engine: GenerationInterface, samples_per_prompt: int) -> Asking:
-        """How prompts are put to ``engine``, which `start` has returned."""
+        """Settings by which prompts are put to ``engine``, which `start` has returned."""
         return Asking(engine, self.tokenizer.pad_id, self.run.seed, self.rows, samples_per_prompt)
 
     def _restore(self, policy: Policy, say: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ from aligner.models.policy.lm_policy import Policy
 
 @may_be_dry
 def train_distill(config: DistillRunConfig) -> None:
-    """Distil from start to end and say where everything is."""
+    """Distil from start to end and print where everything is."""
     loop = config.trainer.distill
 
     def lesson(tokenizer: Tokenizer, student: GPTArchitecture) -> Lesson:
@@ -105,9 +105,9 @@ def load_taught(
 def distill_task(
     config: DistillRunConfig, sets: Sequence[Any], pad_id: int, teaching: Teaching | None
 ) -> Task[Any]:
-    """What is learned from the training set and, where there is one, the validation set.
+    """Task of learning from the training set and, where there is one, the validation set.
 
-    ``teaching``: None as long as the teacher has not been started.
+    ``teaching``: None until the teacher has been started.
     """
     loop = config.trainer.distill
     return Task(

@@ -1,4 +1,4 @@
-"""What a batch lacks that a student learns from: its own responses, and what the teacher says.
+"""Columns that a student's batch lacks: its own responses, and the teacher's log-probs of them.
 
 offline     examples ──────────────────────────► teacher: top k of each learned token ─► loss
 on-policy   prompts ─► student: a response each ─► teacher: top k of each token ───────► loss

@@ -59,7 +59,7 @@ def compare_runs(folders: Sequence[Path], output: Path, title: str) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The directories' own names, as much of their paths as tells them apart."""
+    """The directories' own names, as much of their paths as distinguishes them."""
     resolved = [folder.expanduser().resolve() for folder in folders]
     counts = Counter(folder.name for folder in resolved)
     return [

@@ -1,15 +1,15 @@
-"""What length alone tells of a preference: the rule that a reward model has to beat."""
+"""Baseline that predicts preferences from length only; a reward model has to beat it."""
 
 from collections.abc import Iterable
 from typing import Protocol
 
 
 class Sized(Protocol):
-    """A sequence of so many tokens."""
+    """A sequence with a number of tokens."""
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Length in tokens."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the runs of a pipeline came to, as one report."""
+"""Report on the runs of a pipeline."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def save_comparison(report: Path, comparison: Comparison) -> None:
 
 
 def _policies(results: Sequence[StageResult]) -> Iterator[Policy]:
-    """What the evaluations found, in their order."""
+    """Results of the evaluations, in their order."""
     parents = {result.name: result.began_with for result in results if result.trained is not None}
     for result in results:
         if result.trained is None:
@@ -118,7 +118,7 @@ def _learned(result: StageResult) -> Learned:
 
 
 def _is_counted(config: BaseRunConfig) -> bool:
-    """Whether the reward is what the share of right answers counts."""
+    """Return whether the reward is what the share of right answers counts."""
     return isinstance(config, SamplingRunConfig) and config.reward.kind == "function"
 
 
@@ -130,7 +130,7 @@ def held_out_measures(
     Args:
         metrics: lines of a run's ``metrics.jsonl``.
         facts: of `pair_facts`.
-        is_counted: whether the reward says what the share of right answers says, so that it has no
+        is_counted: whether the reward is just the share of right answers, so that it has no
             line of its own; None: where the two are the same numbers.
     """
     held_out = [line for line in metrics if any(name.startswith("val_") for name in line)]

@@ -7,7 +7,7 @@
 
 A stage that is finished is not run again; one that was killed goes on from its run state, as any
 run does. What a stage was made of stands in its ``stage.json``. Where that is no longer so the
-pipeline stops and says what changed, so that no result is mixed from two.
+pipeline stops and names the change, so that no result is mixed from two.
 """
 
 import json
@@ -42,7 +42,7 @@ from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
 
 RECORD = "stage.json"
 _FREE = ("arguments", "kwargs", "loss_kwargs")  # mappings whose keys are the user's
-_PATIENCE_S = 120.0  # for a stage that is told to end: it saves its state first
+_PATIENCE_S = 120.0  # for a stage that is asked to end: it saves its state first
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Stage:
 
     @property
     def command(self) -> str:
-        """As one types it."""
+        """Command line as typed."""
         return shlex.join(["python", f"examples/{self.script.name}", *self.arguments])
 
     @property
@@ -75,7 +75,7 @@ class Stage:
         write_json(self.folder / RECORD, {**self.record, **entries})
 
     def made_of(self) -> dict[str, Any]:
-        """What decides its result: the configuration, and size and time of the models it takes."""
+        """Inputs that decide its result: the configuration, and size and time of the models."""
         models = {}
         for key, path in self.models.items():
             facts = path.stat()
@@ -83,7 +83,7 @@ class Stage:
         return {**self.config.as_dict(), "models": models}
 
     def changes(self) -> list[str]:
-        """What is not as it was when the stage began, in words.
+        """Changes since the stage began, in words.
 
         Options that came into the library since then are passed over.
         """
@@ -92,7 +92,7 @@ class Stage:
         return config_changes(before, _known_to(before, now))
 
     def is_done(self) -> bool:
-        """Whether it came to its end, from what is there now, and what it left is there."""
+        """Return whether the stage finished with its present inputs and its results still exist."""
         there = self.trained is None or self.trained.exists()
         return bool(self.record.get("finished")) and there and not self.changes()
 

@@ -44,7 +44,7 @@ from aligner.observe.startup import TrainedRole
 
 @may_be_dry
 def train_ppo(config: RunConfig) -> None:
-    """Run PPO from start to end and say where everything is."""
+    """Run PPO from start to end and print where everything is."""
     launch_run(
         config,
         lambda engine, closing: load_inputs(config, engine, closing),
@@ -54,7 +54,7 @@ def train_ppo(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run reads before any model is built."""
+    """Inputs that a run reads before any model is built."""
 
     tokenizer: Tokenizer
     architecture: GPTArchitecture
@@ -287,5 +287,5 @@ def prompt_notes(inputs: RunInputs) -> list[str]:
 
 
 def generation_note(generation: VllmGeneration | None) -> list[str]:
-    """What the engines are given of their devices, for the start-up report."""
+    """Device settings of the engines, for the start-up report."""
     return [] if generation is None else [generation.in_words()]

@@ -1,4 +1,4 @@
-"""From rewards of responses to advantages of tokens: what the policy is to learn from.
+"""Credit assignment: from rewards of responses to advantages of tokens.
 
 rewards ─► shaped, some samples left out ─► less β·KL ─► advantages (and the critic's targets)
 """
@@ -24,7 +24,7 @@ from aligner.observe.diagnostics import explained_variance, statistics
 
 @dataclass(frozen=True)
 class Credit:
-    """How a run assigns credit.
+    """Credit assignment of a run.
 
     ``charges_kl``: the reward carries a KL penalty. ``rollouts_per_prompt``: so many adjacent rows
     answer one prompt. ``max_length``: most tokens of a response. ``own``: the user's estimator,

@@ -142,14 +142,14 @@ class PPOTrainer:
         return Outcome(metrics, samples_of(batch, step, "train", shown), idle)
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        """Sample responses to the validation prompts, as ``validation`` says, and score them."""
+        """Sample responses to the validation prompts, as in ``validation``, and score them."""
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )
 
     @property
     def is_out_of_data(self) -> bool:
-        """Whether ``max_epochs`` is reached before the steps that were reckoned.
+        """True if ``max_epochs`` is reached before the steps that were reckoned.
 
         With dynamic sampling a step may take several rollouts, and nobody knows how many before.
         """
@@ -179,7 +179,7 @@ class PPOTrainer:
 
     @property
     def charges_kl(self) -> bool:
-        """Whether the reward carries a KL penalty."""
+        """True if the reward carries a KL penalty."""
         return self.config.trainer.ppo.initial_policy_kl_penalty > 0
 
     # Stages -----------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class PPOTrainer:
 
     @property
     def roles(self) -> Mapping[str, RoleFront]:
-        """What a run state holds the weights and optimizer states of, by its folder there."""
+        """Roles whose weights and optimizer states a run state holds, by their folders there."""
         critic = {} if self.value is None else {"value": self.value}
         return {"policy": self.policy, **critic}
 
@@ -311,12 +311,12 @@ class PPOTrainer:
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether any term asks for the reference policy; where none does it is not even built."""
+    """Return whether any term needs the reference policy; where none does it is not even built."""
     return config.trainer.ppo.initial_policy_kl_penalty > 0 or config.model.ppo.kl_loss.coef > 0
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
-    """Whether the sampler's log-probs are the trainer's but for float32 rounding.
+    """Return whether the sampler's log-probs are the trainer's but for float32 rounding.
 
     So they are when the policy's own engine draws from the policy's own distribution: a repetition
     penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep. (That

@@ -21,7 +21,7 @@ _OF_A_CRITIC = ("values",)
 
 
 class AdvantageEstimator(Protocol):
-    """What the function of ``trainer.ppo.advantage.estimator`` is.
+    """Signature of the function of ``trainer.ppo.advantage.estimator``.
 
     It is called by keyword, once a step with the whole rollout of ``B`` responses, and gets what
     its signature names of the following, all of it where it takes ``**others``:
@@ -32,7 +32,7 @@ class AdvantageEstimator(Protocol):
                          without one
     ``token_mask``       float32 [B, S], 1 where the token was generated
     ``sample_mask``      float32 [B], 1 where the sample counts; the others' rewards may be anything
-    ``values``           float32 [B, S], the critic's; in runs with one alone
+    ``values``           float32 [B, S], the critic's; only in runs with one
     ``is_end``           bool [B], the response ended by itself
     ``input_ids``        int64 [B, S], prompt and response
     ``input_lengths``    int64 [B], tokens of both
@@ -81,7 +81,7 @@ class UserEstimator:
         return f"{KEY}={self.name}"
 
     def takes(self, name: str) -> bool:
-        """Whether the function's signature has ``name``, or takes any keyword."""
+        """Return whether the function's signature has ``name``, or takes any keyword."""
         try:
             parameters = inspect.signature(self._function).parameters
         except (TypeError, ValueError):  # a function of C
@@ -132,7 +132,7 @@ class UserEstimator:
         return spread
 
     def try_out(self, rollouts_per_prompt: int) -> None:
-        """Call it on a made-up rollout: two prompts with so many responses each.
+        """Call it on a made-up rollout: two prompts with this many responses each.
 
         Raises:
             ConfigError: it raised, or returned what `__call__` refuses.

@@ -41,7 +41,7 @@ _LOSSES: dict[str, Callable[..., LossFunction]] = {
 
 @may_be_dry
 def train_dpo(config: DPORunConfig) -> None:
-    """Optimise for preferences from start to end and say where everything is."""
+    """Optimise for preferences from start to end and print where everything is."""
     loop = config.trainer.dpo
 
     def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:
@@ -84,7 +84,7 @@ def preference_loss(loop: TrainerDPOConfig) -> LossFunction:
 
 
 def preference_task(config: DPORunConfig, sets: dict[str, Any], pad_id: int) -> Task[Any]:
-    """What is learned from the sets ``training`` and, where there is one, ``validation``."""
+    """Task of learning from the sets ``training`` and, where there is one, ``validation``."""
     loop = config.trainer.dpo
     collate: Callable[[Sequence[Any], int], BatchedDataDict] = (
         collate_pairs if loop.is_paired else collate_labelled
@@ -143,7 +143,7 @@ def load_labelled(
 
 
 def single_format(data: PreferenceDataConfig | RewardDataConfig) -> ExampleFormat:
-    """How a row that holds one response becomes an example."""
+    """Format by which a row that holds one response becomes an example."""
     return ExampleFormat(
         prompt_column=data.prompt_column,
         response_column=data.response_column,

@@ -1,8 +1,8 @@
-"""What the reference policy says of given responses: asked once, and kept beside the run.
+"""Log-probs of given responses under the reference policy: asked once, and kept beside the run.
 
 The reference is the policy before its first update, so no second model is needed: the policy is
 asked while it still has its initial weights (which it has whenever a run starts, before a run state
-is restored). Kept are float32 log-probs of the learned tokens alone, one after the other.
+is restored). Kept are float32 log-probs of the learned tokens only, one after the other.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ Item = TypeVar("Item", bound=Referenced)
 
 
 class WithReference(Generic[Item]):
-    """A data set whose examples bring what the reference says of them."""
+    """A data set whose examples carry their log-probs under the reference."""
 
     def __init__(self, items: Examples[Item], logprobs: Tensor) -> None:
-        """``logprobs``: float32, of the learned tokens of all examples of all items, in order."""
+        """``logprobs``: float32 [N], of the N learned tokens of all items' examples, in order."""
         counts = [example.learned_tokens for example in _examples(items)]
         bounds = pairwise(accumulate(counts, initial=0))
         self._items, self._logprobs, self._bounds = items, logprobs, list(bounds)
@@ -113,9 +113,9 @@ class ReferenceLogprobs:
 
 
 def fingerprint_of(config: DPORunConfig, sets: Mapping[str, Examples[Any]]) -> dict[str, str]:
-    """What the log-probs depend on, by what it is called in messages.
+    """Everything that the log-probs depend on, by its name in messages.
 
-    The model is told by its path and its files' sizes and times; the examples by their tokens, so
+    The model is known by its path and its files' sizes and times; the examples by their tokens, so
     a tokenizer, a template or a length limit that changes them is seen too.
     """
     adapters = config.model.peft.restore_from_path
@@ -154,7 +154,7 @@ def _examples(items: Examples[Any]) -> list[Example]:
 
 
 def _against(path: Path, fingerprint: Mapping[str, str]) -> list[str] | None:
-    """What speaks against the kept log-probs; None where there are none."""
+    """Reason why the kept log-probs cannot be used; None where there are none."""
     if not path.is_file():
         return None
     try:

@@ -28,7 +28,7 @@ Dataset = PairDataset | RatedDataset
 
 @may_be_dry
 def train_reward_model(config: RewardRunConfig) -> None:
-    """Train from start to end and say where everything is."""
+    """Train from start to end and print where everything is."""
     loop = config.trainer.reward_model
     data = config.data
 
@@ -129,7 +129,7 @@ def measure(
     count = min(len(examples), limit)
     model.prepare_for_inference()
     rewards = []
-    for start in range(0, count, 256):  # so many at a time, so that no batch is too big
+    for start in range(0, count, 256):  # a few at a time, so that no batch is too big
         part = [examples[index] for index in range(start, min(start + 256, count))]
         rewards.append(model.get_rewards(task.collate(part))["rewards"].cpu())
     model.finish_inference()

@@ -24,7 +24,7 @@ def fill_with_signal(
 ) -> tuple[BatchedDataDict, int]:
     """A scored rollout of ``prompts`` groups, and how many samples were drawn for it.
 
-    ``draw``: the next scored rollout of so many prompts, with ``sample_mask`` and
+    ``draw``: the next scored rollout of this many prompts, with ``sample_mask`` and
     ``shaped_rewards``; responses to a prompt adjacent, ``rollouts_per_prompt`` of them. After the
     first rollout only what is missing is drawn, so no group with signal is thrown away and all
     come from the same weights (verl and NeMo-RL draw whole rollouts and drop the surplus).
@@ -55,11 +55,11 @@ def fill_with_signal(
 
 
 def teaches(batch: BatchedDataDict, rollouts_per_prompt: int) -> Tensor:
-    """bool [B]: the row's group is told apart by the reward, and still is once it is shaped.
+    """bool [B]: the rewards of the row's group differ, and still do once they are shaped.
 
-    DAPO asks the verdict of the verifier, not what length adds to it; a bound on the reward
+    DAPO compares the verifier's rewards, without what length adds to them; a bound on the reward
     (``trainer.ppo.reward.clip``) may take the difference away. The rows of a group go together: one
-    that does not count (``sample_mask`` 0) has no say, and is kept with the others.
+    that does not count (``sample_mask`` 0) is not compared, and is kept with the others.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     counts = batch["sample_mask"]

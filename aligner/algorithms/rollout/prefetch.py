@@ -29,7 +29,7 @@ class Rollouts:
     """The training rollouts of a run, in the sampler's order.
 
     Args:
-        config: of the run; ``generation`` says whether one is drawn ahead.
+        config: of the run; ``generation`` decides whether one is drawn ahead.
         generation: the engine.
         prompts: the training prompts.
         sampler: draws the prompts of one rollout at a time; belongs to the caller, too.

@@ -1,4 +1,4 @@
-"""What scores the responses of a run: a function, a reward model on its workers, or a server."""
+"""Sources of the rewards of a run: a function, a reward model on its workers, or a server."""
 
 import dataclasses
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.client import RemoteReward
 from aligner.rewards.shared_body import SharedBodyReward
 
-# What says how a model begins, trains or ends; the critic's output layer is gone.
+# Options of a model's start, training and end; the critic's output layer is gone.
 _NOT_OF_THE_BODY = {
     "attention_dropout",
     "family",
@@ -45,7 +45,7 @@ _NOT_OF_THE_BODY = {
 
 @dataclass(frozen=True)
 class RewardSource:
-    """What is known of the reward before any model is built.
+    """Description of the reward before any model is built.
 
     ``scorer``: a function or a server, ready to score; None where a reward model is to be started.
     ``verifier``: the function beside a model or a server. ``architecture``: the reward model's.
@@ -72,7 +72,7 @@ class RewardSource:
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def memory(self) -> list[RoleMemory]:
-        """What a reward model takes per process, for the start-up report; no body, no line."""
+        """Memory of a reward model per process, for the start-up report; empty without a body."""
         model = self.config.reward.model
         if self.architecture is None or (model is not None and model.share_body_with_critic):
             return []
@@ -86,7 +86,8 @@ def load_reward(
     columns: frozenset[str],
     closing: ExitStack,
 ) -> RewardSource:
-    """Import the function, ask the server how it is, look into the reward model's file.
+    """Load the source of rewards: import the function, query the server, or read the model's
+    metadata.
 
     ``columns``: what the data has for the function; ``closing`` ends the function's processes.
     """

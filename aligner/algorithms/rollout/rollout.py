@@ -21,7 +21,8 @@ VALIDATION_SEED_OFFSET = 1_000_003
 def prompts_batch(
     prompts: PromptBatch, first_sample_id: int, rollouts_per_prompt: int = 1
 ) -> BatchedDataDict:
-    """What a sampling engine is asked: one row per response, those to the same prompt adjacent.
+    """Batch that a sampling engine continues: one row per response, those to the same prompt
+    adjacent.
 
     Row i is sample ``first_sample_id + i``. Besides tensors it has the lists ``prompts``,
     ``ground_truths`` and ``columns`` (one dict per row).
@@ -83,7 +84,7 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, width: int) -> Tensor
 def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout; return its metrics.
 
-    ``is_right``: float32 [B], what the verifier calls right; where it does not say, a reward of at
+    ``is_right``: float32 [B], the verifier's verdict; where it has none, a reward of at
     least 1. The names of the metrics have no prefix.
     """
     scored = reward.get_rewards(batch)

@@ -1,4 +1,4 @@
-"""How good the policy is on prompts it does not learn from: of a run, and of an evaluation."""
+"""Validation of a policy on held-out prompts, during a run and in an evaluation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +29,10 @@ from aligner.rewards.interface import RewardInterface
 
 @dataclass(frozen=True)
 class Asking:
-    """How prompts are put to an engine.
+    """Settings by which prompts are put to an engine.
 
     ``drawing``: lengths and sampling; None: the engine's own. ``rows``: responses of one call.
-    ``seed``: of the random numbers, which depend on it, the prompt's place and the sample alone.
+    ``seed``: of the random numbers, which depend only on it, the prompt's place and the sample.
     """
 
     generation: GenerationInterface
@@ -61,10 +61,10 @@ def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> Bat
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the responses to one set of prompts came to.
+    """Results of the responses to one set of prompts.
 
     ``metrics``: of the rollout, without a prefix. ``estimates``: mean@n, pass@k and maj@k; of
-    single responses ``accuracy`` and ``rewards`` alone. ``batch``: the scored rollout, with
+    single responses only ``accuracy`` and ``rewards``. ``batch``: the scored rollout, with
     ``answers`` where there are several responses to a prompt.
     """
 
@@ -81,7 +81,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Judge:
-    """What says how good responses are.
+    """Scorer of responses.
 
     ``final_answer``: of a response's text, by which a majority is found.
     """
@@ -112,7 +112,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a run validates on: its own prompts, if any, and further sets by name."""
+    """Held-out prompts that a run validates on: its own, if any, and further sets by name."""
 
     prompts: PromptDataset | None = None
     sets: Mapping[str, PromptDataset] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from aligner.models.policy.lm_policy import Policy
 
 @may_be_dry
 def train_rs(config: RSRunConfig) -> None:
-    """Run rejection sampling from start to end and say where everything is."""
+    """Run rejection sampling from start to end and print where everything is."""
     launch_run(
         config,
         lambda engine, closing: load_inputs(config, engine, closing),

@@ -50,7 +50,7 @@ class RSTrainer:
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
     ) -> None:
-        """Arguments as of `aligner.algorithms.ppo.trainer.PPOTrainer`."""
+        """Arguments as in `aligner.algorithms.ppo.trainer.PPOTrainer`."""
         self.config = config
         self.policy, self.reward = policy, reward
         self.held_out = HeldOut(val_prompts, val_sets or {})
@@ -91,7 +91,7 @@ class RSTrainer:
         return Outcome(metrics, samples, idle_roles(policy=[result]))
 
     def validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        """Sample responses to the validation prompts, as ``validation`` says, and score them."""
+        """Sample responses to the validation prompts, as in ``validation``, and score them."""
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )
@@ -109,7 +109,7 @@ class RSTrainer:
 
     @property
     def roles(self) -> Mapping[str, RoleFront]:
-        """What a run state holds the weights and optimizer states of, by its folder there."""
+        """Roles whose weights and optimizer states a run state holds, by their folders there."""
         return {"policy": self.policy}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -126,7 +126,7 @@ class RSTrainer:
 def best_of_each(rewards: Tensor, rollouts_per_prompt: int, top_n: int) -> Tensor:
     """Rows of the ``top_n`` best responses to each prompt, int64 [B / rollouts_per_prompt * top_n].
 
-    ``rewards``: float [B], responses to a prompt adjacent; which responses belong together is told
+    ``rewards``: float [B], responses to a prompt adjacent: the group of a response is given
     by their place, not by their tokens. Of equal rewards the earlier response is taken. Rows stand
     in the order of the rollout.
     """

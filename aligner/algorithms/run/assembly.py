@@ -1,4 +1,4 @@
-"""What every run is assembled of, whatever it learns: engine, loop, files, loggers, report.
+"""Parts that every run is assembled from, whatever it learns: engine, loop, files, loggers, report.
 
 launch_run ─► load (data, before any model is built) ─► attempt ─► run_to_the_end
                                                          ▲   │
@@ -171,7 +171,7 @@ def total_steps(config: LoopConfig, sampler: PromptSampler) -> int:
 
 
 def run_facts(config: BaseRunConfig, loop: LoopConfig) -> RunFacts:
-    """What every role of the run is told."""
+    """Settings that all roles of the run share."""
     return RunFacts(
         precision=config.trainer.precision,
         gradient_clip_val=loop.gradient_clip_val,
@@ -244,7 +244,7 @@ def finish(
     ended: bool,
     device: str,
 ) -> None:
-    """Write the report and, when the run came to its end, the trained model; say where all is."""
+    """Write the report and, when the run came to its end, the trained model; print their paths."""
     name, role = run.trained
     folder = log_dir(config)
     places = {"report": folder / "report.html"}
@@ -315,7 +315,7 @@ def log_dir(config: BaseRunConfig) -> Path:
 
 
 def _changes(restored: Restoration | None, layout: str) -> list[str]:
-    """What is not as it was when the state was saved."""
+    """Changes since the state was saved."""
     if restored is None:
         return []
     notes = [f"changed since the saved run: {change}" for change in restored.changes]
@@ -328,7 +328,7 @@ def _changes(restored: Restoration | None, layout: str) -> list[str]:
 
 
 def _length_notes(config: BaseRunConfig, run: Assembled, done: int | None) -> list[str]:
-    """Where a run is shorter than one may think, and why."""
+    """Notes on limits that make a run shorter than expected."""
     notes = _cut_short(config, run)
     if done is not None and done >= run.steps:
         notes.append(
@@ -350,7 +350,7 @@ def _cut_short(config: BaseRunConfig, run: Assembled) -> list[str]:
 
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
-    """That so many validation prompts are learned from, too; nothing of none."""
+    """Note that validation prompts are learned from, too; empty where none is."""
     if validation is None:
         return []
     learned = {tuple(train[index].ids) for index in range(len(train))}
@@ -364,5 +364,5 @@ def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[
 
 
 def dropped_note(count: int, what: str, key: str) -> list[str]:
-    """That ``count`` examples are longer than the setting ``key`` allows; nothing of none."""
+    """Note that ``count`` examples are longer than ``key`` allows; empty where none is."""
     return [f"{count} {what} are longer than {key} and were dropped"] if count else []

@@ -1,6 +1,6 @@
 """The directory of a run before the run: what is continued there, what is refused, what is kept.
 
-A command continues the run that it began, and no other. ``run.json`` says what a directory's run is
+A command continues the run that it began, and no other. ``run.json`` identifies a directory's run
 (`RunIdentity`), and so does every run state. Nothing is deleted here: a run that begins anew in a
 directory finds it emptied of the one before, whose files are in ``earlier_001/`` and so on.
 """
@@ -37,7 +37,7 @@ _LEFT_BY_A_RUN = (
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes a run this run. Learning rates, rewards, layouts, lengths may change; these not.
+    """Identity of a run. Learning rates, rewards, layouts, lengths may change; these may not.
 
     ``models`` and ``data``: by configuration key, where it was, and a fingerprint of its content
     (None: it could not be read), so that a file may be moved.
@@ -49,7 +49,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, config: BaseRunConfig) -> "RunIdentity":
-        """Of the run that ``config`` describes."""
+        """Identity of the run that ``config`` describes."""
         plain = config.as_dict()
         sections = [name for name in ("model", "teacher") if name in plain]
         models = {
@@ -65,7 +65,7 @@ class RunIdentity:
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
-        """Of a run state; earlier versions kept the configuration alone.
+        """Identity kept in a run state; earlier versions kept only the configuration.
 
         Raises:
             CheckpointError: no training script wrote it.
@@ -81,11 +81,11 @@ class RunIdentity:
             ) from error
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Dictionary as in JSON."""
         return {**asdict(self), "algorithm": self.algorithm._asdict()}
 
     def refusals(self, saved: "RunIdentity", accepted: Sequence[str]) -> list[str]:
-        """Why this run does not continue ``saved``, in words; empty: it does.
+        """Reasons why this run does not continue ``saved``; empty: it does.
 
         ``accepted``: what may be another (``exp_manager.accept_changed``).
         """
@@ -130,7 +130,7 @@ def _data_content(source: Source, arguments: Mapping[str, Any]) -> tuple[Any, st
             files = source_files(part)
             # A generator's file may stand elsewhere.
             contents.append(Path(str(part)).name if files is None else fingerprint_of(files))
-    except (DataError, OSError):  # told when it is read
+    except (DataError, OSError):  # reported when it is read
         return source, None
     if None in contents:
         return source, None
@@ -185,7 +185,7 @@ class RunDirectory:
             self._write({**record, "saved": True})
 
     def _check_same(self, identity: RunIdentity, accepted: Sequence[str]) -> None:
-        """Refuse another run's states; one that is damaged says nothing (the loop skips it)."""
+        """Refuse another run's states; a damaged one is ignored (the loop skips it)."""
         for saved in reversed(self.store.states()):
             try:
                 before = RunIdentity.saved(self.store.load(saved.path).state)
@@ -221,7 +221,7 @@ class RunDirectory:
         )
 
     def _last_step(self) -> int | None:
-        """The last step that the history tells of; None: there is no history."""
+        """Last step of the history; None: there is no history."""
         last = (_last_step(self.folder / name) for name in _HISTORY)
         return max((step for step in last if step is not None), default=None)
 

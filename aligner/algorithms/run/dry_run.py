@@ -123,7 +123,7 @@ def dry_config(config: Config, folder: Path) -> Config:
 
 @contextlib.contextmanager
 def explained(config: BaseRunConfig, doing: Callable[[], str]) -> Iterator[None]:
-    """A failed allocation in the block is raised as an error that says what to change."""
+    """A failed allocation in the block is raised as an error that names the remedy."""
     try:
         yield
     except DeviceMemoryError:
@@ -164,7 +164,7 @@ class Place:
 
     @property
     def share(self) -> float:
-        """Of the device."""
+        """Share of the device."""
         return self.taken / self.total
 
 
@@ -221,7 +221,7 @@ class MeasuredPhases(PhaseTimers):
 
 
 def make_steps(config: BaseRunConfig, learner: Learner, console: Console) -> None:
-    """Make `STEPS` steps and say what each phase took.
+    """Make `STEPS` steps and print the memory and time of each phase.
 
     Raises:
         DeviceMemoryError: a phase took more than there is.

@@ -1,4 +1,4 @@
-"""Where the workers of a run live: in its own processes, or on Ray.
+"""Placement of a run's workers: in its own processes, or on Ray.
 
 A trainer cannot tell one from the other. On Ray, workers that die are started anew and the run goes
 on from its last state.
@@ -28,7 +28,7 @@ _ROLES_PER_BUNDLE = 4
 
 @dataclass(frozen=True)
 class Clusters:
-    """Where the workers of each role are started."""
+    """Clusters on which the workers of each role are started."""
 
     policy: Cluster
     value: Cluster
@@ -53,7 +53,7 @@ class Engine(Protocol):
     """Gives out clusters.
 
     ``worlds``: workers of the policy and of the critic (0: there is none). A launcher may have
-    started more processes than ``trainer.devices`` says.
+    started more processes than ``trainer.devices``.
     """
 
     max_restarts: int

@@ -6,7 +6,7 @@
     for each step:  learner.step → learner.validate when due → metrics line → run state when due
     at the end:     run state, trained .nemo, report
 
-Callbacks (`callbacks.Callback`) are told of each and may end the run as ``max_time`` does.
+Callbacks (`callbacks.Callback`) are called at each and may end the run as ``max_time`` does.
 
 A step's line is written before its run state, so a restored step always has its line, and lines
 of later steps are removed when the run resumes: what a killed run wrote after its last state is
@@ -38,7 +38,7 @@ from aligner.observe.timers import PhaseTimers
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step or a validation tells: metrics under their full names, samples to show.
+    """Outcome of a step or a validation: metrics under their full names, samples to show.
 
     ``idle_roles``: those whose every update of the step was skipped, for it was not finite.
     """
@@ -53,7 +53,7 @@ class Learner(Protocol):
 
     @property
     def is_out_of_data(self) -> bool:
-        """Whether no step can follow, although the schedule has some left."""
+        """True if no step can follow, although the schedule has some left."""
         ...
 
     def step(self, step: int, timers: PhaseTimers) -> Outcome:
@@ -70,7 +70,7 @@ class Learner(Protocol):
 
     @property
     def roles(self) -> Mapping[str, SavedRole]:
-        """Whose workers write their shares of a run state, each role to the folder of its name."""
+        """Roles whose workers write shares of a run state, each to the folder of its name."""
         ...
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -80,7 +80,7 @@ class Learner(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things happen, in steps; 0 as an interval means only at the ends."""
+    """Schedule of a run, in steps; 0 as an interval means only at the ends."""
 
     total_steps: int
     val_check_interval: int
@@ -90,16 +90,16 @@ class Schedule:
     async_save: bool = False  # write run states while the next steps are made
 
     def validates(self, step: int) -> bool:
-        """Whether ``step`` is followed by a validation."""
+        """Return whether ``step`` is followed by a validation."""
         return step == self.total_steps or _due(step, self.val_check_interval)
 
     @property
     def saves_beside(self) -> bool:
-        """Whether run states are written while later steps are made."""
+        """True if run states are written while later steps are made."""
         return self.async_save and 0 < self.save_interval < self.total_steps
 
     def saves(self, step: int) -> bool:
-        """Whether ``step`` is followed by saving."""
+        """Return whether ``step`` is followed by saving."""
         return step == self.total_steps or _due(step, self.save_interval)
 
 
@@ -114,7 +114,7 @@ class Restoration:
 
 
 class RunLoop:
-    """Runs a learner to its end, or until it is told to stop."""
+    """Runs a learner to its end, or until it is asked to stop."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class RunLoop:
         on_saved: Callable[[], None] = lambda: None,
         callbacks: Callbacks | None = None,
     ) -> None:
-        """What a run is made of.
+        """Assemble a run.
 
         ``config``, ``identity``: the run's, kept in the run state. ``monitor``: metric that ranks
         states. ``layout``: number of processes and sizes of all parallel axes, in words.
@@ -229,7 +229,7 @@ class RunLoop:
         return outcome
 
     def _announce(self) -> None:
-        """Tell callbacks of the last run state once it is complete."""
+        """Call the callbacks for the last run state once it is complete."""
         if self._unannounced is not None and not self.store.is_saving:
             step, self._unannounced = self._unannounced, None
             self.callbacks.tell("on_save", step, self.store.path(step))

@@ -1,4 +1,4 @@
-"""What a run is told before it starts, from the configuration and the model's description."""
+"""Start-up report of a run, from the configuration and the model's description."""
 
 import math
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def check_room(
 
 
 def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -> str:
-    """What is dropped in training, and where the checkpoint says something else, that."""
+    """Dropout in training, and the checkpoint's own rates where they differ."""
     own = f"{architecture.hidden_dropout:g} of hidden states, {architecture.attention_dropout:g} "
     own += "of attention weights"
     if model.dropout is None:
@@ -93,7 +93,7 @@ def dropout_in_words(model: TrainedModelConfig, architecture: GPTArchitecture) -
 
 
 def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
-    """What a GPU run that is repeated or resumed may differ in; nothing to say on a CPU."""
+    """Ways in which a GPU run that is repeated or resumed may differ; empty on a CPU."""
     if not on_gpus:
         return ""
     drawn = " vLLM's samples may differ." if config.generation.backend == "vllm" else ""
@@ -182,7 +182,7 @@ def _own_roles(
 
 
 def saving(config: BaseRunConfig, roles: Sequence[RoleMemory], processes: int) -> str:
-    """How run states are written; ``processes``: workers of the policy."""
+    """Sentence on how run states are written; ``processes``: workers of the policy."""
     return saving_sentence(
         roles,
         in_background=config.exp_manager.async_save,
@@ -192,7 +192,7 @@ def saving(config: BaseRunConfig, roles: Sequence[RoleMemory], processes: int) -
 
 
 def trained_policy(config: SamplingRunConfig) -> TrainedRole:
-    """How the policy is trained."""
+    """Sentence on how the policy is trained."""
     return TrainedRole("policy", config.model.global_batch_size, config.model.micro_batch_size)
 
 
@@ -205,7 +205,7 @@ def role_memory(
     trainable: bool = True,
     model_parallel_size: int | None = None,
 ) -> RoleMemory:
-    """What a role of the run's model takes, on ``data_size`` data-parallel ranks.
+    """Memory of a role of the run's model, on ``data_size`` data-parallel ranks.
 
     ``model_parallel_size``: default the policy's.
     """

@@ -14,16 +14,16 @@ _ECHO_S = 0.5
 
 
 class StopRequest:
-    """Whether the run was told to end, and by what; None: it was not."""
+    """Reason why the run was asked to end; None: it was not."""
 
     name: str | None = None
 
 
 @contextmanager
 def stop_signal(speaks: bool = True) -> Iterator[StopRequest]:
-    """What SIGTERM and SIGINT (Ctrl-C) ask for; the second one does what it would without us.
+    """Action that SIGTERM and SIGINT (Ctrl-C) request; the second one has its default effect.
 
-    ``speaks``: say on standard error what the first Ctrl-C does.
+    ``speaks``: print on standard error what the first Ctrl-C does.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -49,7 +49,7 @@ from aligner.observe.startup import StartupFacts, supervised_arithmetic
 
 @dataclass(frozen=True)
 class Lesson:
-    """What one kind of supervised run brings.
+    """Parts in which one kind of supervised run differs from another.
 
     ``start``: the role that learns, given where its workers live and the updates it will make.
     ``ask_first``: the task again, with what is to be asked of the role while it has its initial
@@ -76,7 +76,7 @@ class _Inputs:
 
 @may_be_dry
 def train_sft(config: SFTRunConfig) -> None:
-    """Fine-tune from start to end and say where everything is."""
+    """Fine-tune from start to end and print where everything is."""
     loop = config.trainer.sft
 
     def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:

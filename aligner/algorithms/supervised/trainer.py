@@ -33,11 +33,11 @@ class Examples(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class Task(Generic[T_co]):
-    """What is learned from what.
+    """Learning task: examples, batches and loss.
 
-    ``collate`` makes the batch that ``loss`` reads out of so many examples, with the columns of
+    ``collate`` makes the batch that ``loss`` reads from a list of examples, with the columns of
     `aligner.types`; every example gives ``rows_per_example`` adjacent rows. ``complete`` puts into
-    a batch, in place, what models say before the role learns from it; it is told the number of
+    a batch, in place, the outputs of models that the loss reads; it is passed the number of
     examples that the run has learned from before, None in validation.
     """
 
@@ -133,7 +133,7 @@ class SupervisedTrainer:
 
     @property
     def roles(self) -> Mapping[str, RoleFront]:
-        """What a run state holds the weights and optimizer states of, by its folder there."""
+        """Roles whose weights and optimizer states a run state holds, by their folders there."""
         return {"role": self.role}
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:

@@ -2,7 +2,7 @@
 
     lengths [5, 3, 4, 2], capacity 8 ──► bins [[0, 1], [2, 3]]
 
-A packer sees lengths alone and never cuts a sequence. It is a pure function of its arguments:
+A packer sees only lengths and never cuts a sequence. It is a pure function of its arguments:
 every process that packs the same lengths gets the same bins.
 """
 

@@ -1,4 +1,4 @@
-"""How well sequences were packed: bins, waste, utilisation, imbalance."""
+"""Quality of a packing of sequences: bins, waste, utilisation, imbalance."""
 
 from collections.abc import Sequence
 from math import ceil

@@ -83,7 +83,7 @@ class _Pool:
         return self._sizes[start : start + 2]
 
     def decreasing(self) -> list[int]:
-        """What is left, longest first."""
+        """Remaining sequences, longest first."""
         return self._items[::-1]
 
     def _take(self, position: int) -> int:

@@ -1,4 +1,4 @@
-"""What every packer promises, and the plainest one."""
+"""Interface of all packers, and the plainest one."""
 
 import time
 from abc import ABC, abstractmethod
@@ -10,12 +10,12 @@ from aligner.errors import ConfigError, DataError
 
 
 class SequencePacker(ABC):
-    """Puts sequences into bins; subclasses say how, this class keeps the promises.
+    """Puts sequences into bins; subclasses define how, this class keeps the guarantees.
 
     Args:
         bin_capacity: tokens of a bin, at least 1.
         collect_metrics: keep `PackingMetrics` over all calls, in ``metrics``.
-        min_bin_count: at least so many bins.
+        min_bin_count: least number of bins.
         bin_count_multiple: the number of bins is a multiple of it.
 
     Where the algorithm makes too few bins, the fullest ones are split until the count is right.

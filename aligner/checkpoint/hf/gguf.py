@@ -48,7 +48,7 @@ def _shortest(value: Any) -> Any:
 
 
 def _pre_name(path: Path) -> str | None:
-    """How the text is cut before byte-pair merging (``tokenizer.ggml.pre``)."""
+    """Name of the rule that splits text before byte-pair merging (``tokenizer.ggml.pre``)."""
     from gguf import GGUFReader
 
     field = GGUFReader(path).get_field("tokenizer.ggml.pre")

@@ -39,7 +39,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """What a directory or GGUF file holds: canonical weights and the tokenizer's files."""
+    """Contents of a directory or GGUF file: canonical weights and the tokenizer's files."""
 
     architecture: GPTArchitecture
     weights: HuggingFaceWeights
@@ -230,7 +230,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _classifier(family: Family) -> dict[str, Any]:
-    """What ``config.json`` says of a body with a scalar head: a token classifier of one label."""
+    """``config.json`` settings of a body with a scalar head: a token classifier of one label."""
     if family.table is not LLAMA_TABLE:
         raise CheckpointError(
             f"the model has a reward head (rm_head), which a Hugging Face {family.model_type} "
@@ -263,7 +263,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> str:
     def flush() -> None:
         file = folder / f"shard-{len(shards)}"
         save_file(held, file, metadata={"format": "pt"})
-        file.chmod(0o644)  # safetensors makes it the owner's alone
+        file.chmod(0o644)  # safetensors lets only the owner read it
         shards.append(list(held))
         held.clear()
 

@@ -1,6 +1,6 @@
 """Names and layouts of Hugging Face tensors against canonical ones, as one table per naming.
 
-A row says: this canonical module is made of those Hugging Face modules, laid out so. Reading joins
+A row maps a canonical module to its Hugging Face modules and their layout. Reading joins
 the parts, writing takes them apart again; both walk the same table.
 """
 
@@ -24,9 +24,10 @@ from aligner.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Layout:
-    """How one canonical tensor is made of Hugging Face's, and back.
+    """Conversion of one canonical tensor from those of Hugging Face, and back.
 
-    ``join(parts, architecture) -> tensor``; ``part(tensor, architecture) -> parts``.
+    ``join(parts, architecture) -> tensor``; ``part(tensor, architecture) -> parts``. Weights are
+    [out, in], biases [out], of any dtype.
     """
 
     join: Callable[[list[Tensor], GPTArchitecture], Tensor]
@@ -47,7 +48,7 @@ def join_qkv(parts: list[Tensor], architecture: GPTArchitecture) -> Tensor:
 
 
 def part_qkv(tensor: Tensor, architecture: GPTArchitecture) -> list[Tensor]:
-    """Inverse of `join_qkv`."""
+    """Inverse of `join_qkv`: ``[(heads + 2 * groups) * D, …]`` to query, key and value rows."""
     groups, head = architecture.num_query_groups, architecture.kv_channels
     queries = architecture.num_attention_heads // groups * head
     grouped = tensor.reshape(groups, queries + 2 * head, *tensor.shape[1:])
@@ -208,7 +209,7 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
         except RuntimeError as error:
             shapes = {s: list(p.shape) for s, p in zip(sources, parts, strict=True)}
             raise CheckpointError(f"{shapes} do not fit config.json: {error}") from error
-        if name not in SCORE:  # of a head that does not fit, the role says more
+        if name not in SCORE:  # for a head that does not fit, the role's error is clearer
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
 

@@ -44,7 +44,7 @@ _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "swiglu": "fast-swiglu",
     "geglu": "fast-geglu",
 }
-# Kinds of experts other than Mixtral's and Qwen3-MoE's, by the value that says "not that".
+# Kinds of experts other than Mixtral's and Qwen3-MoE's, by the value that means "not that".
 _PLAIN_EXPERTS: Config = {
     "moe_shared_expert_intermediate_size": None,
     "moe_layer_freq": 1,
@@ -172,7 +172,7 @@ def _choice(config: Config, key: str, default: str, known: dict[str, Any]) -> An
 
 
 def _activation(config: Config) -> Activation:
-    """NeMo's fused bias-gelu kernels compute the tanh form whatever the name says."""
+    """NeMo's fused bias-gelu kernels compute the tanh form whatever their name."""
     activation: Activation = _choice(config, "activation", "gelu", _ACTIVATIONS)
     fused = bool(config.get("bias_activation_fusion"))
     if activation == "gelu" and (fused or config.get("openai_gelu")):

@@ -11,7 +11,7 @@ from aligner.checkpoint.nemo.model_file import NemoCheckpoint, open_nemo
 
 
 class NemoModel(Protocol):
-    """What the connector asks of a model class."""
+    """Interface of the model classes that the connector reads."""
 
     artifact_folder: tempfile.TemporaryDirectory | None
 
@@ -41,7 +41,7 @@ class GPTSaveRestoreConnector(SaveRestoreConnector):
         trainer: Any = None,
         validate_access_integrity: bool = True,
     ) -> Any:
-        """NeMo's arguments. The device is the accelerator's, whatever ``map_location`` says.
+        """NeMo's arguments. The device is the accelerator's, whatever ``map_location`` is.
 
         ``return_config=True`` gives ``model_config.yaml`` as a dictionary and builds nothing.
         """

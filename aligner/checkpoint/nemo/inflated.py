@@ -1,6 +1,6 @@
 """A gzip file inflated once for all processes of a machine that read it at the same time.
 
-The file is in the temporary directory (``TMPDIR``), for its owner alone. Readers hold a shared lock
+The file is in the temporary directory (``TMPDIR``), for its owner only. Readers hold a shared lock
 on it; who finds it unfinished inflates it under an exclusive one, and who closes it last removes
 it. Of a process that was killed it stays until the next gzip archive is opened.
 """
@@ -28,7 +28,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_inflated(path: Path) -> IO[bytes]:
-    """What is in the gzip file ``path``; inflated here unless another process has done so.
+    """Open the content of the gzip file ``path``; inflated here unless another process has done so.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -89,7 +89,7 @@ class _Shared(io.FileIO):
         try:
             with open(self._place, "wb") as target:
                 _inflate(packed, target)
-            os.fchmod(self.fileno(), 0o400)  # what says that it is whole
+            os.fchmod(self.fileno(), 0o400)  # the mark of a whole file
         except BaseException:
             os.unlink(self._place)
             raise

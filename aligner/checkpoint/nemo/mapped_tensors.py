@@ -1,6 +1,6 @@
 """Tensors of a `torch.save` file inside an archive, mapped instead of read.
 
-Only the pickle is read: of tensors without bytes torch says where those of each storage are. They
+Only the pickle is read: of tensors without bytes torch has the places of each storage's bytes. They
 are then views of the archive's mapping, whose pages are read when they are touched and are one copy
 for all processes of a machine. Files that cannot be mapped are read whole: those that torch wrote
 before its zip format (1.6), and those with compressed, byte-swapped or moved records.
@@ -24,7 +24,7 @@ _HEADER_BYTES = 30
 
 
 def load_mapped(archive: ArchiveReader, name: str) -> Any:
-    """What member ``name`` holds, without running code; tensors of a state dict are mapped.
+    """Load member ``name`` without running code; tensors of a state dict are mapped.
 
     They are on the CPU and stay valid when the archive closes.
 
@@ -38,7 +38,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
         if records is None:
             return load_tensor_file(stream, where)
         state = load_tensor_file(stream, where, "meta")
-        if not _are_located(state):  # older torch says so under fake tensors alone
+        if not _are_located(state):  # older torch locates them only under fake tensors
             stream.seek(0)
             with FakeTensorMode():
                 state = load_tensor_file(stream, where)
@@ -49,7 +49,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
         result[key] = value
         if isinstance(value, Tensor):
             mapped = _mapped(value, content, records)
-            if mapped is None:  # torch says what is wrong with it, or reads it nevertheless
+            if mapped is None:  # torch raises its own error, or reads it nevertheless
                 with archive.open(name) as stream:
                     return load_tensor_file(stream, where)
             result[key] = mapped
@@ -57,7 +57,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
 
 
 def _are_located(state: Any) -> bool:
-    """Whether torch has said where the bytes of a state dict's tensors are."""
+    """Return whether torch has said where the bytes of a state dict's tensors are."""
     tensors = state.values() if isinstance(state, Mapping) else ()
     return all(
         _start_of(tensor) is not None
@@ -67,13 +67,13 @@ def _are_located(state: Any) -> bool:
 
 
 def _start_of(tensor: Tensor) -> int | None:
-    """Where the tensor's storage begins in its file."""
+    """Offset of the tensor's storage in its file."""
     found: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     return found
 
 
 def _mappable_records(stream: IO[bytes]) -> dict[int, int] | None:
-    """Where the storages of a file begin, and their bytes; None: it cannot be mapped."""
+    """Offsets of the storages of a file, and their bytes; None: it cannot be mapped."""
     if stream.read(len(_LOCAL_HEADER)) != _LOCAL_HEADER:
         return None
     records = {}
@@ -92,7 +92,7 @@ def _mappable_records(stream: IO[bytes]) -> dict[int, int] | None:
                 start = info.header_offset + _HEADER_BYTES + name_bytes + extra_bytes
                 records[start] = info.file_size
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OSError):
-        return None  # torch says what is wrong with it
+        return None  # torch raises its own error
     return records
 
 

@@ -75,7 +75,7 @@ class NemoCheckpoint:
 
     @functools.cached_property
     def architecture(self) -> GPTArchitecture:
-        """What ``model_config.yaml`` and the tokenizer describe."""
+        """Architecture that ``model_config.yaml`` and the tokenizer describe."""
         known = self.config.get("vocab_size")
         return architecture_from_config(self.config, known or self.tokenizer.vocab_size)
 

@@ -1,6 +1,6 @@
 """megatron-core's ``torch_dist`` checkpoints, read and written without megatron-core.
 
-The directory holds ``.metadata`` (a pickle that says which box of which tensor lies where),
+The directory holds ``.metadata`` (a pickle with the place of every box of every tensor),
 ``*.distcp`` (concatenated `torch.save` blobs, one per box), ``common.pt`` and ``metadata.json``.
 ``.metadata`` goes through an unpickler that admits the names such a file needs and nothing else;
 blobs are loaded with ``weights_only=True``.
@@ -179,8 +179,8 @@ def write_torch_dist(
 ) -> None:
     """Write a torch_dist checkpoint into an archive, one box at a time.
 
-    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``; boxes of one key
-    must tile it. Nothing but the current box is held in memory.
+    ``boxes`` yields ``(key, global shape, offset of the box, tensor of the box)``, tensors of any
+    shape and dtype; boxes of one key must tile it. Nothing but the current box is held in memory.
     """
     archive.add_directory(folder)
     tensors: dict[str, dcp.TensorStorageMetadata] = {}

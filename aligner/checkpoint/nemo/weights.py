@@ -44,7 +44,10 @@ Reader = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class JoinedParts:
-    """Reads a tensor that tensor parallelism split: ``parts`` in the order of their ranks."""
+    """Reader of a tensor that tensor parallelism split: ``parts`` in the order of their ranks.
+
+    Shapes of the parts: see `merge`.
+    """
 
     name: str
     parts: list[Tensor]

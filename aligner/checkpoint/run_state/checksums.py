@@ -39,7 +39,7 @@ def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """What `write_checksums` wrote; empty for a folder of a version that wrote none."""
+    """Read the checksums that `write_checksums` wrote; empty where the folder has none."""
     path = folder / CHECKSUMS
     if not path.exists():
         return {}
@@ -51,7 +51,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def damage(folder: Path, checksums: Mapping[str, str]) -> str | None:
-    """What is wrong with the first file of ``folder`` that is not what was written; None: nothing.
+    """Describe the first damaged file of ``folder``; None where all are whole.
 
     ``checksums``: of the files to look at, by name.
     """

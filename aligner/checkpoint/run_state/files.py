@@ -18,7 +18,7 @@ _STEP_NAME = re.compile(r"step_(\d{6,})")
 
 @dataclass(frozen=True)
 class SavedState:
-    """A complete state on the disk: what its manifest says."""
+    """A complete state on the disk, by its manifest."""
 
     path: Path
     step: int
@@ -28,12 +28,12 @@ class SavedState:
 
 
 def is_step(path: Path) -> bool:
-    """Whether this is a directory with the name of a finished state."""
+    """Return whether this is a directory with the name of a finished state."""
     return _STEP_NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
 def read_manifest(path: Path) -> SavedState:
-    """What the manifest says.
+    """Contents of the manifest.
 
     Raises:
         DamagedStateError: the directory does not bear it out.

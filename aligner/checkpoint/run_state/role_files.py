@@ -1,4 +1,4 @@
-"""What `save_checkpoint` writes beside a role's weights: optimizer state and tokenizer.
+"""Files that `save_checkpoint` writes beside a role's weights: optimizer state and tokenizer.
 
 The optimizer's directory holds one file per worker, as the run state does: its share of the float32
 weights, the moments and the step. Any parallel layout reads it back.

@@ -92,7 +92,7 @@ class SavedRole(Protocol):
 
     @property
     def num_shares(self) -> int:
-        """How many."""
+        """Number of shares."""
         ...
 
     def prepare_saving(self) -> None:
@@ -123,11 +123,11 @@ class RunStateStore:
 
     Args:
         root: directory of the states; with several ranks, one that all of them see.
-        save_top_k: keep the best so many by ``metric`` besides the newest (0: newest only).
+        save_top_k: number of the best kept by ``metric`` besides the newest (0: newest only).
             Without ``monitor`` the newest are the best.
         monitor: name of the metric given to `save`; None: none is given.
         mode: whether more (``max``) or less of the metric is better.
-        save_last_k: keep the newest so many: where the newest turns out to be damaged, a run goes
+        save_last_k: number of the newest kept: where the newest turns out to be damaged, a run goes
             on from the one before.
         rank: this process's; rank 0 writes what the ranks share.
         exchange: gathers one object of every rank; the default is that of one process.
@@ -224,7 +224,7 @@ class RunStateStore:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a state is being written beside training, as far as all ranks know."""
+        """True if a state is being written beside training, as far as all ranks know."""
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
@@ -256,7 +256,7 @@ class RunStateStore:
         self.check(wait=True)
 
     def settle(self) -> None:
-        """After an error on this rank alone: have the last state written, if all others do so."""
+        """After an error on only this rank: have the last state written, if all others do so."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -279,7 +279,7 @@ class RunStateStore:
             shutil.rmtree(pending.path, ignore_errors=True)
 
     def path(self, step: int) -> Path:
-        """Where the state of ``step`` is or would be."""
+        """Path of the state of ``step``, present or not."""
         return self.root / f"step_{step:06d}"
 
     def _entries(self, state: Mapping[str, Any], is_to_change: bool) -> dict[str, Any]:
@@ -423,7 +423,7 @@ class RunStateStore:
 
 
 def _small_checksums(folder: Path, files: Iterable[str]) -> dict[str, str]:
-    """Of all ``files`` but those whose checksums a role's workers wrote while they wrote them."""
+    """Checksums of all ``files`` except those that a role's workers wrote with theirs."""
     roles = {Path(name).parent for name in files if name.endswith(f"/{CHECKSUMS}")}
     known = {str(role / name) for role in roles for name in read_checksums(folder / role)}
     return {name: file_checksum(folder / name) for name in files if name not in known}
@@ -431,7 +431,7 @@ def _small_checksums(folder: Path, files: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _as_storage_error(path: Path, needed: int) -> Iterator[None]:
-    """Turn a failed write below ``path`` into a `StorageError` that also says what is left."""
+    """Turn a failed write below ``path`` into a `StorageError` that also names what is left."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,8 @@ _TENSOR_OVERHEAD = 512
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], where: str = "state") -> Any:
-    """A copy of the containers of ``tree`` with ``change`` applied to each tensor.
+    """A copy of the containers of ``tree`` with ``change`` applied to each tensor, of any shape and
+    dtype.
 
     Mappings become dicts and number types that only look like int or float (NumPy's, enums)
     become int or float. Anything that is not a tree is refused, with its place.
@@ -86,7 +87,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def is_json(tree: Any) -> bool:
-    """Whether JSON gives back exactly this tree (no tensors, tuples, int keys, NaN, bytes)."""
+    """Return whether JSON restores exactly this tree: no tensors, tuples, int keys, NaN, bytes."""
     if isinstance(tree, dict):
         return all(isinstance(k, str) and is_json(v) for k, v in tree.items())
     if isinstance(tree, list):
@@ -147,7 +148,7 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def copy_on_host(source: Tensor, target: Tensor) -> None:
-    """Copy uint8 ``[n]`` within host memory, in this thread alone.
+    """Copy uint8 ``[n]`` within host memory, in this thread only.
 
     torch's copy meets its other threads for each tensor, and where cores are taken, by a writer for
     one, that costs more than it brings. As an array of NumPy's, a tensor's memory could never be
@@ -178,7 +179,7 @@ def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = N
 
 
 def _covering(tree: Any) -> Callable[[Tensor], bool]:
-    """Whether a tensor's storage is covered by the tensors of the tree, so that all is needed."""
+    """Return whether the tensors of the tree cover a tensor's storage, so that all is needed."""
     needed: dict[int, dict[tuple[int, int], int]] = {}
     for tensor in tensors_of(tree):
         spans = needed.setdefault(_storage_id(tensor), {})

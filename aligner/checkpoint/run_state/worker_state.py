@@ -1,4 +1,4 @@
-"""What the workers of one role put into a run state: a folder of the role, one file per worker.
+"""Contribution of one role's workers to a run state: a folder of the role, one file per worker.
 
 Every worker writes and reads its own file, so that nothing of the size of a model passes through
 the process that runs the loop::
@@ -121,7 +121,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """What writing the last share failed with, in words; None: nothing, up to now.
+        """Error of writing the last share, in words; None: nothing, up to now.
 
         ``wait``: until it is written.
         """
@@ -258,13 +258,13 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 
 
 class SavedShares(Sequence[Mapping[str, Any]]):
-    """What `StatefulWorker.state_dict` gave on every worker that was saved, in rank order.
+    """Return values of `StatefulWorker.state_dict` on every worker that was saved, in rank order.
 
     Memory-mapped, and opened when it is asked for: what nobody asks for is not read.
 
     Args:
         folder: that the shares were written to.
-        rank: whose file is looked at first; any other's tells as much of the saved run.
+        rank: the rank whose file is read first; any other's describes the saved run as well.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -16,7 +16,7 @@ class Bundle:
 
 
 class Room(Protocol):
-    """What a worker group reads of a `RayVirtualCluster`."""
+    """Properties of a `RayVirtualCluster` that a worker group reads."""
 
     name: str
     timeout_s: float
@@ -24,12 +24,12 @@ class Room(Protocol):
 
     @property
     def use_gpus(self) -> bool:
-        """Whether a bundle has a GPU."""
+        """True if a bundle has a GPU."""
         ...
 
     @property
     def shares_bundles(self) -> bool:
-        """Whether workers of several groups may compute on one bundle, and on its GPU."""
+        """True if workers of several groups may compute on one bundle, and on its GPU."""
         ...
 
     @property
@@ -38,5 +38,5 @@ class Room(Protocol):
         ...
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Bundles of a group with so many workers on each node (one number, or one per node)."""
+        """Bundles of a group with this many workers on each node (one number, or one per node)."""
         ...

@@ -19,7 +19,7 @@ _LOG_LINES = 20
 class WorkerHandle:
     """One worker: ``handle.method.remote(...)`` calls its method and returns Ray's reference.
 
-    ``ray.get`` of it gives what the method returned, or raises a `Failure` that tells the error.
+    ``ray.get`` of it gives what the method returned, or raises a `Failure` with the error.
     """
 
     def __init__(self, actor: Any, seat: Seat) -> None:
@@ -81,7 +81,7 @@ class MultiWorkerFuture(list["ObjectRef"]):
 
 
 def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: float) -> list[Any]:
-    """Results of all calls in order; raises as `MultiWorkerFuture.get_results` says."""
+    """Results of all calls in order; raises as `MultiWorkerFuture.get_results`."""
     import ray
     from ray.exceptions import RayActorError, RayError, RayTaskError
 

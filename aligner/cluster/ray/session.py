@@ -30,7 +30,7 @@ _GUARDIAN_S = 20.0  # for the guardian to clear up
 
 @dataclass(frozen=True)
 class RayNeeds:
-    """What a run needs of Ray: ``cpus`` of one machine, ``object_store_mb`` for batches."""
+    """Resources of a run on Ray: ``cpus`` of one machine, ``object_store_mb`` for batches."""
 
     cpus: float
     object_store_mb: int

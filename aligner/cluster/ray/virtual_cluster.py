@@ -87,7 +87,7 @@ class RayVirtualCluster:
 
     @property
     def use_gpus(self) -> bool:
-        """Whether a bundle has a GPU."""
+        """True if a bundle has a GPU."""
         return self._use_gpus
 
     @property
@@ -119,7 +119,7 @@ class RayVirtualCluster:
                 ``parallel`` and share no torch.distributed world. They start once the others stand,
                 so that what they measure of memory stays true.
             parallel: model-parallel sizes of this group; default the cluster's.
-            workers_per_node: on so many of each node's bundles; default all.
+            workers_per_node: number of bundles used on each node; default all.
             env_vars: environment of this group's workers, over the cluster's.
             kwargs: arguments of the class.
         """
@@ -154,10 +154,10 @@ class RayVirtualCluster:
         return sum(self._counts)
 
     def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
-        """Bundles of a group with so many workers on each node (one number, or one per node).
+        """Bundles of a group with this many workers on each node (one number, or one per node).
 
         Raises:
-            ConfigError: a node has not so many bundles, or the numbers are not one per node.
+            ConfigError: a node has fewer bundles, or the numbers are not one per node.
         """
         if workers_per_node is None:
             return self.bundles
@@ -200,12 +200,12 @@ class RayVirtualCluster:
 
     @property
     def shares_bundles(self) -> bool:
-        """Whether workers of several groups may compute on one bundle, and on its GPU."""
+        """True if workers of several groups may compute on one bundle, and on its GPU."""
         return self._max_groups > 1
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """What an actor takes of its bundle."""
+        """Resources that an actor takes of its bundle."""
         share = {
             kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
         }

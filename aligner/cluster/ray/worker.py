@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a worker sits: what names it in a message."""
+    """Place of a worker: what names it in a message."""
 
     role: str
     rank: int
@@ -49,7 +49,7 @@ class TorchWorld:
 
 
 class Failure(Exception):
-    """What a worker raised, on its way to the driver.
+    """Error raised by a worker, on its way to the driver.
 
     ``error`` is the exception itself where it is ours and survives being sent.
     """
@@ -93,7 +93,7 @@ class WorkerProcess:
         self._has_world = False
 
     def seat(self) -> Seat:
-        """Where this process is."""
+        """Place of this process."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -132,7 +132,8 @@ class WorkerProcess:
             raise _failure(error) from None
 
     def call(self, method_name: str, step: int, kwargs: Mapping[str, Any], *data: Any) -> Any:
-        """What the worker's method returns, on the host; raises `Failure` where it raised.
+        """Call the worker's method and return its result on the host; raises `Failure` where it
+        raised.
 
         ``step``: the run's, for what the method reports. ``data``: nothing, or the shard.
         """
@@ -170,7 +171,7 @@ def _join(world: TorchWorld, kept: socket.socket | None) -> Any:
 
 
 def _in_step(step: int) -> AbstractContextManager[None]:
-    """What goes wrong goes wrong in this step; outside of steps torch need not be there."""
+    """Attribute errors inside the block to this step; outside of steps torch need not be there."""
     if step == 0:
         return nullcontext()
     from aligner.observe.nonfinite import training_step

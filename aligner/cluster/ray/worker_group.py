@@ -37,12 +37,12 @@ _FORWARDED = (
     *("ALIGNER_", "CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
     *("PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_"),
 )
-# Which GPUs a worker sees is Ray's to say; where they stand differs from node to node.
+# Ray decides which GPUs a worker sees; where they stand differs from node to node.
 _NOT_FORWARDED = {"CUDA_VISIBLE_DEVICES"}
 
 
 class RayWorkerBuilder:
-    """What a worker is made of: its class, which may be a dotted path, and its arguments.
+    """Recipe for a worker: its class, which may be a dotted path, and its arguments.
 
     Where ``worker_sharding_annotations`` is among them, the workers of a group form a
     torch.distributed world of that layout.
@@ -56,7 +56,7 @@ class RayWorkerBuilder:
 
     @property
     def layout(self) -> ParallelConfig | None:
-        """Of the workers' world; None: they have none."""
+        """Layout of the workers' world; None: they have none."""
         places: NamedSharding | None = self.kwargs.get("worker_sharding_annotations")
         if places is None:
             return None
@@ -95,11 +95,11 @@ class RayWorkerGroup:
             name_prefix: role in messages and log names.
             workers_per_node: on so many of each node's bundles (a number, or one per node);
                 default all.
-            sharding_annotations: place of every worker; default data parallel alone. Workers sit
+            sharding_annotations: place of every worker; default only data parallel. Workers sit
                 on as many bundles as it has ranks, the first ones.
             env_vars: further environment of the workers, there before they import anything.
             parallel: the workers form a torch.distributed world with these model-parallel sizes
-                and are constructed with ``parallel=ParallelState``; default as the builder says.
+                and are constructed with ``parallel=ParallelState``; default that of the builder.
             seed: of such a world.
             python_executable: interpreter of the workers; default that of the Ray node. It needs
                 the same version of Ray; aligner's source is on its path.
@@ -140,11 +140,11 @@ class RayWorkerGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether `shutdown` has not been called."""
+        """True if `shutdown` has not been called."""
         return bool(self._actors)
 
     def wait_until_started(self) -> None:
-        """Until every worker has been constructed; raises what one of them raised."""
+        """Wait until every worker has been constructed; raises what one of them raised."""
         starting, self._starting = self._starting, []
         with self._breaking():
             wait_for(starting, f"{self.name_prefix}, starting", self._timeout_s)
@@ -328,7 +328,7 @@ class RayWorkerGroup:
             ]
             place = {
                 "RANK": str(rank),
-                # A worker on a GPU sees its own alone.
+                # A worker on a GPU sees only its own.
                 "LOCAL_RANK": "0" if self.cluster.use_gpus else str(node.index(rank)),
                 "LOCAL_WORLD_SIZE": str(len(node)),
                 accelerator.SHARED_DEVICE: "1" if self.cluster.shares_bundles else "0",
@@ -362,7 +362,7 @@ def _at(data: Any, index: tuple[int, ...]) -> Any:
 
 
 def _wait_until_gone(seats: Sequence[Seat]) -> None:
-    """Until the workers on this machine have ended: they hold memory that others may need."""
+    """Wait until the workers on this machine have ended: others may need their memory."""
     host = os.uname().nodename
     deadline = time.monotonic() + _CLEANUP_S
     for seat in seats:

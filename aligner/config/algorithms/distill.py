@@ -17,7 +17,7 @@ KLDirection = Literal["forward", "backward", "mixed"]
 
 @dataclass(frozen=True)
 class StudentSamplingConfig:
-    """How the student samples what it learns on, where it does."""
+    """Sampling of the student, where it learns from its own responses."""
 
     rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
     length_params: LengthParams = field(default_factory=LengthParams)
@@ -33,12 +33,12 @@ class StudentConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples."""
+        """Section of its sampling options."""
         return "model.distill"
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How it samples: one response to each prompt."""
+        """Sampling of the rollouts: one response to each prompt."""
         return RolloutConfig(
             rollout_micro_batch_size=self.distill.rollout_micro_batch_size,
             forward_micro_batch_size=self.micro_batch_size,

@@ -40,7 +40,7 @@ class PairDataConfig:
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
-    """The same, or for KTO rows that hold one response and say whether it is good."""
+    """The same, or for KTO rows that hold one response and its label, good or bad."""
 
     response_column: str = "response"  # kto: text
     label_column: str = "label"  # kto: true (or 1) where the response is good
@@ -64,12 +64,12 @@ class TrainerDPOConfig(SupervisedLoopConfig):
 
     @property
     def is_paired(self) -> bool:
-        """Whether an example is two responses, in adjacent rows."""
+        """True if an example is two responses, in adjacent rows."""
         return self.loss != "kto"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss reads the log-probs of the initial weights."""
+        """True if the loss reads the log-probs of the initial weights."""
         return self.loss != "simpo"
 
 

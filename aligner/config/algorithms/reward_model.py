@@ -1,4 +1,4 @@
-"""What a reward model learns from, and the loop that trains it."""
+"""Data that a reward model learns from, and the loop that trains it."""
 
 from dataclasses import dataclass, field
 from typing import Literal

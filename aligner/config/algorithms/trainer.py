@@ -22,7 +22,7 @@ from aligner.config.roles.model import KLEstimator
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """How the weight of the KL penalty in the reward moves."""
+    """Controller of the weight of the KL penalty in the reward."""
 
     mode: Literal["fixed", "adaptive"] = "fixed"  # adaptive: Ziegler et al. 2019
     target: Positive = 6.0  # adaptive: KL per sequence, in nats, to hold
@@ -43,7 +43,7 @@ Estimator = Annotated[str, Names(ESTIMATORS, or_path=True)]
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How a response's reward becomes the advantage of its tokens."""
+    """Advantages of the tokens of a response, given its reward."""
 
     # gae: a critic tells (PPO). The others need none, and no critic is built: responses to the same
     # prompt, or of the same batch, are each other's baseline (`losses.group_advantages`).
@@ -55,7 +55,7 @@ class AdvantageConfig:
 
     @property
     def is_own(self) -> bool:
-        """Whether the estimator is a function of the user's own."""
+        """True if the estimator is a function of the user's own."""
         return self.estimator not in ESTIMATORS
 
 
@@ -69,7 +69,7 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True)
 class RewardShapingConfig:
-    """What happens to a reward before it is used: first scale and shift, then clip."""
+    """Shaping of a reward before it is used: first scale and shift, then clip."""
 
     scale: float = 1.0  # R <- scale * R + shift
     shift: float = 0.0
@@ -81,7 +81,7 @@ class RewardShapingConfig:
 
 @dataclass(frozen=True)
 class ImproperEndConfig:
-    """What happens to responses that ran into the length limit."""
+    """Treatment of responses that ran into the length limit."""
 
     mode: Literal["keep", "mask", "penalize"] = "keep"  # mask: such samples do not count
     penalty: NonNegative = 1.0  # penalize: subtracted from the reward
@@ -175,7 +175,7 @@ class CallbackConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig(ProcessConfig):
-    """Processes of a run that trains, and who is told of it."""
+    """Processes of a run that trains, and its callbacks."""
 
     # The user's own classes (`algorithms.callbacks.Callback`) that are told of steps, validations
     # and saved states: package.module:Class, or {callback: ..., kwargs: {...}}.

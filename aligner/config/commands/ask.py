@@ -64,7 +64,7 @@ class AskedDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AskConfig:
-    """What every command that asks is told."""
+    """Options of every command that generates from a model."""
 
     model: AskedModelConfig
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
@@ -82,7 +82,7 @@ class AskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(AskConfig):
-    """Everything that generating is told."""
+    """All options of generating."""
 
     prompt: tuple[str, ...] = ()  # prompts on the command line, beside data.prompts
     chat: bool = False  # a conversation in the terminal instead
@@ -91,7 +91,7 @@ class GenerateConfig(AskConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(AskConfig):
-    """Everything that an evaluation is told."""
+    """All options of an evaluation."""
 
     reward: RewardConfig
     # What answers of maj@k are compared by: a function from a response's text to its final answer.

@@ -1,4 +1,4 @@
-"""What `plan` is asked, beside the training configuration that it looks at."""
+"""Options of `plan` beside the training configuration that it reads."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import BaseRunConfig
 from aligner.errors import ConfigError
 
-PER_NODE = 8  # devices of a node, where more than so many are asked for
-# Keys without a default that say nothing about what a run takes.
+PER_NODE = 8  # devices of a node, where more than this many are requested
+# Keys without a default that do not affect the requirements of a run.
 _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:reward"}
 
 
@@ -82,7 +82,7 @@ def plan_request(arguments: Sequence[str], conf_dir: Path) -> PlanRequest:
     name = _config_name(rest)
     given = {argument.lstrip("+~").partition("=")[0] for argument in rest}
     script = _script(name, conf_dir)
-    if script.removeprefix("train_") == name:  # no recipe: it says neither data nor rewards
+    if script.removeprefix("train_") == name:  # no recipe: it names neither data nor rewards
         for key, value in _UNREAD.items():
             group = key.partition(".")[0]
             if group == "reward" and not _samples(BY_SCRIPT[script].root_class):
@@ -97,7 +97,7 @@ def plan_request(arguments: Sequence[str], conf_dir: Path) -> PlanRequest:
 
 
 def trainer_keys(devices: int) -> dict[str, int]:
-    """Keys that ask for so many devices, in whole nodes of `PER_NODE` where they are more.
+    """Keys that request this many devices, in whole nodes of `PER_NODE` where they are more.
 
     Raises:
         ConfigError: they are no whole nodes.
@@ -124,7 +124,7 @@ def varied(config: BaseRunConfig, changes: Mapping[str, Any]) -> BaseRunConfig:
 
 
 def with_length(config: BaseRunConfig, plan: PlanConfig, positions: int) -> tuple[int, int]:
-    """`longest_lengths` of a model with so many positions, unless ``plan`` gives others."""
+    """`longest_lengths` of a model with this many positions, unless ``plan`` gives others."""
     return longest_lengths(config, positions, prompt=plan.prompt_length, length=plan.length)
 
 

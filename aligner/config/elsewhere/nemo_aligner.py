@@ -125,7 +125,7 @@ _INERT: dict[str, tuple[Any, ...]] = {
 
 
 def remedy(key: str) -> str | None:
-    """What to say of a key that is NeMo-Aligner's; None where it is not, or is ours too."""
+    """Remedy for a key that is NeMo-Aligner's; None where it is not, or is ours too."""
     if key.startswith("critic."):  # its configuration called it model
         key = "model." + key.removeprefix("critic.")
     for known in (*RENAMED, *NEEDLESS):
@@ -138,7 +138,7 @@ def remedy(key: str) -> str | None:
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Whether ``key: value`` asks for nothing but what is so anyway."""
+    """Return whether ``key: value`` asks for nothing but what is so anyway."""
     accepted = _INERT.get(key, ())
     return _ANY in accepted or any(value is known for known in accepted)
 

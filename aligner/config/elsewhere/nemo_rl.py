@@ -30,7 +30,7 @@ from aligner.errors import ConfigError
 
 
 class TokenizerSpec(TypedDict, total=False):
-    """Which tokenizer; the one that is given as an argument is what is used."""
+    """Tokenizer in a published mapping; the one that is given as an argument is used instead."""
 
     name: str
 
@@ -182,7 +182,7 @@ _UNUSED = {
     "optimizer.kwargs": "foreach fused",
 }
 _UNUSED_NAMES = {section: names.split() for section, names in _UNUSED.items()}
-# Published keys that change what is computed, with the values that say what is done here anyway.
+# Published keys that change what is computed, with the values that ask for what is done here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hf_config_overrides": (None, {}),
     "scheduler": (None,),
@@ -210,7 +210,7 @@ _OPTIMIZERS: dict[str, Literal["adam", "sgd"]] = {
 
 @dataclass(frozen=True)
 class PublishedRole:
-    """What a mapping says, in the library's own sections."""
+    """Settings of a published mapping, in the library's own sections."""
 
     backend: Literal["megatron", "dtensor"]
     model: ModelConfig
@@ -228,7 +228,7 @@ def published_role(
 ) -> PublishedRole:
     """Read a mapping of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
 
-    What it does not say has the default of the section it becomes. ``context_parallel_size`` above
+    A missing key has the default of the section it becomes. ``context_parallel_size`` above
     1 needs ``megatron_cfg``.
 
     Raises:

@@ -36,7 +36,7 @@ Model = TypeVar("Model", bound="TrainedModelConfig")
 
 @dataclass(frozen=True)
 class LengthParams:
-    """How long a response may be, in tokens, the end-of-sequence token included."""
+    """Limits of a response's length in tokens, the end-of-sequence token included."""
 
     max_length: Count = 64  # most new tokens
     min_length: Natural = 1  # EOS and stop strings cannot end a response before this many tokens
@@ -44,7 +44,7 @@ class LengthParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn."""
+    """Sampling of the next token."""
 
     temperature: Positive = 1.0  # logits are divided by it, in training log-probs too
     top_k: Natural = 0  # 0: off
@@ -59,7 +59,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How long responses are and how they are drawn."""
+    """Lengths and sampling of responses."""
 
     length: LengthParams
     sampling: SamplingParams
@@ -75,7 +75,7 @@ class KLLossConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How a policy samples: what every algorithm that learns from its own samples has."""
+    """Sampling of a policy's rollouts, in every algorithm that learns from its own samples."""
 
     num_rollout_samples: BatchSize = 64  # responses per step, over all ranks
     num_rollouts_per_prompt: Count = 1  # responses to the same prompt; divides the samples
@@ -208,17 +208,17 @@ class TrainedModelConfig:
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples; empty where it does not."""
+        """Section of its sampling options; empty where it does not sample."""
         return ""
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How it samples, where the algorithm has it sample; else the defaults."""
+        """Sampling of rollouts, where the algorithm uses them; else the defaults."""
         return RolloutConfig(forward_micro_batch_size=self.micro_batch_size)
 
     @property
     def reference_mode(self) -> Literal["keep", "swap"]:
-        """How a frozen copy of the initial weights is held, where one is asked for."""
+        """Storage of the frozen copy of the initial weights, where one is needed."""
         return "keep"
 
     @property
@@ -234,19 +234,19 @@ class TrainedModelConfig:
 
     @property
     def layers(self) -> LayerOptions:
-        """What layers are made of."""
+        """Choice of layer implementations."""
         return LayerOptions(self.layer_spec, self.fusions)
 
     @property
     def token_budgets(self) -> SequencePackingConfig | DynamicBatchingConfig | None:
-        """What forms micro-batches by tokens; None: ``micro_batch_size`` forms them."""
+        """Token budgets that form micro-batches; None: ``micro_batch_size`` forms them."""
         if self.sequence_packing.enabled:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
 
     @property
     def sequence_length_round(self) -> int:
-        """What padded lengths of micro-batches are rounded up to a multiple of."""
+        """Multiple to which padded lengths of micro-batches are rounded up."""
         dynamic = self.dynamic_batching
         multiple = dynamic.sequence_length_round if dynamic.enabled else 1
         if self.fp8 is None:
@@ -263,12 +263,12 @@ class ModelConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples."""
+        """Section of its sampling options."""
         return "model.ppo"
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How it samples."""
+        """Sampling of rollouts."""
         return self.ppo
 
     @property
@@ -285,12 +285,12 @@ class RSModelConfig(TrainedModelConfig):
 
     @property
     def rollout_key(self) -> str:
-        """The section that says how it samples."""
+        """Section of its sampling options."""
         return "model.rs"
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How it samples."""
+        """Sampling of rollouts."""
         return self.rs
 
 

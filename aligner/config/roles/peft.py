@@ -1,4 +1,4 @@
-"""Which few weights are trained beside frozen ones."""
+"""Choice of the few weights that are trained beside frozen ones."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -39,7 +39,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of an adapter's matrices is multiplied by."""
+        """Factor of the product of an adapter's matrices."""
         return self.alpha / self.adapter_dim
 
 

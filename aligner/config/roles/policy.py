@@ -1,4 +1,4 @@
-"""What policy and critic are built of."""
+"""Models of policy and critic."""
 
 from dataclasses import dataclass
 from typing import Literal

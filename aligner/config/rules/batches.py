@@ -1,5 +1,6 @@
-"""How rows become batches and micro-batches: what is not given follows; what cannot be cut so, is
-refused.
+"""Rules by which rows become batches and micro-batches.
+
+A size that is not given follows from the others; sizes that do not divide are refused.
 """
 
 import math
@@ -18,7 +19,7 @@ Root = TypeVar("Root", bound=BaseRunConfig)
 
 
 def derive_batches(config: Root, values: Mapping[str, Any]) -> Root:
-    """``config`` with batch sizes that are null in ``values`` worked out from what it was told.
+    """``config`` with batch sizes that are null in ``values`` worked out from the others.
 
     A global batch is what a step learns from, in equal parts of no more than 64 samples; it never
     depends on the layout. A micro-batch is the largest number up to 8 that the shares of the

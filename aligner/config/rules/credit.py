@@ -1,4 +1,4 @@
-"""What goes with which way to advantages."""
+"""Rules for combining options of credit assignment."""
 
 from typing import TYPE_CHECKING
 

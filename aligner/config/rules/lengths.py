@@ -9,7 +9,7 @@ from aligner.config.run import (
 from aligner.errors import ConfigError
 
 _MOST_POSITIONS = 1 << 30
-# Tokens, where neither the configuration nor data say anything.
+# Tokens, where neither the configuration nor the data give a number.
 _PROMPT, _EXAMPLE = 512, 2048
 
 
@@ -30,7 +30,7 @@ def longest_lengths(
         positions: the model has no more; None: it has any number.
         prompt: tokens of a prompt; None: the longest that the configuration lets pass and the
             response leaves room for.
-        length: tokens of a response, or of an example; None: as the configuration says.
+        length: tokens of a response, or of an example; None: as configured.
         read: tokens of the longest prompt, or example, of the data, which counts where the
             configuration lets any pass; None: nobody has looked.
 
@@ -58,7 +58,7 @@ def longest_lengths(
 
 
 def draws_responses(config: BaseRunConfig) -> bool:
-    """Whether the model learns from responses that it draws, not from given examples."""
+    """Return whether the model learns from responses that it draws, not from given examples."""
     if isinstance(config, DistillRunConfig):
         return config.trainer.distill.on_policy
     return isinstance(config, SamplingRunConfig)

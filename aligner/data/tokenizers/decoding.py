@@ -1,4 +1,4 @@
-"""From response tokens to text, whole or as they come."""
+"""Decoding of response tokens to text, whole or as they come."""
 
 from collections.abc import Sequence
 
@@ -59,7 +59,7 @@ class IncrementalDecoder:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Number of characters with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -19,7 +19,7 @@ _ANSWER = "an answer"  # what is looked for in a rendered chat
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` and what ``tokenizer_config.json`` says of its special tokens."""
+    """A ``tokenizer.json`` and the special tokens of ``tokenizer_config.json``."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class HuggingFaceTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render ``messages`` and, unless told not to, the opening of the assistant's answer."""
+        """Render ``messages`` and, by default, the opening of the assistant's answer."""
         if not self._config.get("chat_template"):
             raise TokenizerError(
                 f"{self._origin} has no chat template, so chat messages cannot become a prompt; "

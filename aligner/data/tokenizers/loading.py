@@ -147,7 +147,7 @@ def _read_known_files(directory: Path) -> dict[str, bytes]:
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:
-    """What a tokenizer of transformers writes of itself."""
+    """Files in which a tokenizer of transformers saves itself."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return _read_known_files(Path(folder))

@@ -18,7 +18,7 @@ _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
 
 def is_tokenizer_file(name: object) -> bool:
-    """Whether files of tokenizers are called so.
+    """Return whether files of tokenizers are called so.
 
     A name that another file brings along becomes a path where the tokenizer is written: one that is
     none of these is to be refused.
@@ -121,7 +121,7 @@ def generation_ends(files: Mapping[str, bytes], origin: str) -> tuple[int, ...]:
     """``eos_token_id`` of ``generation_config.json``, one number or a list; () where it is silent.
 
     Raises:
-        TokenizerError: the file is not JSON, or what it says is no token id.
+        TokenizerError: the file is not JSON, or has no valid token id.
     """
     if GENERATION_CONFIG not in files:
         return ()

@@ -38,7 +38,7 @@ Rules = tuple[Drawing, StopStrings | None]
 
 @dataclass
 class Response:
-    """What was drawn for one prompt; ``is_end``: it ended by itself."""
+    """Response to one prompt; ``is_end``: it ended by itself."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -187,7 +187,10 @@ class VllmEngine:
         self._llm.collective_rpc("begin_refit")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take some of the weights; their memory must stay valid until `finish_refit`."""
+        """Load some of the weights; their memory must stay valid until `finish_refit`.
+
+        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        """
         self._llm.collective_rpc("load_refit_weights", args=(weights,))
 
     def finish_refit(self) -> None:
@@ -229,7 +232,7 @@ class VllmEngine:
         return stop.completed(prompt, response)
 
     def _is_abandoned(self, abandoned: threading.Event, step: int) -> bool:
-        """Whether to stop before this step; with several processes in the same step on each."""
+        """Return whether to stop before this step, the same one in all processes."""
         if self._peers is None:
             return abandoned.is_set()
         if step % _ASK_EVERY:
@@ -255,7 +258,7 @@ def _tensor_parallel(settings: VllmConfig) -> dict[str, Any]:
     return {
         "tensor_parallel_size": settings.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",
-        # It opens the other devices, and a worker on Ray sees its own alone.
+        # It opens the other devices, and a worker on Ray sees only its own.
         "disable_custom_all_reduce": True,
     }
 
@@ -269,7 +272,10 @@ def _take_names_of_shared_memory() -> None:
 
 
 def set_environment(settings: VllmConfig) -> None:
-    """What vLLM reads when it is imported; a user's own values win where they can work."""
+    """Set the environment variables that vLLM reads at import.
+
+    A user's own values win where they can work.
+    """
     # An engine core in a process of its own could outlive this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {

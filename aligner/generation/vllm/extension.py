@@ -1,4 +1,4 @@
-"""What a refit does inside vLLM's worker; vLLM mixes this class into it by its dotted path.
+"""Refit inside vLLM's worker; vLLM mixes this class into it by its dotted path.
 
 A layer is loaded when all its weights have come, so the groups of a refit may cut anywhere.
 """
@@ -24,7 +24,10 @@ class RefitExtension:
             initialize_layerwise_reload(self.model_runner.get_model())
 
     def load_refit_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some weights; layers that are complete are packed and put in force."""
+        """Load some weights; layers that are complete are packed and put in force.
+
+        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        """
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):

@@ -82,7 +82,7 @@ class VllmGeneration(BackgroundGeneration):
         )
 
     def in_words(self) -> str:
-        """What the engines are given of their devices."""
+        """Device settings of the engines."""
         return self._settings.in_words()
 
     # Drawing ----------------------------------------------------------------------------------

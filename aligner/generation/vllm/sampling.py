@@ -18,7 +18,7 @@ def sampling_arguments(
     """Arguments of ``vllm.SamplingParams`` for one response.
 
     Stop strings are not among them: they are found by our own code on our own tokenizer's text.
-    ``logprobs=0`` asks for the drawn token's log-prob alone.
+    ``logprobs=0`` asks for the drawn token's log-prob only.
     """
     return {
         "temperature": 0.0 if greedy else sampling.temperature,
@@ -37,7 +37,7 @@ def sampling_arguments(
 
 
 def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processed_logprobs"]:
-    """Which log-probs are those of the distribution that a token was drawn from.
+    """Name of the log-probs that belong to the distribution a token was drawn from.
 
     ``processed`` ones know temperature, top-k, top-p and repetition penalty, but also the ban of
     EOS before ``min_length``, which the policy's own do not have. Where none of these is on, the

@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds, and putting the sequence together again.
+"""Tokens that a context-parallel rank holds, and joining the sequence again.
 
 A sequence is cut into 2·CP equal chunks and rank r holds chunks r and 2·CP - 1 - r, so that under
 causal attention every rank has the same work.
@@ -61,7 +61,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        """Reduce-scatter of the chunks, back in rank order."""
+        """Reduce-scatter [..., S, ...] to this rank's chunks [..., S / CP, ...]."""
         ranks = dist.get_world_size(ctx.group)
         if ranks == 1:
             return grad_outputs[0], None, None
@@ -71,7 +71,7 @@ class AllGatherCPTensor(torch.autograd.Function):
 
 
 def _rank_order(ranks: int) -> list[int]:
-    """For each chunk of the sequence, where it stands among the chunks of rank 0, rank 1, …"""
+    """Index of each chunk of the sequence among the chunks of rank 0, rank 1, …"""
     first = [2 * rank for rank in range(ranks)]
     return first + [chunk + 1 for chunk in reversed(first)]
 

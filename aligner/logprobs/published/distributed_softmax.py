@@ -15,7 +15,7 @@ from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:
-    """float32, or the dtype of the logits where that is wider."""
+    """float32, or the dtype of the logits [..., V_local] where that is wider."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 

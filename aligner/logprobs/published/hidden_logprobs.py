@@ -167,7 +167,12 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the local hidden states (reduce-scattered) and of the local weight."""
+        """Gradients of the local hidden states and weight, from that of the log-probs, float32 [B,
+        S].
+
+        That of the hidden states, [S / TP, B, H], is reduce-scattered; that of the weight is
+        [V_local, H].
+        """
         local_hidden, weight, target, logprobs, log_normalizer = ctx.saved_tensors
         hidden = gather_first(local_hidden, ctx.shard.group)
         gradient = logit_gradient(

@@ -29,14 +29,17 @@ from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 @dataclass(frozen=True)
 class LogprobPlan:
-    """How log-probs are computed: over which columns, of which distribution, in which steps."""
+    """Plan of computing log-probs: over which columns, of which distribution, in which steps."""
 
     shard: VocabShard
     chunk_size: int | None = None
     sampling: TrainingSamplingParams = field(default_factory=TrainingSamplingParams)
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
-        """Real columns of some positions, in the dtype of the arithmetic, temperature applied."""
+        """Real columns [..., n, columns] of the positions ``rows`` of ``logits`` [..., S, V_local].
+
+        They are in the dtype of the arithmetic, divided by the temperature.
+        """
         chunk = logits[..., rows, : self.shard.columns].to(arithmetic_dtype(logits))
         return chunk if self.sampling.temperature == 1.0 else chunk / self.sampling.temperature
 
@@ -57,7 +60,11 @@ class LogprobPlan:
     def restrict(
         self, chunk: Tensor, limits: Tensor | None, local: Tensor, owned: Tensor
     ) -> Tensor:
-        """-inf below the limits; the chosen tokens stay where the plan says they count as kept."""
+        """``chunk`` [..., n, columns] with -inf below ``limits`` [..., n].
+
+        The chosen tokens, columns ``local`` int64 [..., n, K] where ``owned`` bool [..., n, K],
+        stay where the plan counts them as kept.
+        """
         if limits is None or chunk.shape[-1] == 0:
             return chunk
         left_out = chunk < limits.unsqueeze(-1)
@@ -134,7 +141,7 @@ class PlannedLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits."""
+        """Gradient of the logits [..., S, V_local], from that of the log-probs [..., S]."""
         return logprob_backward(ctx, grad_outputs[0].unsqueeze(-1)), None, None, None
 
 
@@ -166,7 +173,7 @@ class DistributedLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits."""
+        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S]."""
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None
 
@@ -185,7 +192,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
         tp_group: dist.ProcessGroup,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprob`; ``chunk_size`` positions of the sequence at a time."""
+        """As `DistributedLogprob.forward`; ``chunk_size`` positions of the sequence at a time."""
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
         plan, indices = LogprobPlan(shard, chunk_size), target.unsqueeze(-1)
         return logprob_forward(ctx, vocab_parallel_logits, indices, plan, inference_only).squeeze(
@@ -195,7 +202,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits."""
+        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S]."""
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None, None
 
@@ -225,5 +232,5 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits."""
+        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S, K]."""
         return logprob_backward(ctx, grad_outputs[0]), None, None, None, None, None, None

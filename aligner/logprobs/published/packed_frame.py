@@ -22,7 +22,7 @@ def packed_targets(
     """The token that each local position predicts: int64 [T] → [T_cp].
 
     ``cu_seqlens_padded``: integers [n + 1], where each sequence starts, then where the last ends.
-    The last position of a sequence predicts its first token; what it says is dropped later.
+    The last position of a sequence predicts its first token; that prediction is dropped later.
     """
     rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
     boundaries = cu_seqlens_padded.to(target.device, torch.int64)

@@ -1,7 +1,7 @@
 """Next-token log-probs in the published frame, from logits in any layout.
 
 The published frame is [B, S-1]: position t speaks of token t + 1. Targets come unshifted.
-`aligner.logprobs.published.context_shard` says which positions a context-parallel rank holds.
+`aligner.logprobs.published.context_shard` has the positions that a context-parallel rank holds.
 """
 
 import torch
@@ -103,7 +103,7 @@ def get_next_token_logprobs_from_logits(
 
     ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V]; with
     ``vocab_parallel_group`` [B, S / CP, V_local], where rank ``vocab_parallel_rank`` of it holds
-    that part of the (padded) vocabulary; or a DTensor, for which ``seq_index`` (int64 [S]) says how
+    that part of the (padded) vocabulary; or a DTensor, where ``seq_index`` (int64 [S]) gives how
     context parallelism arranged the sequence. No float32 copy of the logits is made.
 
     Raises:

@@ -62,7 +62,10 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits, through the kept set held fixed; 0 outside it."""
+        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S].
+
+        It passes through the kept set held fixed and is 0 outside it.
+        """
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None
 
@@ -81,7 +84,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         chunk_size: int,
         inference_only: bool = False,
     ) -> Tensor:
-        """As `DistributedLogprobWithSampling`; ``chunk_size`` positions of the sequence a step."""
+        """As `DistributedLogprobWithSampling.forward`; ``chunk_size`` positions at a time."""
         plan = _plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
         indices = target.unsqueeze(-1)
         return logprob_forward(ctx, vocab_parallel_logits, indices, plan, inference_only).squeeze(
@@ -91,6 +94,9 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits, through the kept set held fixed; 0 outside it."""
+        """Gradient of the local logits [B, S, V_local], from that of the log-probs [B, S].
+
+        It passes through the kept set held fixed and is 0 outside it.
+        """
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None, None

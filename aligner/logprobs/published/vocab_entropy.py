@@ -53,7 +53,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """``dl_v = g · p_v · (log p_v - Σ p log p)``."""
+        """``dl_v = g · p_v · (log p_v - Σ p log p)``, [B, S, V_local] of g [B, S]."""
         logits, normalizer, result = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(logits)
         for rows in sequence_chunks(logits, ctx.chunk_size):
@@ -112,7 +112,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """``dl_v = g · (q_v - p_v)`` for the student."""
+        """``dl_v = g · (q_v - p_v)`` for the student, [B, S, V_local] of g [B, S]."""
         student, target, student_normalizer, target_normalizer = ctx.saved_tensors
         upstream, grad = grad_outputs[0].unsqueeze(-1), torch.empty_like(student)
         for rows in sequence_chunks(student, None):
@@ -145,5 +145,5 @@ def _combine(
 
 
 def _finite(normalizer: Tensor) -> Tensor:
-    """Of columns that are all -inf: the smallest number, so that -inf minus it stays -inf."""
+    """Replace a normaliser of -inf by the smallest number, so that -inf minus it stays -inf."""
     return normalizer.clamp(min=torch.finfo(normalizer.dtype).min)

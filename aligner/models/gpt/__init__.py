@@ -42,7 +42,7 @@ __all__ = [
     "RewardModelType",
     "load_from_nemo",
 ]
-# NeMo-Aligner's classes that are these; the loss that tells its actors apart is an argument here.
+# NeMo-Aligner's classes that are these; the loss that distinguishes its actors is an argument here.
 _NEMO_ALIGNER = {
     "GPTKnowledgeDistillationModel": "MegatronGPTActorModel",
     "GPTSFTModel": "MegatronGPTRSModel",

@@ -60,11 +60,11 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
 
         Args:
             cluster: where.
-            config: the policy's section; or a mapping of `PolicyConfig`, which also says the
+            config: the policy's section; or a mapping of `PolicyConfig`, which also has the
                 backend and the environment of the workers. Its layout is theirs.
             tokenizer: ours, or one of transformers.
             name_prefix: role in messages and log names.
-            workers_per_node: on Ray, so many of each node's bundles (a number, or one per node);
+            workers_per_node: on Ray, bundles used on each node (a number, or one per node);
                 default all.
             init_optimizer: False for a policy that does not learn.
             weights_path: continue from these weights of `save_checkpoint`; the reference policy
@@ -72,7 +72,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             optimizer_path: continue from this optimizer state.
             init_reference_model: False keeps no copy of the initial weights, for runs without a KL
                 term.
-            run: precision, gradient clipping and seed; default what a mapping says, and the
+            run: precision, gradient clipping and seed; default those of a mapping, and the
                 defaults of `RunFacts`.
             backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
             max_optimizer_steps: what a schedule without ``max_steps`` decays over.
@@ -142,7 +142,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
 
         Reads what `get_logprobs` reads. Returns ``topk_logits`` float32 [B, S, k], over the
         sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
-        t speaks of token t, 0 at t = 0 and where the mask is 0. On megatron-core alone.
+        t speaks of token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
         """
         return score_sharded(
             self.worker_group,
@@ -171,7 +171,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         and the number of the call.
 
         ``drawing``: lengths and sampling of this call, in place of the configured ones.
-        ``listener`` is told of every token that a worker of this process draws, by the row of its
+        ``listener`` receives every token that a worker of this process draws, by the row of its
         share of the prompts.
 
         Raises:
@@ -210,7 +210,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release what generation alone needs."""
+        """Release the memory that only generation needs."""
         run_on_all(self.worker_group, "finish_generation")
         return True
 

@@ -34,7 +34,7 @@ class RewardModel(RoleFront):
 
         They load ``config.restore_from_path``: a reward model, or a language model with a fresh
         head; ``weights_path`` and ``optimizer_path``, of `save_checkpoint`, are where they continue
-        instead. ``attributes``: what the head rates; none for comparisons, None: as the file says.
+        instead. ``attributes``: what the head rates; none for comparisons, None: as in the file.
         """
         workers = cluster.start_workers(
             WORKER,
@@ -73,7 +73,7 @@ class RewardModel(RoleFront):
         run_on_all(self.worker_group, "standardize", mean=mean, std=std)
 
     def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Whether training's sequences began with BOS, and the token that ended all of them.
+        """Record whether training's sequences began with BOS, and the token that ended all of them.
 
         Saved with the model; who asks it makes such sequences.
         """

@@ -53,7 +53,7 @@ class Value(RoleFront, ValueInterface):
         Args:
             cluster: where.
             config: the critic's section, which needs ``model``; or a mapping of `ValueConfig`,
-                which says everything, a layout of the critic's own too.
+                which has everything, a layout of the critic's own too.
             tokenizer: ours, or one of transformers.
             name_prefix: role in messages and log names.
             workers_per_node: see `Policy`.

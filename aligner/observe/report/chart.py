@@ -9,7 +9,7 @@ from html import escape
 WIDTH, HEIGHT = 380, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 22  # room for the axes' numbers
 _MOST_POINTS = 400  # per line; more cannot be told apart at this size
-_MOST_DOTS = 40  # beyond that many points the line alone is clearer
+_MOST_DOTS = 40  # beyond that many points a line without dots is clearer
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Series:
 
 
 def short_number(value: float, digits: int = 4) -> str:
-    """At most so many significant digits, no noise: ``0.75``, ``12.3``, ``1e-05``, ``1,234``."""
+    """Number with this many significant digits: ``0.75``, ``12.3``, ``1e-05``, ``1,234``."""
     if not math.isfinite(value):
         return "–"
     if value != 0 and (abs(value) >= 1e6 or abs(value) < 1e-3):
@@ -45,7 +45,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[tuple[int, float]]:
-    """At most about ``most`` points, keeping each bucket's lowest and highest, first and last."""
+    """Keep about ``most`` points: each bucket's lowest and highest, first and last."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)

@@ -53,7 +53,7 @@ class Measure:
     label: str
     before: float | None  # None: it does not depend on the run
     after: float
-    count: int | None = None  # a share of so many; None: no share
+    count: int | None = None  # samples of a share; None: no share
     better: int = 1  # 1: more, -1: less
 
     @property
@@ -77,7 +77,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the page is made from."""
+    """Input of the page."""
 
     title: str
     policies: Sequence[Policy]

@@ -11,7 +11,7 @@ from aligner.observe.report.page import facts, folded, page, section
 from aligner.observe.report.samples import plain_table
 from aligner.observe.samples import Sample
 
-_Z95 = 1.959963984540054  # the normal distribution holds 95 % within so many deviations
+_Z95 = 1.959963984540054  # the normal distribution holds 95 % within this many deviations
 _MEANINGS = (
     ("accuracy", "share of right answers"),
     ("rewards", "mean reward"),
@@ -23,7 +23,7 @@ _MEANINGS = (
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """What is shown of a set of prompts."""
+    """Results on a set of prompts, as the page shows them."""
 
     prompts: int
     samples_per_prompt: int

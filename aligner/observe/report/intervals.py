@@ -1,8 +1,8 @@
-"""How sure a measured share is."""
+"""Confidence of a measured share."""
 
 import math
 
-_Z95 = 1.959963984540054  # the normal distribution holds 95 % within so many deviations
+_Z95 = 1.959963984540054  # the normal distribution holds 95 % within this many deviations
 
 
 def wilson_interval(share: float, count: int) -> tuple[float, float]:

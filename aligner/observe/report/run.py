@@ -18,7 +18,7 @@ from aligner.observe.samples import Sample, read_samples
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the report is made from."""
+    """Input of the report."""
 
     title: str
     metrics: Sequence[Mapping[str, float]]  # lines of metrics.jsonl, each with ``step``
@@ -45,7 +45,7 @@ _HEADLINES = (
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
 
-_LOSS = "loss"  # a chart of supervised runs: in others it says little, and they do not validate it
+_LOSS = "loss"  # a chart of supervised runs: in others it means little, and they do not validate it
 
 # Charts at the top: metric after its group, heading, what to look for.
 _OVERVIEW = (
@@ -202,7 +202,7 @@ def _beside(value: float, other: float) -> str:
 
 
 def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> float | None:
-    """Of a share measured on the samples of one validation."""
+    """Standard error of a share measured on the samples of one validation."""
     count = series.get("val_rollouts/num_samples")
     if metric != "val_rollouts/accuracy" or count is None or not 0 <= value <= 1:
         return None
@@ -247,7 +247,7 @@ def _metric_card(name: str, series: Series) -> str:
 
 
 def legend_of(lines: Sequence[Series]) -> str:
-    """Which colour is which line, as HTML."""
+    """Legend of the colours of the lines, as HTML."""
     names = "".join(f'<i class="{one.style}"></i>{escape(one.label)}' for one in lines)
     return f'<span class="legend">{names}</span>'
 

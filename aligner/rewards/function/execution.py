@@ -56,7 +56,7 @@ class LoadedFunction:
 
 
 def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
-    """The answer, or the error that says that none came in time."""
+    """The answer, or the error for one that did not come in time."""
     try:
         return answer()
     except RewardTimeoutError as error:
@@ -64,7 +64,7 @@ def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
 
 
 def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:
-    """Say that ``name`` raised, and on which sample."""
+    """Message that ``name`` raised, and on which sample."""
     where = "the batch as a whole; no single sample was found to cause it"
     if culprit is not None:
         where = samples.describe(culprit)

@@ -43,7 +43,7 @@ class ProcessRunner:
     def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
         """Score all parts at the same time; they share one time limit.
 
-        In place of the scores of a part that did not answer, the error that says so.
+        In place of the scores of a part that did not answer, an error.
         """
         self._children = [child for child in self._children if child.alive]
         while len(self._children) < len(parts):
@@ -98,7 +98,7 @@ class RewardProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take another batch."""
+        """True if it can take another batch."""
         return self._stop.alive and self._child.poll() is None
 
     @property

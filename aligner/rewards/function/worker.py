@@ -68,7 +68,7 @@ def _answer(function: LoadedFunction, samples: Samples) -> Iterator[tuple[str, A
 
 
 def _refusal(error: AlignerError) -> tuple[str, tuple[str, str]]:
-    """By name and text: the class of an error need not be one that the parent can import."""
+    """Error by name and text: the class of an error need not be one that the parent can import."""
     return "refused", (type(error).__name__, text_of(error))
 
 

@@ -44,13 +44,13 @@ from aligner.rewards.server.wire import (
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
-# Timeouts, too many requests, and what servers and the proxies before them say while they restart.
+# Timeouts, too many requests, and statuses of servers and proxies that restart.
 _PASSING = (408, 429, 500, 502, 503, 504)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 
 
 class _TryAgainError(Exception):
-    """What went wrong may pass."""
+    """Failure that may pass: the request is tried again."""
 
 
 class RewardClient:
@@ -215,7 +215,7 @@ def _ended_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
 
 
 class RemoteReward:
-    """Scores responses by a `RewardClient`. Rank 0 alone asks and tells the others."""
+    """Scores responses by a `RewardClient`. Only rank 0 asks; it sends the scores to the others."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class RemoteReward:
         self.weights = check_weights(weights, self.attributes, f"the reward server {config.url}")
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Score every row; columns as of `Reward.get_rewards`."""
+        """Score every row; columns as in `Reward.get_rewards`."""
 
         def ask() -> tuple[list[str], list[list[float]]]:
             responses = response_texts(self.tokenizer, data)
@@ -253,7 +253,7 @@ class RemoteReward:
 
 
 def read_token(config: RewardServerConfig) -> str | None:
-    """The bearer token from where the configuration says; it is never shown anywhere."""
+    """The bearer token from the configured place; it is never shown anywhere."""
     if config.token_env is not None:
         token, source = os.environ.get(config.token_env), f"token_env={config.token_env}"
     elif config.token_file is not None:

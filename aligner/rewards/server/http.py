@@ -52,12 +52,12 @@ class Job:
     sequences: list[Ids]
     deadline: float  # on the monotonic clock: nobody waits after it
     rewards: "Future[Rewards]" = field(default_factory=Future)  # cancelled: nobody waits any more
-    taken: int = 0  # first so many sequences that the model has been given
+    taken: int = 0  # number of sequences, from the first, that the model was given
     found: Rewards = field(default_factory=list)  # of those that it has scored
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still waits for it."""
+        """True if somebody still waits for it."""
         return not self.rewards.done() and time.monotonic() < self.deadline
 
     def take(self, at_most: int) -> "Slice":
@@ -73,7 +73,7 @@ class Job:
                 self.rewards.set_result(self.found)
 
     def fail(self, error: Exception) -> None:
-        """Tell the sender."""
+        """Report an error to the sender."""
         with contextlib.suppress(InvalidStateError):
             self.rewards.set_exception(error)
 
@@ -130,9 +130,9 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RewardService:
-    """What the handlers of requests share.
+    """Objects that the handlers of requests share.
 
-    ``encode``: a sample's tokens, or an `AlignerError` that its sender is told. ``timeout_s``: a
+    ``encode``: a sample's tokens, or an `AlignerError` for its sender. ``timeout_s``: a
     request waits so long for the model. ``token``: None lets everybody ask.
     """
 
@@ -144,7 +144,7 @@ class RewardService:
 
 
 class RewardHTTPServer(ThreadingHTTPServer):
-    """One thread per connection; what a client does wrong is told to that client alone."""
+    """One thread per connection; a client's mistakes are reported only to that client."""
 
     daemon_threads = True
     request_queue_size = 512  # connections that wait to be accepted
@@ -212,7 +212,7 @@ class RewardHTTPServer(ThreadingHTTPServer):
                 self._bytes -= held
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no matter of ours."""
+        """Ignore errors of a connection: the client closed it."""
 
 
 class _Handler(BaseHTTPRequestHandler):

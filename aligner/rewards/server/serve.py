@@ -20,13 +20,13 @@ from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.http import Ids, RewardHTTPServer, RewardService, Slice, Waiting
 from aligner.rewards.server.wire import WireSample
 
-# The other ranks wait for rank 0 in a collective; so often it says that there is nothing to do.
+# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
 _HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What a server is told."""
+    """Options of a server."""
 
     model: str  # a .nemo file
     host: str = "127.0.0.1"
@@ -34,16 +34,16 @@ class ServeOptions:
     token: str | None = None  # asked for where it is given
     batch_size: int = 64  # sequences that are scored together
     micro_batch_size: int = 16  # sequences per forward pass
-    # Sequences that may wait: further requests are told to come later, and one of more is refused.
+    # Sequences that may wait: further requests are asked to come later, and one of more is refused.
     max_waiting: int = 4096
     timeout_s: float = 120.0  # a request waits so long for the model
-    add_bos: bool | None = None  # None: as the model's file says
+    add_bos: bool | None = None  # None: as in the model's file
     precision: Literal["32", "bf16"] = "32"
     tensor_model_parallel_size: int = 1
 
 
 def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = print) -> None:
-    """Serve until SIGTERM or SIGINT; ``ready`` is told the address once requests are taken.
+    """Serve until SIGTERM or SIGINT; ``ready`` is called with the address once requests are taken.
 
     Under a launcher such as torchrun every process runs this and rank 0 answers.
     """
@@ -123,7 +123,7 @@ def score_until(
     """Score what waits on rank 0, with all ranks, until ``stopping`` is set there.
 
     Requests are scored ``batch_size`` sequences at a time, and between two batches ``stopping`` is
-    looked at. A batch that fails is told to those who asked; where there are other ranks, their
+    looked at. A batch that fails is reported to those who asked; where there are other ranks, their
     state is then unknown, and the server ends.
     """
     while True:

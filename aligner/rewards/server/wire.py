@@ -1,4 +1,4 @@
-"""What client and server of a reward model say to each other: JSON over HTTP.
+"""Protocol between client and server of a reward model: JSON over HTTP.
 
     GET  /health                                       200 {"status": "ok", "attributes": [...]}
     POST /score  {"samples": [{"prompt", "response"}]} 200 {"rewards": [1.5, ...]}
@@ -66,7 +66,7 @@ def health_body(attributes: Sequence[str]) -> bytes:
 
 
 def parse_health(body: bytes) -> tuple[str, ...]:
-    """The attributes of a server that is ready; `DataError` where it does not say so."""
+    """The attributes of a server that is ready; `DataError` where it is not."""
     value = _parse(body)
     if not isinstance(value, dict) or value.get("status") != "ok":
         raise DataError(f'/health does not say "status": "ok" but {shown(value)}')
@@ -77,7 +77,7 @@ def parse_health(body: bytes) -> tuple[str, ...]:
 
 
 def error_body(message: str) -> bytes:
-    """What accompanies a status that is not 200."""
+    """Body that accompanies a status other than 200."""
     return json.dumps({"error": message}).encode()
 
 

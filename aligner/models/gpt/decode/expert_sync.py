@@ -3,7 +3,7 @@
 Every expert layer exchanges tokens with the other ranks of its group, so a rank may only run one
 while all others run the same one. Ranks that generate stop at different times. Inside
 `experts_in_step` each pass is announced, and a rank that has finished goes on with passes of the
-expert layers alone, one token of zeros each, until all have.
+expert layers only, one token of zeros each, until all have.
 
 A pass may bring any number of tokens: a rank may take in prompts while another adds single tokens.
 """

@@ -2,7 +2,7 @@
 
 Every step adds one token to each sequence in flight. A sequence that ends leaves the batch at once
 and a waiting one takes its slot. The tokens of a sample depend on its prompt, the seed and its
-sample id alone: the uniform numbers are counter-based (`sampling`), and on CPU every operation on
+sample id only: the uniform numbers are counter-based (`sampling`), and on CPU every operation on
 a row gives the same bits whatever the other rows are (`kv_cache`, `packed_linear`). Where a
 library does not keep that promise (other processors, GPUs), logits differ in the last bits and a
 token changes only if its uniform number falls within that distance of a boundary.
@@ -112,7 +112,7 @@ class Generator:
             seed: of the counter-based uniform numbers.
             greedy: overrides ``sampling.use_greedy``.
             drawing: lengths and sampling of this call; default those of the generator.
-            listener: told of every token as it is drawn.
+            listener: called with every token as it is drawn.
 
         Raises:
             ConfigError: a prompt and the longest response do not fit the model; nothing has run.
@@ -200,10 +200,10 @@ class Generator:
                 dist.broadcast(result, group=group, group_src=0)
 
     def _stop_strings(self, drawing: Drawing) -> StopStrings | None:
-        """What finds the stop strings, where there are any; settings that cannot work are refused.
+        """Finder of the stop strings, where there are any; settings that cannot work are refused.
 
         Raises:
-            ConfigError: as of the constructor.
+            ConfigError: as in the constructor.
         """
         _check_drawing(self._architecture, self._tokenizer, drawing)
         if not drawing.sampling.end_strings:
@@ -212,7 +212,7 @@ class Generator:
         return StopStrings(self._tokenizer, drawing.sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
-        """Refuse prompts, which are on the host; errors as of `generate`."""
+        """Check prompts, which are on the host; raises the errors of `generate`."""
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())
@@ -238,7 +238,7 @@ class Generator:
 
 
 def _runs_ahead(device: torch.device) -> bool:
-    """Whether the host's waiting for a step would cost time: a CPU computes while it is told to."""
+    """Return whether waiting for a step would cost time: a CPU computes within the call."""
     return device.type != "cpu"
 
 

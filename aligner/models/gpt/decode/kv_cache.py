@@ -1,7 +1,7 @@
 """Keys and values of the sequences in flight, one slot per sequence.
 
 The cache is attached to every `CoreAttention` of a model (`CoreAttention.cache`) and does the
-attention while it is. Before each forward pass it is told what the pass is: a prefill of several
+attention while it is. Before each forward pass it is set to the kind of pass: a prefill of several
 prompts, or one more token for each of the first ``n`` slots. What may be seen comes from lengths,
 never from token ids.
 
@@ -266,6 +266,6 @@ class KVCache:
         return out.transpose(1, 2).flatten(0, 1)[plan.rows].flatten(1)
 
     def _places(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where all heads' keys and values of tokens, int64 [k] each, stand: int64 [k * G, 2]."""
+        """Places of all heads' keys and values of tokens, int64 [k] each: int64 [k * G, 2]."""
         firsts = self._firsts.view(-1, self._groups, 2)[slots]
         return (firsts + positions[:, None, None]).flatten(0, 1)

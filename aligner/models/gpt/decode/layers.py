@@ -47,7 +47,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def table(cls, angles: Tensor, queries: int, head_dim: int, dtype: torch.dtype) -> "Rotation":
-        """For all positions and R ``queries``, from megatron-core's table [positions, 1, 1, D_rot].
+        """Rotation of all positions and R ``queries``; ``angles``: [positions, 1, 1, D_rot].
 
         Made once for all rows: the vector and the scalar cosine of a CPU differ in the last bit,
         and which of them a row gets would depend on the size of the batch.
@@ -62,11 +62,14 @@ class Rotation(NamedTuple):
         return cls(cos, sin, half)
 
     def at(self, positions: Tensor) -> "Rotation":
-        """Of one row per position, int64 [n]."""
+        """Rotation of one row per position, int64 [n]."""
         return self._replace(cos=self.cos[positions], sin=self.sin[positions])
 
     def apply(self, heads: Tensor) -> Tensor:
-        """Rotate ``heads`` (the first half of ``D_rot`` against the second); contiguous."""
+        """Rotate ``heads`` [n, G, R + 2, D], one half of ``D_rot`` against the other.
+
+        Returns a contiguous tensor of the same shape.
+        """
         if heads.shape[-1] == 2 * self.half:
             turned = heads.roll(self.half, dims=-1)
         else:
@@ -144,7 +147,7 @@ class IncrementalLayer:
         return hidden
 
     def _inner(self, normal: Tensor) -> Tensor:
-        """What the second half of the MLP reads."""
+        """Input of the second half of the MLP."""
         if self._swiglu is not None:
             return self._swiglu(normal)
         inner = self._fc1(normal, self._fc1_bias)
@@ -171,12 +174,12 @@ def incremental_layers(
 
 
 def is_transformer_engine(module: nn.Module) -> bool:
-    """Whether the module is one of Transformer Engine's, or derived from one."""
+    """Return whether the module is one of Transformer Engine's, or derived from one."""
     return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
 
 
 def _is_known(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
-    """Whether the layer is dense, of our local spec or Transformer Engine's."""
+    """Return whether the layer is dense, of our local spec or Transformer Engine's."""
     if type(layer) is not TransformerLayer or not isinstance(layer.self_attention, SelfAttention):
         return False
     attention, mlp = layer.self_attention, layer.mlp
@@ -193,13 +196,13 @@ def _is_known(layer: nn.Module, products: Mapping[nn.Module, Product]) -> bool:
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is Transformer Engine's with a weight that is not kept in 8 bits."""
+    """Return whether it is Transformer Engine's with a weight that is not kept in 8 bits."""
     weight = getattr(linear, "weight", None)
     return is_transformer_engine(linear) and type(weight) in (nn.Parameter, Tensor)
 
 
 def _has_norm(linear: nn.Module, norm: nn.Module) -> bool:
-    """Whether the norm before ``linear`` is known: ours, or one inside Transformer Engine's."""
+    """Return whether the norm before ``linear`` is ours, or one inside Transformer Engine's."""
     return type(norm) is Norm or (isinstance(norm, IdentityOp) and _norm_inside(linear))
 
 

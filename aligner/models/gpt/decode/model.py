@@ -126,7 +126,7 @@ class IncrementalModel:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether `decode` and `logits` only launch kernels of this process; inside a session."""
+        """True if `decode` and `logits` only launch kernels of this process; inside a session."""
         whole = self._shard is not None and self._shard.group is None
         return self._layers is not None and self.stages.is_first and whole
 

@@ -1,11 +1,11 @@
-"""What pipeline stages tell each other while generating: hidden rows forward, tokens to everyone.
+"""Messages between pipeline stages while generating: hidden rows forward, tokens to everyone.
 
     stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, draw
        ▲                                       ▲                             │
        └───────────────────────────────────────┴───────── tokens [n] ────────┘
 
 One pass is under way at a time. Every stage keeps the same books of the rollout, so each knows the
-shape of what comes next without being told.
+shape of the next message beforehand.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ class GenerationStages:
 
     @property
     def is_first(self) -> bool:
-        """Whether the rows begin here, as embeddings."""
+        """True if the rows begin here, as embeddings."""
         return self._rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether tokens are drawn here."""
+        """True if tokens are drawn here."""
         return self._rank == self._last
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -47,12 +47,12 @@ class GenerationStages:
         return rows
 
     def pass_on(self, rows: Tensor) -> None:
-        """Hidden rows to the next stage; the last stage keeps them."""
+        """Send hidden rows [n, H] to the next stage; the last stage keeps them."""
         if not self.is_last:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 
     def drawn_by_last(self, count: int, draw: Callable[[], SampledTokens]) -> SampledTokens:
-        """What ``draw`` returns on the last stage for ``count`` rows, on every stage.
+        """Result of ``draw`` on the last stage for ``count`` rows, on every stage.
 
         Raises:
             AlignerError: what ``draw`` raised there, on every stage.

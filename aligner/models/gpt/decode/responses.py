@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """How the tokens of a rollout are drawn; see `Generator` of `decode.generator`."""
+    """Rules by which the tokens of a rollout are drawn; see `Generator` of `decode.generator`."""
 
     seed: int
     greedy: bool
@@ -70,7 +70,7 @@ class Responses:
     """
 
     def __init__(self, prompts: Prompts, rules: RolloutRules) -> None:
-        """Prompts alone."""
+        """Batch of prompts without responses."""
         length = rules.length
         batch, columns = prompts.tokens.shape
         device = prompts.tokens.device
@@ -97,9 +97,9 @@ class Responses:
         self._graph_memory = accelerator.graph_memory()
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
-        """Of these samples, filled up to ``rows`` with the one that stands for none.
+        """Batch of these samples, padded to ``rows`` with the one that stands for no sample.
 
-        With ``rows`` its tensors are those of the last batch of so many rows.
+        With ``rows`` its tensors are those of the last batch with this many rows.
         """
         nobody = [self.tokens.shape[0] - 1] * ((rows or 0) - len(samples))
         chosen = self.index([*samples, *nobody])
@@ -204,7 +204,7 @@ class Responses:
 
 
 def rows_of_graph(sequences: int, slots: int) -> int:
-    """How many rows a captured step for so many sequences has; at most ``slots``."""
+    """Number of rows of a captured step for this many sequences; at most ``slots``."""
     if sequences > _ROW_STEP:
         return min(slots, -(-sequences // _ROW_STEP) * _ROW_STEP)
     return min(slots, 1 << (sequences - 1).bit_length())

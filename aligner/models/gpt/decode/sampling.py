@@ -25,10 +25,10 @@ from aligner.errors import NonFiniteError
 from aligner.kernels.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
 from aligner.logprobs.top_k_top_p import threshold
 
-_BLOCK = 128  # probabilities are added up in blocks of so many tokens,
+_BLOCK = 128  # probabilities are added up in blocks of this many tokens,
 _ONE_LEVEL = 2048  # unless the vocabulary is as small as this
 _BELOW_ONE = 1.0 - 2.0**-53  # times any float64 is, rounded, the next number below it
-_NUCLEUS = 1024  # so many tokens hold a nucleus nearly always; else the row is sorted whole
+_NUCLEUS = 1024  # this many tokens nearly always hold a nucleus; else the row is sorted whole
 
 
 class SampledTokens(NamedTuple):
@@ -43,7 +43,7 @@ class SampledTokens(NamedTuple):
 
 
 def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), float64 [b], from integers alone: the same on every device.
+    """Uniform numbers in [0, 1), float64 [b], from integers only: the same on every device.
 
     Args:
         seed: of the run and step.
@@ -133,7 +133,7 @@ def check_finite(logprobs: Tensor) -> None:
     """Refuse log-probs [b] that came of logits that are no numbers; the host reads them.
 
     Raises:
-        NonFiniteError: as of `sample_tokens`.
+        NonFiniteError: as in `sample_tokens`.
     """
     if not math.isfinite(logprobs.sum().item()):
         bad = (~logprobs.isfinite()).nonzero().flatten().tolist()

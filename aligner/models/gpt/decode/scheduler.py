@@ -101,7 +101,7 @@ class Rollout:
         """Generate until every sample has ended.
 
         Raises:
-            NonFiniteError: as of `aligner.models.gpt.decode.sampling.sample_tokens`.
+            NonFiniteError: as in `aligner.models.gpt.decode.sampling.sample_tokens`.
             WideNucleusError: a rollout that does not wait met a nucleus that needs it to.
         """
         try:
@@ -223,7 +223,7 @@ class Rollout:
         self._read(unread=1 if self._runs_ahead else 0)
 
     def _read(self, unread: int) -> None:
-        """Read steps, oldest first, until so many are left; end the samples they end."""
+        """Read steps, oldest first, until this many are left; end the samples they end."""
         while len(self._unread) > unread:
             drawn = self._unread.popleft()
             tokens, logprobs, wide = drawn.values.wait()
@@ -244,7 +244,7 @@ class Rollout:
             self._end(ended)
 
     def _end(self, ended: list[tuple[int, int]]) -> None:
-        """These samples ended by themselves with so many new tokens."""
+        """End samples that ended by themselves; ``ended``: with their numbers of new tokens."""
         if not ended:
             return
         surplus = [(sample, made) for sample, made in ended if made < self._made[sample]]
@@ -264,7 +264,7 @@ class Rollout:
             self._batch = None
 
     def _ends(self, sample: int, token: int) -> bool:
-        """Whether the response ends by itself with its newest token."""
+        """Return whether the response ends by itself with its newest token."""
         if token in self._eos:
             return True  # before min_length it could not have been drawn
         if self._stop is None:
@@ -284,7 +284,7 @@ class Rollout:
             model.cache.copy(self._index(source), self._index(target), length)
 
     def _banning(self, samples: list[int]) -> bool:
-        """Whether one of the samples is too short to end with its next token."""
+        """Return whether one of the samples is too short to end with its next token."""
         return min(self._made[sample] for sample in samples) + 1 < self._length.min_length
 
     def _length_of(self, sample: int) -> int:

@@ -1,4 +1,4 @@
-"""Which token completes a stop string, found on decoded text at little cost per token."""
+"""Search for the token that completes a stop string, on decoded text at little cost per token."""
 
 from collections.abc import Sequence
 
@@ -26,14 +26,14 @@ class StopStrings:
         self._tail = _CONTEXT + 4 * max(len(string) for string in strings)
 
     def completed(self, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """Whether the last token of ``response`` completes a stop string.
+        """Return whether the last token of ``response`` completes a stop string.
 
         The string must begin in the response: what the prompt ends with does not count.
         """
         if not self._candidate(response[-1]):
             return False
         response = response[-self._tail :]
-        # Where the tail reaches back into the prompt its text is told apart by its length.
+        # Where the tail reaches back into the prompt its text is separated by its length.
         context = list(prompt[len(prompt) - min(len(prompt), self._tail - len(response)) :])
         context_text = self._tokenizer.decode(context) if context else ""
         if context_text.endswith(_INCOMPLETE):

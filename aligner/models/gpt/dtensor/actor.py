@@ -32,7 +32,7 @@ class DTensorReference(ReferenceModel):
 
     @torch.no_grad()
     def __init__(self, policy: "DTensorActorModel", mode: Literal["keep", "swap"]) -> None:
-        """``mode`` as of `ReferencePolicy`."""
+        """``mode`` as in `ReferencePolicy`."""
         super().__init__(policy.infer_tokens)
         self._policy = (policy,)  # in a tuple: it stays a module of its own
         self.copy: TransformersModel | None = None
@@ -69,7 +69,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
         parallel: ParallelState,
         tokenizer: Tokenizer,
     ) -> None:
-        """Arguments as of `DTensorModel`; the settings say how it draws, too."""
+        """Arguments as in `DTensorModel`; the settings include sampling."""
         super().__init__(source, settings, parallel, tokenizer)
         self.configure_drawing()
 
@@ -82,7 +82,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
         microbatch: Microbatch,
         with_entropy: bool,
     ) -> TokenOutputs:
-        """Log-probs (and entropy) where ``token_mask`` is 1."""
+        """Log-probs (and entropy) where ``token_mask`` is 1; see `DTensorModel.token_outputs`."""
         tp_group = self.vocab_group
         return token_logprobs(
             self._vocab_input(hidden),
@@ -99,7 +99,10 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
     def loss_outputs(
         self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
-        """What ``loss_fn`` reads of each token: log-probs, or all logits."""
+        """Outputs that ``loss_fn`` reads of hidden states [n * L, H].
+
+        Log-probs float32 [B, S], or all logits float32 [B, S, V] where the loss reads them.
+        """
         if not reads_logits(loss_fn):
             return super().loss_outputs(hidden, microbatch, loss_fn)
         logits = token_logits(
@@ -125,7 +128,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
 
     @property
     def is_ready_to_generate(self) -> bool:
-        """Whether `prepare_for_generation` was called and `finish_generation` was not."""
+        """True if `prepare_for_generation` was called and `finish_generation` was not."""
         return self._generator is not None
 
     def prepare_for_generation(self) -> None:

@@ -1,4 +1,4 @@
-"""From canonical weights to a transformers model as FSDP2 and tensor-parallel DTensors.
+"""Build a transformers model as FSDP2 and tensor-parallel DTensors from canonical weights.
 
 The model is built without memory for its weights. Then, block by block, a layer is filled, split
 over tensor-parallel ranks and sharded over data-parallel ranks, so that no process ever holds more

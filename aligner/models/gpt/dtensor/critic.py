@@ -26,10 +26,10 @@ class DTensorCriticModel(DTensorModel):
         microbatch: Microbatch,
         with_entropy: bool,
     ) -> TokenOutputs:
-        """The value before every token: what was read up to token j is the value of j + 1.
+        """Values before every token, float32 [B, S], of ``hidden`` [n * L, H].
 
-        Without this shift the value of a state would be computed after its action was seen. The
-        reference documents report that it alone decides parity of the backends.
+        The output of token j is the value of token j + 1: without this shift the value of a state
+        would be computed after its action was seen.
         """
         assert not with_entropy  # a policy's matter
         assert model.score is not None

@@ -77,7 +77,7 @@ class DTensorModel(LightningModule):
         microbatch: Microbatch,
         with_entropy: bool,
     ) -> TokenOutputs:
-        """What the role says of each token, from ``model``'s hidden states ``[n * L, H]``.
+        """The role's outputs for each token, from ``model``'s hidden states ``[n * L, H]``.
 
         Called inside ``model``'s forward pass.
         """
@@ -86,7 +86,7 @@ class DTensorModel(LightningModule):
     def loss_outputs(
         self, hidden: Tensor, microbatch: Microbatch, loss_fn: LossFunction
     ) -> TokenOutputs:
-        """What ``loss_fn`` reads of each token."""
+        """Outputs for each token that ``loss_fn`` reads; ``hidden`` as in `token_outputs`."""
         return self.token_outputs(self.model, hidden, microbatch, loss_fn.needs_entropy)
 
     # The model --------------------------------------------------------------------------------
@@ -94,7 +94,10 @@ class DTensorModel(LightningModule):
     def build(
         self, weights: Mapping[str, Tensor] | None
     ) -> tuple[TransformersModel, list[ParameterShard]]:
-        """This process's share, filled where ``weights`` (Hugging Face's names) are given."""
+        """This process's share of a model, filled where ``weights`` are given.
+
+        ``weights``: Hugging Face's names and whole tensors, [out, in] or [out], in any float dtype.
+        """
         trained = self.settings.optim is not None
         check_dropout(self.settings.dropout, self.architecture, trained=trained)
         return build_sharded(
@@ -158,7 +161,7 @@ class DTensorModel(LightningModule):
     def run_batch(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> BatchResult:
-        """The passes of `get_loss_and_metrics`."""
+        """The passes over ``batch``; see `get_loss_and_metrics`."""
         loss_fn = self.loss_fn
         if loss_fn is None:
             raise ConfigError("loss_fn is None; set model.loss_fn before training")
@@ -199,7 +202,7 @@ class DTensorModel(LightningModule):
         self.model.train()
 
     def finish_training(self) -> None:
-        """Training is over for now; the next phase says where things move."""
+        """End training: nothing to do, the next phase moves weights and optimizer state."""
 
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""

@@ -48,7 +48,7 @@ class TransformersModel(nn.Module):
         return next(child for child in self.body.children() if isinstance(child, nn.ModuleList))
 
     def forward(self, layout: TokenLayout, head: Callable[[Tensor], Result]) -> Result:
-        """What ``head`` makes of the hidden states ``[n * L, H]`` of a micro-batch's rows."""
+        """Result of ``head`` for the hidden states ``[n * L, H]`` of a micro-batch's rows."""
         hidden = self.body(
             input_ids=layout.input_ids,
             position_ids=layout.positions,

@@ -1,4 +1,4 @@
-"""How transformers' layers are split over tensor-parallel ranks, and what this backend refuses."""
+"""Tensor-parallel split of transformers' layers, and models that this backend refuses."""
 
 from typing import TYPE_CHECKING
 

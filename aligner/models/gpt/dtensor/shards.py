@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What this process holds of one parameter."""
+    """Share of one parameter that this process holds."""
 
     name: str
     shape: Shape  # of the whole
@@ -38,13 +38,13 @@ class ParameterShard:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Of the local elements."""
+        """Gradient of the local elements."""
         gradient = self.parameter.grad
         return None if gradient is None else _local(gradient)
 
     @property
     def part_shape(self) -> Shape:
-        """Of what the data-parallel ranks of this tensor-parallel rank hold together."""
+        """Shape of the part that the data-parallel ranks of this tensor-parallel rank share."""
         if self.split_dim is None:
             return self.shape
         rows = rows_of(
@@ -56,11 +56,11 @@ class ParameterShard:
 
     @property
     def rows(self) -> range:
-        """Which rows of the part the local elements are."""
+        """Rows of the part that the local elements are."""
         return rows_of(self.part_shape[0], self.parallel.dp_rank, self.parallel.dp_size)
 
     def share_of(self, whole: Tensor) -> Tensor:
-        """What of a whole tensor of this shape this process holds; a view."""
+        """View of this process's elements of ``whole``, a tensor [out, in] or [out]."""
         part = whole
         if self.split_dim is not None:
             columns = rows_of(

@@ -25,7 +25,7 @@ WEIGHT = "weight"
 def shard_state(
     shards: Sequence[ParameterShard], optimizer: ShardOptimizer | None
 ) -> dict[str, Any]:
-    """What this process has to save; tensors are its memory.
+    """State that this process has to save; tensors are its memory.
 
     ``{"backend", "steps": optimizer steps or None, "slices": {name: {"shape": of the whole,
     "split": (dimension or None, part, parts), "first_row": in the part, "tensors": {"weight",
@@ -140,7 +140,7 @@ def _block_of(piece: Mapping[str, Any]) -> tuple[range, range]:
 def _placed(
     shape: Shape, dim: int | None, place: int, count: int, rows: range
 ) -> tuple[range, range]:
-    """Where ``rows`` of part ``place`` of ``count`` along ``dim`` are in the whole."""
+    """Place in the whole of ``rows`` of part ``place`` of ``count`` along ``dim``."""
     width = math.prod(shape[1:])
     if dim is None:
         return rows, range(width)

@@ -38,10 +38,10 @@ from aligner.types import Denominators, LossFunction, TokenOutputs
 class Microbatch:
     """Some rows of a batch, trimmed to the longest of them, and how they stand in the model."""
 
-    columns: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]  # of `aligner.types`, [b] or [b, S, ...]
     layout: TokenLayout
     selected: BoolArray  # [b, S] on the host: ``token_mask``, or nowhere where there is none
-    hidden: Tensor | None = None  # of the last stage, where its pass was made before
+    hidden: Tensor | None = None  # [n, L, H] of the last stage, where its pass was made before
 
 
 # Sequences per micro-batch, or [first row, last row + 1] of each; a micro-batch may be empty.
@@ -66,7 +66,7 @@ def split_microbatches(
     """Cut a batch into micro-batches, each as long as it needs to be.
 
     Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
-    ``input_lengths`` tells. The host waits for the device once, for lengths and ``token_mask``.
+    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``.
     """
     length = batch["input_ids"].shape[1]
     mask = [batch["token_mask"]] if "token_mask" in batch else []
@@ -102,7 +102,7 @@ def forward_step(
         if non_loss_data:
             return head(output, microbatch)
         loss, result = head(output, microbatch)
-        # The loss is divided already: a token count of 0 tells the schedule to leave it alone.
+        # The loss is divided already: a token count of 0 keeps the schedule from dividing it.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
     return hidden, closure
@@ -120,7 +120,7 @@ def loss_head(
     loss_fn: LossFunction,
     denominators: Denominators,
 ) -> Head:
-    """The head that ends in ``loss_fn`` of what ``outputs`` makes of the hidden states."""
+    """The head that ends in ``loss_fn`` of the ``outputs`` for hidden states ``[n, L, H]``."""
 
     def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         loss, metrics = loss_fn(outputs(hidden, microbatch), microbatch.columns, denominators)

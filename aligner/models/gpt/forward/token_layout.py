@@ -1,4 +1,4 @@
-"""How the tokens of a micro-batch stand in the model, and back.
+"""Layout of the tokens of a micro-batch in the model, and back.
 
 Masks, losses and results live in the frame ``[b, S]``. The model runs on rows: the frame itself
 (one row of the batch per sequence), or, packed or under context parallelism, one long row of all
@@ -32,7 +32,7 @@ Number = TypeVar("Number", int, IntArray)
 
 @dataclass(frozen=True)
 class LayoutRules:
-    """What decides how a role's micro-batches stand in the model."""
+    """Rules for the layout of a role's micro-batches in the model."""
 
     packed: bool
     sequence_multiple: int  # tokens of a packed sequence, over all context-parallel ranks

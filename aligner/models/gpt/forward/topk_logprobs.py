@@ -90,7 +90,7 @@ def best_candidates(
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` likeliest tokens at each selected position, among the first ``vocab_size``.
 
-    Other arguments as of `candidate_logprobs`. Returns their logits over ``temperature``, float32
+    Other arguments as in `candidate_logprobs`. Returns their logits over ``temperature``, float32
     ``[B, S, count]`` in descending order, and their ids, int64 ``[B, S, count]``; 0 elsewhere.
     """
     shard = VocabShard.of(weight, vocab_size, tp_group)
@@ -111,7 +111,7 @@ def best_candidates(
 
 
 def _slices(rows: int, weight: Tensor) -> Iterator[slice]:
-    """Of rows, so many that their logits fit; one at least, for what happens in all ranks."""
+    """Slices of rows whose logits fit; at least one, for the collectives of all ranks."""
     size = max(1, _LOGIT_BYTES // (weight.shape[0] * torch.float32.itemsize))
     for start in range(0, max(1, rows), size):
         yield slice(start, min(start + size, rows))
@@ -125,5 +125,5 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 def _recomputed(
     function: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
 ) -> tuple[Tensor, ...]:
-    """What ``function`` returns; it is called again in the backward pass."""
+    """Result of ``function``, which is called again in the backward pass."""
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -3,7 +3,7 @@
 megatron-core's own local core attention is unfused (it materialises ``[heads, S, S]`` scores) and
 is replaced by this one in our layer spec. The same module serves generation: with a key-value
 cache attached, attention is left to the cache. Packed and context-parallel passes come with the
-`Segments` that say who attends to whom.
+`Segments` with the rows that attend to each other.
 """
 
 import math
@@ -25,7 +25,7 @@ from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
 
 class AttentionCache(Protocol):
-    """What generation attaches to `CoreAttention`."""
+    """Cache that generation attaches to `CoreAttention`."""
 
     def attend(self, layer_number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store key and value, attend over everything stored; ``[S, B, heads * D]``."""
@@ -48,7 +48,7 @@ class SegmentParams(PackedSeqParams):
 class CoreAttention(MegatronModule):
     """Causal (optionally sliding-window) grouped-query attention.
 
-    Sequences are right-padded, so causality alone keeps valid positions from seeing padding and no
+    Sequences are right-padded, so causality keeps valid positions from seeing padding and no
     mask is passed. ``cache`` is None in training.
     """
 
@@ -201,7 +201,7 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and query.is_cuda and not flash:
-        # Flash attention alone knows grouped queries. Without it PyTorch would take the one kernel
+        # Only flash attention knows grouped queries. Without it PyTorch would take the one kernel
         # that does and that has all scores in memory, [heads, S, S].
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(

@@ -28,7 +28,7 @@ from aligner.distributed import accelerator
 
 @functools.cache
 def missing_for_kernels() -> str | None:
-    """What `torch.compile` lacks to make GPU kernels here, in words; None: nothing."""
+    """Missing requirements of `torch.compile` for GPU kernels, in words; None: all are there."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
@@ -48,7 +48,7 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which chains are fused."""
+    """Chains of operations that are fused."""
 
     swiglu: bool = False
     rotary: bool = False
@@ -57,7 +57,7 @@ class Fusions:
 
     @classmethod
     def of(cls, architecture: GPTArchitecture, wanted: bool) -> "Fusions":
-        """What can be fused here of this architecture, where ``wanted``.
+        """Chains that can be fused here for this architecture, where ``wanted``.
 
         Left out is what is not the same function: megatron-core's fused GELU is the tanh
         approximation, and a fused dropout draws other random numbers than the one that full
@@ -118,7 +118,7 @@ def _apply_rotary(
     mscale: float = 1.0,
     **arguments: Any,
 ) -> Tensor:
-    """megatron-core's function of this name; in one kernel for models that say so."""
+    """megatron-core's function of this name; in one kernel for models that ask for it."""
     fused = getattr(config, "rotates_in_one_kernel", False)
     if fused and cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
         return _Turned.apply(t, freqs)

@@ -90,7 +90,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def can_group(config: TransformerConfig) -> bool:
-    """Whether there is a kernel for these experts: bf16 on a GPU, without biases."""
+    """Return whether there is a kernel for these experts: bf16 on a GPU, without biases."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
     return (
         accelerator.has_gpu()

@@ -1,7 +1,7 @@
-"""Which modules a transformer layer is made of.
+"""Modules of a transformer layer.
 
 With Transformer Engine and a GPU it is megatron-core's Transformer Engine spec with our core
-attention, unless ``model.layer_spec`` says otherwise; else our local one: megatron-core's linear
+attention, unless ``model.layer_spec`` asks for another; else our local one: megatron-core's linear
 layers with a norm that admits sequence parallelism and that core attention (megatron-core's own
 local spec refuses the first and has none that is fused).
 """
@@ -60,7 +60,7 @@ class Norm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Normalise the last dimension of ``hidden`` [..., H]; same shape and dtype."""
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.is_rms:
             # In bf16 torch's own computes in float32 inside.
@@ -73,12 +73,12 @@ class Norm(nn.Module):
 
 @functools.cache
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed and there is a GPU to run it on."""
+    """Return whether Transformer Engine is installed and there is a GPU to run it on."""
     return accelerator.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def uses_transformer_engine(spec: LayerSpec = "auto", lora: LoraConfig | None = None) -> bool:
-    """Whether layers are Transformer Engine's; its linears, fused with norms, have no adapters."""
+    """Return whether layers are Transformer Engine's; its fused linears take no adapters."""
     if spec == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
             "model.layer_spec=transformer_engine needs Transformer Engine and a GPU; here is "

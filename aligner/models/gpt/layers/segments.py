@@ -1,4 +1,4 @@
-"""Which rows of a packed pass attend to which: the sequences that stand one after the other.
+"""Attention of the rows of a packed pass: the sequences that stand one after the other.
 
 Attention must not cost the square of the packed row. The sequences are therefore taken apart into
 buckets of similar length, each of which is a small right-padded batch:
@@ -41,7 +41,7 @@ class SlotMap:
 
     @classmethod
     def of(cls, row_of_slot: IntArray, num_rows: int, device: torch.device) -> "SlotMap":
-        """From the row of each slot, -1 where there is none."""
+        """Build from the row of each slot, -1 where there is none."""
         filled = np.flatnonzero(row_of_slot >= 0)
         slot_of_row = np.full(num_rows, -1)
         slot_of_row[row_of_slot[filled]] = filled
@@ -128,7 +128,7 @@ class Runs:
 
     queries: IntArray  # [m] lengths; the queries are the local rows in order
     keys: IntArray  # [m] lengths
-    key_rows: Tensor | None  # int64, rows of the keys among those of all ranks; None: in order
+    key_rows: Tensor | None  # int64 [k], rows of the keys among those of all ranks; None: in order
     query_ends: Tensor  # int32 [m + 1], where each run begins, and where the last one ends
     key_ends: Tensor
 
@@ -156,7 +156,7 @@ class Segments:
 
     @cached_property
     def runs(self) -> Runs:
-        """For kernels of variable-length attention."""
+        """Runs for kernels of variable-length attention."""
         device, size, rank = self.queries.rows.device, self.cp_size, self.cp_rank
         if size == 1:
             ends = _ends(self.lengths, device)

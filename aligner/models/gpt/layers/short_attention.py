@@ -40,7 +40,7 @@ class HeadRotation(NamedTuple):
 
     @classmethod
     def of(cls, angles: Tensor, queries: int, width: int, scale: float) -> "HeadRotation":
-        """From megatron-core's angles ``[S, 1, 1, D_rot]``, whose halves are equal."""
+        """Build from megatron-core's angles ``[S, 1, 1, D_rot]``, whose halves are equal."""
         angles = angles.unsqueeze(3)
         length, rotated = angles.shape[0], angles.shape[-1]
         cos = angles.new_ones(length, 1, 1, queries + 2, width)

@@ -1,7 +1,7 @@
 """Packed attention by the variable-length kernel of a GPU: PyTorch's, or flash-attn's.
 
 PyTorch's ``varlen_attn`` came in 2.10, scales and sliding windows in 2.11, grouped queries
-in 2.12. Its signature says which of them it has; what it lacks is made up for where that is exact.
+in 2.12. Its signature shows which of them it has; what it lacks is made up for where that is exact.
 """
 
 import functools
@@ -98,7 +98,7 @@ def find_kernel(window: int | None) -> VarlenKernel | None:
 
 
 def can_attend_varlen(query: Tensor, dropout: float, window: int | None) -> bool:
-    """Whether a kernel takes these queries ``[R, heads, D]``."""
+    """Return whether a kernel takes these queries ``[R, heads, D]``."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)

@@ -89,7 +89,7 @@ class RoleAdapters:
         on_rank_zero(lambda: save_adapters(path, Adapters(self.lora, tensors, nemo_keys)))
 
     def whole(self) -> dict[str, Tensor]:
-        """What is trained, joined on rank 0, none elsewhere; call it on every rank."""
+        """Trained weights, joined on rank 0, none elsewhere; call it on every rank."""
         trained = (
             (name, parameter.detach())
             for name, parameter in canonical_parameters(self._gpt, self._architecture)
@@ -119,7 +119,7 @@ class RoleAdapters:
 
 @contextlib.contextmanager
 def adapters_off(gpt: nn.Module) -> Iterator[None]:
-    """The block in which the model computes what its frozen weights alone do."""
+    """Context in which the model computes with its frozen weights only."""
     adapters = [module for module in gpt.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.enabled = False

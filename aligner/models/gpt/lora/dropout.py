@@ -15,7 +15,7 @@ from aligner.kernels.counter_hash import UNIFORM_BITS, combine, counter_hash, un
 
 
 class TokenDropout:
-    """What the adapters of one model share: which tokens a pass is about."""
+    """Dropout state that the adapters of one model share: the tokens of the present pass."""
 
     def __init__(self, probability: float, seed: int) -> None:
         self.probability = probability

@@ -52,12 +52,12 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged_into(self, weight: Tensor) -> Tensor:
-        """The weight of a plain linear that does the same, from this linear's."""
+        """Weight [out, in] of a plain linear that computes the same, from ``weight`` [out, in]."""
         return add_product(weight, self.a, self.b, self.scale)
 
 
 class AdaptedLinear(nn.Module):
-    """In front of a parallel linear in the order of methods: its output plus the adapter's."""
+    """Mixin before a parallel linear: its output plus the adapter's."""
 
     lora: Adapter
 
@@ -69,7 +69,10 @@ class AdaptedLinear(nn.Module):
         return output + self.adapted(input_) if self.lora.enabled else output, bias
 
     def adapted(self, hidden: Tensor) -> Tensor:
-        """What the adapter adds to the output."""
+        """The adapter's part of the output, shared out as in `forward`.
+
+        ``hidden``: ``[s, b, in]``; returns ``[s, b, out]``.
+        """
         raise NotImplementedError
 
 

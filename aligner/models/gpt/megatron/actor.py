@@ -45,7 +45,7 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
     _generator: Generator | None = None
 
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
-        """Arguments as of `MegatronGPTModel`; the settings say how it draws, too."""
+        """Arguments as in `MegatronGPTModel`; the settings include sampling."""
         super().__init__(cfg, trainer, **options)
         self.configure_drawing()
 
@@ -54,7 +54,9 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """Log-probs (and entropy) where ``token_mask`` is 1."""
+        """Log-probs where ``token_mask`` is 1, with entropy; see
+        `MegatronGPTModel.token_outputs`.
+        """
         columns, tp_group = microbatch.columns, self.vocab_group
         rows = full_hidden_states(gpt, hidden, vocab_parallel=True)
         if "teacher_topk_indices" in columns:
@@ -109,7 +111,7 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
     ) -> tuple[Tensor, Tensor]:
         """The ``k`` likeliest tokens at each position, among the first ``vocab_size``.
 
-        ``batch`` as of `get_logprobs`. Returns their logits over the sampling temperature, float32
+        ``batch`` as in `get_logprobs`. Returns their logits over the sampling temperature, float32
         ``[B, S, k]`` in descending order, and their ids, int64 ``[B, S, k]``: position t speaks of
         token t. 0 where ``token_mask`` is 0.
         """

@@ -1,4 +1,4 @@
-"""From a `GPTArchitecture` to a megatron-core `GPTModel`."""
+"""Build a megatron-core `GPTModel` from a `GPTArchitecture`."""
 
 import functools
 from collections.abc import Callable
@@ -224,7 +224,7 @@ def build_gpt(
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    """Say which weights are split; megatron-core says so only where it initialises them.
+    """Mark the weights that are split; megatron-core does so only where it initialises them.
 
     Unmarked, a split weight passes for a copy, and all but rank 0's part would be missing from
     the gradient norm.
@@ -237,7 +237,7 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def scaled_inverse_frequencies(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rope frequencies stretched to a longer context.
+    """Rope frequencies stretched to a longer context, float32 [D_rot / 2] to the same shape.
 
     ``linear`` divides all by the factor (Chen et al. 2023). ``llama3`` divides only those whose
     wavelength exceeds the original context and interpolates in between (Llama 3.1, 2024);

@@ -51,7 +51,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
 
     @property
     def head_outputs(self) -> int:
-        """Numbers that the head says of a token."""
+        """Number of the head's outputs for a token."""
         return 1
 
     def add_head(self, gpt: GPTModel) -> None:
@@ -65,7 +65,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """What the head says of every token; see `value_outputs`."""
+        """Outputs of the head for every token; see `value_outputs`."""
         assert not with_entropy  # a policy's matter
         return value_outputs(gpt, hidden, microbatch, gpt.rm_head, right_shift=self.right_shift)
 
@@ -109,7 +109,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return values
 
     def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether an update on these rows is one pass that draws no random numbers.
+        """Return whether an update on these rows is one pass that draws no random numbers.
 
         Left out is also what has more than one graph: pipeline stages, a body that another model's
         weights move into, experts, which count their tokens in training.
@@ -132,7 +132,11 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
         return self.get_values(batch)
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values under ``values``; rewards join them where a reward model shares the body."""
+        """Values float32 [B, S] under ``values``, and ``rewards`` where a reward model shares the
+        body.
+
+        ``batch`` as in `get_values`.
+        """
         values = {"values": self.get_values(batch)}
         if self.rewards_of is None:
             return values
@@ -165,12 +169,12 @@ def forward_step_value(
         model: this stage of the body, wrapped or not.
         value_head: `ValueHead`; None on the stages before the last, which have none.
         loss_fn: what the values are trained with, one of this library's or a published one.
-        pack_sequences: lay columns out in one row without padding; a micro-batch that is laid out
-            says itself how.
+        pack_sequences: lay columns out in one row without padding; a micro-batch that has a
+            layout keeps it.
         defer_fp32_logits: not read; no logits are made, and values are float32.
         cp_normalize: False multiplies the loss by the context-parallel size, which the gradient's
             sum over those ranks otherwise counts once.
-        policy_cfg: not read; what it says of packing and layout stands in the other arguments.
+        policy_cfg: not read; its packing and layout are in the other arguments.
         right_shift: see `value_outputs`.
 
     Returns:
@@ -213,12 +217,12 @@ def value_outputs(
     *,
     right_shift: bool,
 ) -> TokenOutputs:
-    """What ``value_head`` makes of hidden states ``[n, L, H]``: ``[B, S]``, or ``[B, S, K]`` of a
+    """Outputs of ``value_head`` for hidden states ``[n, L, H]``: ``[B, S]``, or ``[B, S, K]`` of a
     head with K outputs.
 
-    With ``right_shift`` what was read up to token j is the value of j + 1, the state *before* that
-    token: otherwise the value of a state would be computed after its action was seen. Without it
-    the number speaks of the token just read.
+    With ``right_shift`` the output of token j is the value of j + 1, the state *before* that token:
+    otherwise the value of a state would be computed after its action was seen. Without it the
+    output belongs to the token just read.
     """
     layout = microbatch.layout
     rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()

@@ -27,7 +27,7 @@ class KeptPass:
         self._versions: list[int] = []
 
     def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
-        """Keep ``hidden``, which ``model`` made of ``microbatch``."""
+        """Keep ``hidden`` [n, L, H], which ``model`` made of ``microbatch``."""
         self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
         self._versions = self._weight_versions()
 
@@ -51,12 +51,12 @@ class KeptPass:
         return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
 
     def _weight_versions(self) -> list[int]:
-        """How often each weight was written to."""
+        """Version counter of each weight, which a write increases."""
         return [parameter._version for parameter in self._model.parameters()]
 
 
 def _same_rows(one: Microbatch, other: Microbatch) -> bool:
-    """Whether two micro-batches hold the same sequences, in the same order and frame."""
+    """Return whether two micro-batches hold the same sequences, in the same order and frame."""
     return all(
         torch.equal(one.columns[name], other.columns[name])
         for name in ("input_ids", "input_lengths")

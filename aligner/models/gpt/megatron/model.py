@@ -123,7 +123,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def token_outputs(
         self, gpt: GPTModel, hidden: Tensor, microbatch: Microbatch, with_entropy: bool
     ) -> TokenOutputs:
-        """What the role says of each token, from ``gpt``'s hidden states ``[n, L, H]``."""
+        """The role's outputs for each token, from ``gpt``'s hidden states ``[n, L, H]``."""
         raise NotImplementedError
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:
@@ -137,7 +137,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of what the role says of one token."""
+        """Shape of the role's output for one token."""
         return ()
 
     # The model -------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         return frame
 
     def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Zeros of the shape that `infer_tokens` returns."""
+        """Zeros of the shape that `infer_tokens` returns, float32 ``[B, S]`` or ``[B, S, K]``."""
         ids = batch["input_ids"]
         return torch.zeros((*ids.shape, *self.output_shape), device=ids.device)
 
@@ -227,7 +227,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
         ``head`` returns as many tensors ``[b, s, ...]`` for a micro-batch. The frames are the same
         on every process of the model-parallel group. ``with_graph`` is that of
-        `infer_microbatches`; other arguments as of `infer_tokens`.
+        `infer_microbatches`; other arguments as in `infer_tokens`.
         """
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
@@ -262,7 +262,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     ) -> tuple[float, dict[str, float]]:
         """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
 
-        Unless ``forward_only``, gradients are added to the gradient buffers.
+        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
+        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Unless ``forward_only``, gradients
+        are added to the gradient buffers.
         """
         metrics = self.run_batch(batch, forward_only, mbs).metrics
         return metrics["loss"], metrics
@@ -270,7 +272,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
     def run_batch(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> BatchResult:
-        """The passes of `get_loss_and_metrics`.
+        """The passes over ``batch``; see `get_loss_and_metrics`.
 
         Denominators are counted over all data-parallel ranks before the first micro-batch, so
         neither the loss nor its gradient depends on micro-batch size or layout.
@@ -371,7 +373,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     @classmethod
     def list_available_models(cls) -> None:
-        """Nothing is downloaded by name."""
+        """None: no model is downloaded by name."""
         return
 
     def setup_training_data(self, train_data_config: Any) -> None:

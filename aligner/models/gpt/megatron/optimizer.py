@@ -198,11 +198,11 @@ class RoleOptimizer:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether weights and moments are shared out over the data-parallel ranks."""
+        """True if weights and moments are shared out over the data-parallel ranks."""
         return bool(self.model.ddp_config.use_distributed_optimizer)
 
     def owned_slices(self) -> Iterator[OwnedSlice]:
-        """What this process updates, at most one slice of each parameter."""
+        """Slices that this process updates, at most one of each parameter."""
         if not self.is_distributed:
             inner = {
                 id(main): part.optimizer

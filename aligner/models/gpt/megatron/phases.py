@@ -1,4 +1,4 @@
-"""Where the memory of a megatron-core role is, phase by phase, and its state while it is there."""
+"""Memory of a megatron-core role, phase by phase, and its state while it is there."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +42,7 @@ class RolePhases:
         self.model.train()
 
     def finish_training(self) -> None:
-        """Training is over for now; the next phase says where things move."""
+        """End training; the next phase moves weights and optimizer state."""
         self.collect_weights()
 
     def collect_weights(self) -> None:

@@ -25,14 +25,18 @@ _SEQUENCES = "reward_sequences"
 
 @dataclass(frozen=True)
 class SequenceForm:
-    """What the sequences of its training began and ended with: a score means little elsewhere."""
+    """Form of the sequences in training, begin and end: scores of other sequences mean little."""
 
     add_bos: bool
     end_id: int | None  # the token that the score stands at; None: not always the same one
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "SequenceForm | None":
-        """What a ``model_config.yaml`` says; None where it does not."""
+        """Read the form from a ``model_config.yaml``; None where it has none.
+
+        Raises:
+            CheckpointError: the values cannot be used.
+        """
         found = config.get(_SEQUENCES)
         if found is None:
             return None
@@ -73,9 +77,10 @@ class Standardization:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "Standardization | None":
-        """What a ``model_config.yaml`` says; None where it is off or not there.
+        """Read mean and deviation from a ``model_config.yaml``; None where it is off or missing.
 
-        ``CheckpointError`` where the numbers cannot be used.
+        Raises:
+            CheckpointError: the numbers cannot be used.
         """
         found = config.get(_STANDARDIZATION) or {}
         if not found.get("enable"):
@@ -90,7 +95,7 @@ class Standardization:
         return cls(float(numbers[0]), float(numbers[1]))
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        """The standardised rewards."""
+        """Standardised rewards of float [...], in the same shape."""
         return (rewards - self.mean) / self.std
 
 
@@ -114,7 +119,7 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
 
     @property
     def head_outputs(self) -> int:
-        """Numbers that the head says of a token."""
+        """Number of the head's outputs for a token."""
         return max(1, len(self.attributes))
 
     @property

@@ -33,7 +33,9 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
 def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Columns to learn from, of responses that `MegatronGPTActorModel.infer` returned.
 
-    ``token_mask`` is told by the lengths: 1 from ``prompt_lengths`` to ``response_lengths``.
+    ``rollout``: ``response_tokens`` int64 ``[B, S]``; ``response_lengths`` and ``prompt_lengths``
+    int64 ``[B]``. The float32 ``token_mask`` ``[B, S]`` follows from the lengths: 1 from
+    ``prompt_lengths`` to ``response_lengths``; ``sample_mask`` is 1.
     """
     tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
     position = torch.arange(tokens.shape[1], device=tokens.device)

@@ -28,7 +28,7 @@ class SharedBodyRewardModel(MegatronGPTRewardModel):
     """
 
     def __init__(self, *args: Any, body: GPTModel, **kwargs: Any) -> None:
-        """``body``: the critic's; arguments as of `MegatronGPTRewardModel`."""
+        """``body``: the critic's; arguments as in `MegatronGPTRewardModel`."""
         self.__dict__["_body"] = body  # before there is a module that it could be registered in
         super().__init__(*args, **kwargs)
 
@@ -69,7 +69,7 @@ class SharedBodyRewardModel(MegatronGPTRewardModel):
         micro_batches: MicroBatches | None = None,
         gpt: GPTModel | None = None,
     ) -> Tensor:
-        """See `MegatronGPTModel.infer_tokens`; the body is this model's for as long."""
+        """See `MegatronGPTModel.infer_tokens`; meanwhile the body holds this model's weights."""
         with self._moved_in():
             return super().infer_tokens(batch, micro_batches, gpt)
 

@@ -1,13 +1,13 @@
 """A role's weights and Adam moments, saved on one parallel layout and restored on any other.
 
-Every process saves what it alone is responsible for: of each parameter the slice that its
+Every process saves what only it is responsible for: of each parameter the slice that its
 optimizer updates, as float32 weights and moments, under the parameter's canonical name and with its
 place in the tensor-parallel split. Nothing is gathered and nothing is copied; with the distributed
 optimizer no element is saved twice over data-parallel ranks.
 
 Restoring reads, one parameter at a time, the elements that this process updates, wherever the
 saving processes left them (memory-mapped files, its own first). Where the tensor-parallel split has
-changed, the rules that split and join weights (`aligner.checkpoint.canonical`) say where they are;
+changed, the rules that split and join weights (`aligner.checkpoint.canonical`) give their places;
 moments have their parameter's shape, so they hold for them too. The weights that other
 data-parallel ranks update come from them, as after a step; in bfloat16 they are the rounded float32
 weights, which is how the optimizer makes them.
@@ -68,7 +68,7 @@ def role_state(
     optimizer: RoleOptimizer | None,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """What this process has to save; tensors are flat views of its memory.
+    """State that this process has to save; tensors are flat views of its memory.
 
     ``{"steps": optimizer steps or None, "slices": {name: {"part": (index, count), "shape", "start",
     "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on of part
@@ -158,7 +158,7 @@ def _shapes(architecture: GPTArchitecture, lora: LoraConfig | None) -> dict[str,
 
 
 def _owned_slices(gpt: GPTModel, optimizer: RoleOptimizer | None) -> dict[Tensor, OwnedSlice]:
-    """By parameter, the slice this process updates; without an optimizer, all of each."""
+    """Slice of each parameter that this process updates; without an optimizer, all of it."""
     if optimizer is not None:
         return {owned.parameter: owned for owned in optimizer.owned_slices()}
     learning = (parameter for parameter in gpt.parameters() if parameter.requires_grad)
@@ -168,7 +168,7 @@ def _owned_slices(gpt: GPTModel, optimizer: RoleOptimizer | None) -> dict[Tensor
 def _part(
     name: str, shape: torch.Size, shapes: Mapping[str, Shape], parallel: ParallelState
 ) -> TensorPart:
-    """Which part of the tensor a parameter of this process is."""
+    """Part of the tensor that a parameter of this process is."""
     size = parallel.config.tensor
     # Heads, and experts that have their own tensor-parallel size, are whole beside split layers.
     is_head = name in REWARD_HEAD
@@ -197,7 +197,7 @@ class _SavedRole:
 
     @property
     def opened_names(self) -> Set[str]:
-        """Of the slices in the files that have been opened."""
+        """Names of the slices in the files that have been opened."""
         return self._slices.keys()
 
     def _open_next(self) -> bool:
@@ -245,7 +245,7 @@ class _SavedRole:
     ) -> Tensor:
         """Elements ``place`` (default all) of one part of a tensor, flat.
 
-        ``part`` says how it is split now, ``shape`` what the part must have.
+        ``part``: how it is split now; ``shape``: that the part must have.
         """
         place = range(math.prod(shape)) if place is None else place
         piece = self._pieces(name)[0]

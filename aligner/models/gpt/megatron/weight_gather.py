@@ -1,4 +1,4 @@
-"""When the weights that the distributed optimizer shares out are made whole again.
+"""Gathering of the weights that the distributed optimizer shares out.
 
 By default right after an update. Deferred, each is gathered in the next forward pass, just before
 the module that reads it, by megatron-core's forward pre-hooks.

@@ -1,4 +1,4 @@
-"""What a policy does on every backend: it scores tokens, and it draws them."""
+"""Policy on every backend: scoring of tokens, and sampling of responses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ from aligner.models.gpt.role.settings import RoleSettings
 
 
 class DrawingPolicy:
-    """Beside a backend's model, which scores, and of which `_make_generator` makes a generator."""
+    """Mixin beside a backend's model, of which `_make_generator` makes a generator."""
 
     parallel: ParallelState
     settings: RoleSettings
@@ -29,7 +29,7 @@ class DrawingPolicy:
     _generator: Generator | None
 
     def configure_drawing(self) -> None:
-        """As the settings say, and without a reference policy; for the end of a constructor."""
+        """Apply the settings, without a reference policy; for the end of a constructor."""
         self.__dict__["_reference"] = None  # not a module of this one: it is not trained with it
         settings = self.settings
         self.configure_generation(
@@ -46,7 +46,7 @@ class DrawingPolicy:
     def infer_tokens(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None, model: Any = None
     ) -> Tensor:
-        """The backend's model makes one number of each token; see there."""
+        """One number a token, by the backend's model; see `MegatronGPTModel.infer_tokens`."""
         raise NotImplementedError
 
     def get_logprobs(
@@ -104,7 +104,9 @@ class DrawingPolicy:
         drawing: Drawing | None = None,
         listener: TokenListener | None = None,
     ) -> GenerationOutput:
-        """Continue right-padded prompts; see `aligner.models.gpt.decode.generator.Generator`."""
+        """Continue right-padded prompts; see
+        `aligner.models.gpt.decode.generator.Generator.generate`.
+        """
         return self._ready_generator().generate(
             prompts,
             prompt_lengths,
@@ -116,11 +118,11 @@ class DrawingPolicy:
         )
 
     def _ready_generator(self) -> Generator:
-        """What draws with the current weights."""
+        """Generator with the current weights."""
         raise NotImplementedError
 
     def _make_generator(self, gpt: GPTModel) -> Generator:
-        """What draws with the weights of ``gpt``."""
+        """Generator with the weights of ``gpt``."""
         if self.tokenizer is None:
             raise ConfigError("tokenizer: the model was built without one; generation needs it")
         return Generator(

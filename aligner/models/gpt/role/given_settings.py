@@ -90,7 +90,7 @@ def settings_beside_architecture(
 
 
 def _run_facts(trainer: Any) -> RunFacts:
-    """What a Lightning trainer says of a run; our defaults where there is none."""
+    """Read a Lightning trainer's precision and clipping; our defaults where it has none."""
     precision = getattr(trainer, "precision", None)
     clip = getattr(trainer, "gradient_clip_val", None)
     facts = RunFacts()

@@ -1,4 +1,4 @@
-"""Other values of some parameters: they wait on the host and take turns with the present ones."""
+"""Second values of some parameters, held in host memory and exchanged with the present ones."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -16,6 +16,7 @@ class HeldWeights:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """``parameters``: tensors of any shape and float dtype by their names."""
         self._parameters = dict(parameters)
         self._held = {
             name: accelerator.to_host(value.detach().clone())
@@ -24,7 +25,7 @@ class HeldWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Put the held values into the parameters and hold what they had."""
+        """Exchange the values of the parameters with the held ones."""
         for name, parameter in self._parameters.items():
             current = accelerator.to_host(parameter.detach().clone())
             parameter.copy_(self._held[name])
@@ -32,7 +33,7 @@ class HeldWeights:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The parameters have the held values inside the block."""
+        """Context in which the parameters have the held values."""
         self.exchange()
         try:
             yield

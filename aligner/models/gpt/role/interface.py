@@ -1,4 +1,4 @@
-"""What workers ask of the role that they serve, whatever it is built of."""
+"""Interface of the roles that workers serve, on any backend."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,13 +55,13 @@ class Role(Protocol):
     def get_loss_and_metrics(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of a global batch, of which ``batch`` is this rank's share."""
+        """Loss and metrics of a global batch; see `MegatronGPTModel.get_loss_and_metrics`."""
         ...
 
     def training_update(
         self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
     ) -> dict[str, float]:
-        """One optimizer step on one global batch."""
+        """One optimizer step on one global batch; see `aligner.models.gpt.role.updates.update`."""
         ...
 
     def setup_training(self) -> None:
@@ -113,7 +113,7 @@ class AdaptedRole(Protocol):
     """A role whose adapters stand for it beside frozen weights."""
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write adapters, and a head, alone."""
+        """Write only the adapters, and a head."""
         ...
 
     def load_adapters(self, path: str | Path) -> None:
@@ -127,13 +127,13 @@ class PolicyRole(Role, Protocol):
     def get_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Log-probs under the current weights."""
+        """Log-probs under the current weights; see `DrawingPolicy.get_logprobs`."""
         ...
 
     def get_reference_logprobs(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Log-probs under the initial weights."""
+        """Log-probs under the initial weights; see `DrawingPolicy.get_logprobs`."""
         ...
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
@@ -162,15 +162,17 @@ class PolicyRole(Role, Protocol):
         drawing: Drawing | None = None,
         listener: TokenListener | None = None,
     ) -> GenerationOutput:
-        """Continue right-padded prompts."""
+        """Continue right-padded prompts; see
+        `aligner.models.gpt.decode.generator.Generator.generate`.
+        """
         ...
 
 
 class CriticRole(Role, Protocol):
-    """A role that says what states are worth."""
+    """A role that estimates the values of states."""
 
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Values of the states before each token."""
+        """Values of the states before each token; see `MegatronGPTCriticModel.get_values`."""
         ...

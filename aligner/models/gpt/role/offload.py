@@ -1,4 +1,4 @@
-"""Where a model's weights and gradient buffers are: on the device, or parked in host memory.
+"""Placement of a model's weights and gradient buffers: on the device, or parked in host memory.
 
 Storages are moved, not tensors. A parameter, the share of it that the distributed optimizer
 updates and a tied copy are views of one storage, and stay so.
@@ -45,7 +45,7 @@ class Residence:
         self.park(kept=weights if params else [], freed=buffers if grads else [])
 
     def park(self, *, kept: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
-        """The same of any tensors: ``kept`` are copied, ``freed`` come back as zeros."""
+        """Park tensors of any shape and dtype: ``kept`` are copied, ``freed`` return as zeros."""
         leaving: list[_Parked] = []
         for tensors, keep in ((kept, True), (freed, False)):
             for storage, device in _storages(tensors):
@@ -76,7 +76,7 @@ class Residence:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """What this process holds of a DTensor; another tensor as it is."""
+    """Local part of a DTensor; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

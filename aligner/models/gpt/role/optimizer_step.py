@@ -30,7 +30,7 @@ def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int |
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did. ``grad_norm`` is the norm before clipping."""
+    """Outcome of one optimizer step. ``grad_norm`` is the norm before clipping."""
 
     grad_norm: float
     lr: float
@@ -43,7 +43,7 @@ class OwnedSlice:
 
     parameter: nn.Parameter
     start: int  # of the first in the flattened parameter
-    main: Tensor  # float32 weights that are updated, flat where they are a run
+    main: Tensor  # float32 weights that are updated; [n], flat, where they are a run
     inner: torch.optim.Optimizer | None  # keeps the moments; None: the role does not learn
 
     def moments(self) -> dict[str, Tensor]:
@@ -56,7 +56,10 @@ class OwnedSlice:
         }
 
     def set_moments(self, moments: Mapping[str, Tensor], steps: int) -> None:
-        """Put copies of ``moments`` in place, as they are after ``steps`` updates."""
+        """Put copies of ``moments`` in place, as they are after ``steps`` updates.
+
+        ``moments``: float tensors of the shape of ``main``, [n] or that of the parameter.
+        """
         assert self.inner is not None
         self.inner.state.pop(self.main, None)
         if not moments:

@@ -41,7 +41,7 @@ class ReferenceModel(LightningModule, Inferrable):
     ) -> Tensor:
         """Log-probs float32 ``[B, S]`` under the initial weights.
 
-        ``batch`` and ``micro_batches`` as of `MegatronGPTActorModel.get_logprobs`.
+        ``batch`` and ``micro_batches`` as in `MegatronGPTActorModel.get_logprobs`.
         """
         with self.initial_model() as initial:
             return self._score(batch, micro_batches, initial)
@@ -61,7 +61,7 @@ class ReferenceModel(LightningModule, Inferrable):
         """Nothing to leave."""
 
     def train(self, mode: bool = True) -> Self:
-        """It stays in evaluation mode."""
+        """Ignored: the model stays in evaluation mode."""
         del mode
         return super().train(False)
 

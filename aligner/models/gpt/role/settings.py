@@ -1,4 +1,4 @@
-"""What a role is told when it is built, in one small typed value."""
+"""Settings of a role, in one small typed value."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class RoleSettings:
     non_finite: Literal["skip", "stop"] = "skip"
     non_finite_dir: Path | None = None  # where offending batches are written; None: nowhere
     seed: int = 1234
-    attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as its file says
+    attributes: tuple[str, ...] | None = None  # that a reward model rates; None: as in its file
     lora: LoraConfig | None = None  # adapters, and heads, are all that is trained; None: all is
     adapters_path: str | None = None  # adapters to begin with; None: fresh ones
 
@@ -68,7 +68,7 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What both roles of a run share and neither role's config section holds."""
+    """Settings that both roles of a run share and neither role's config section holds."""
 
     precision: Precision = "32"
     gradient_clip_val: float = 1.0
@@ -79,7 +79,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, role: PublishedRole) -> "RunFacts":
-        """What a published mapping says of them; the defaults for the rest."""
+        """Read them from a published mapping; the rest are the defaults."""
         return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
@@ -127,9 +127,9 @@ def reward_settings(
 
 
 def continuing(settings: RoleSettings, weights_path: str | None) -> tuple[RoleSettings, str | None]:
-    """How a role that continues from ``weights_path`` begins, and whole weights to begin with.
+    """Settings and whole weights with which a role continues from ``weights_path``.
 
-    With adapters it begins with its frozen weights, and takes the adapters that stand beside.
+    With adapters it begins with its frozen weights, and loads the adapters that stand beside.
     """
     if weights_path is None or settings.lora is None:
         return settings, weights_path
@@ -144,7 +144,7 @@ def _settings(
     run: RunFacts,
     max_optimizer_steps: int | None,
 ) -> RoleSettings:
-    """How a role is trained and how it scores, each from its section; the rest is shared."""
+    """Settings of training and scoring of a role, each from its section; the rest is shared."""
     return RoleSettings(
         parallel=model.parallel,
         precision=run.precision,

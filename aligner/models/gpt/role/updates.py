@@ -50,7 +50,7 @@ class StepOptimizer(Protocol):
 
 
 class BatchResult(NamedTuple):
-    """What the passes over one global batch said; the same on every rank.
+    """Result of the passes over one global batch; the same on every rank.
 
     ``metrics``: reduced over all ranks, ``loss`` among them. ``valid_tokens``: how many tokens of
     the global batch count, which may be none.
@@ -61,7 +61,7 @@ class BatchResult(NamedTuple):
 
 
 class TrainedRole(Protocol):
-    """What is trained."""
+    """Interface of a role that is trained."""
 
     role_name: str
     settings: RoleSettings
@@ -71,7 +71,10 @@ class TrainedRole(Protocol):
     def run_batch(
         self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
     ) -> BatchResult:
-        """Passes over a global batch; they add to the gradients unless ``forward_only``."""
+        """Passes over a global batch; they add to the gradients unless ``forward_only``.
+
+        ``batch``: see `aligner.types`; this rank's share.
+        """
         ...
 
 
@@ -88,15 +91,14 @@ def update(
     A loss or gradient that is not finite never reaches the weights: the step is skipped or the
     run stopped (`NonFiniteError`), and the offending samples are written to disk either way.
 
-    A global batch of which no token counts (``empty`` 1) has nothing to say: no step is taken, for
+    A global batch of which no token counts (``empty`` 1) teaches nothing: no step is taken, for
     momentum and weight decay would move the weights all the same. The schedule stays, too.
 
-    Args:
-        role: what learns.
-        optimizer: its optimizer; `ConfigError` where it has none.
-        batch: this rank's share.
-        number: which mini-batch of the pass this is, for the report of a non-finite one.
-        mbs: sequences per forward-backward, or the rows of each; default ``micro_batch_size``.
+    Args: role: the role that learns. optimizer: its optimizer; `ConfigError` where it has none.
+    batch: this rank's share, with the columns that the loss reads, float32 ``token_mask`` [B, S]
+    and ``sample_mask`` [B] among them; see `aligner.types`. number: which mini-batch of the pass
+    this is, for the report of a non-finite one. mbs: sequences per forward-backward, or the rows of
+    each; default ``micro_batch_size``.
     """
     optimizer = trainable(optimizer)
     optimizer.zero_grad()
@@ -146,13 +148,14 @@ def reduce_result(
 ) -> dict[str, float]:
     """Metrics of the micro-batches over all ranks, the count of valid tokens (`result_of`) in them.
 
-    The count crosses to the host with the metrics: a read of its own would wait for the device.
+    ``parts`` hold scalars, and ``own_tokens`` is one: this rank's count. It crosses to the host
+    with the metrics: a read of its own would wait for the device.
     """
     return reduce_metrics({**combine_metrics(parts), _VALID_TOKENS: own_tokens}, dp_group)
 
 
 def result_of(reduced: Mapping[str, float]) -> BatchResult:
-    """What `reduce_result` made, told apart."""
+    """Result of `reduce_result`, its parts separated."""
     metrics = dict(reduced)
     return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
 
@@ -165,7 +168,8 @@ def role_microbatches(
     *,
     in_step: bool,
 ) -> list[Microbatch]:
-    """This rank's micro-batches.
+    """This rank's micro-batches of ``batch``, whose columns are [B] or [B, S, ...]
+    (`aligner.types`).
 
     ``in_step``: every data-parallel rank gets as many as the one with most, by empty ones at the
     end, because all ranks meet in every pass. Collective then.

@@ -27,7 +27,7 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
         tokenizer: Tokenizer,
         parallel: ParallelState,
     ) -> DTensorActorModel:
-        """From a Hugging Face directory or a `.nemo`."""
+        """Load from a Hugging Face directory or a `.nemo`."""
         with open_model(config.restore_from_path) as source:
             return DTensorActorModel(source, settings, parallel, tokenizer)
 

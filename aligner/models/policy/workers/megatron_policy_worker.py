@@ -31,7 +31,7 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
         tokenizer: Tokenizer,
         parallel: ParallelState,
     ) -> MegatronGPTActorModel:
-        """From a `.nemo`."""
+        """Load from a `.nemo`."""
         return load_from_nemo(
             MegatronGPTRSModel if isinstance(config, RSModelConfig) else MegatronGPTActorModel,
             settings,

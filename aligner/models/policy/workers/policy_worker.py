@@ -42,7 +42,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         init_optimizer: False for a policy that does not learn.
         init_reference_model: whether a reference policy is kept.
         worker_sharding_annotations: place of every worker; must agree with ``config``.
-        run: what all roles share; default what a mapping says.
+        run: what all roles share; default that of the mapping.
         parallel: this process's place; default joined, by RANK and its kin in the environment.
         max_optimizer_steps: what a schedule without ``max_steps`` decays over.
         kwargs: published arguments without a counterpart; named in a warning.

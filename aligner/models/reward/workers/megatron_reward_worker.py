@@ -22,7 +22,7 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
         tokenizer: packaged when it is saved.
         run: what all roles of the run share.
         parallel: this process's place.
-        attributes: what its head shall rate; none for comparisons, None: as its file says.
+        attributes: ratings of its head; none for comparisons, None: as in its file.
         weights_path: load these weights and this head instead of what ``config`` names.
         optimizer_path: continue from this optimizer state, a directory of `save_checkpoint`.
         init_optimizer: False for a model that only scores.

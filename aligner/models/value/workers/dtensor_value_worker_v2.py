@@ -23,7 +23,7 @@ class DTensorValueWorkerV2(ValueWorker[DTensorCriticModel]):
         tokenizer: Tokenizer,
         parallel: ParallelState,
     ) -> DTensorCriticModel:
-        """From a Hugging Face directory or a `.nemo`."""
+        """Load from a Hugging Face directory or a `.nemo`."""
         with open_model(whole_path or body_path) as source:
             return DTensorCriticModel(source, settings, parallel, tokenizer)
 

@@ -48,7 +48,7 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
         tokenizer: Tokenizer,
         parallel: ParallelState,
     ) -> MegatronGPTCriticModel:
-        """From a `.nemo`."""
+        """Load from a `.nemo`."""
         settings, whole_path = continuing(settings, whole_path)
         return load_from_nemo(
             MegatronGPTCriticModel,
@@ -100,7 +100,7 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
     # When weights are gathered ----------------------------------------------------------------
 
     def enable_forward_pre_hook(self) -> None:
-        """From the next update on, gather each weight in the forward pass that reads it.
+        """Gather, from the next update on, each weight in the forward pass that reads it.
 
         For data-parallel workers in training; alone, a worker has all weights anyway.
         """
@@ -119,4 +119,4 @@ class MegatronValueWorkerImpl(ValueWorker[MegatronGPTCriticModel]):
 
 
 class MegatronValueWorker(MegatronValueWorkerImpl):
-    """What every engine starts as a worker of `Value`."""
+    """Worker of `Value`, on every engine."""

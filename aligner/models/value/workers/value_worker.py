@@ -38,7 +38,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
         init_optimizer: False for a critic that only predicts.
         worker_sharding_annotations: place of every worker; must agree with ``config``.
         model: the policy's section; its layout is the critic's where that has none of its own.
-        run: what all roles share; default what a mapping says.
+        run: what all roles share; default that of the mapping.
         parallel: this process's place; default joined, by RANK and its kin in the environment.
         max_optimizer_steps: what a schedule without ``max_steps`` decays over.
         kwargs: published arguments without a counterpart; named in a warning.
@@ -116,7 +116,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
     # When weights are gathered ----------------------------------------------------------------
 
     def enable_forward_pre_hook(self) -> None:
-        """From the next update on, gather each weight in the forward pass that reads it.
+        """Gather, from the next update on, each weight in the forward pass that reads it.
 
         Nothing to do where the backend always does.
         """
