@@ -204,7 +204,7 @@ def run_lesson(
 def _startup_facts(
     config: BaseRunConfig, inputs: _Inputs, attempt: Attempt, device: DeviceFacts, steps: int
 ) -> StartupFacts:
-    """What the start-up report shows of any such run."""
+    """Facts for the start-up report of any such run."""
     lesson, architecture = inputs.lesson, inputs.architecture
     rows_per_example = lesson.task.rows_per_example
     processes = attempt.clusters.policy.world_size()

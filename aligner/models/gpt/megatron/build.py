@@ -138,7 +138,7 @@ def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
-    """How processes share the model."""
+    """Sizes of the axes along which processes share the model."""
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,

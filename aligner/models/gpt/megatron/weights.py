@@ -14,7 +14,7 @@ from aligner.models.gpt.megatron.phases import RolePhases
 
 
 class RoleWeights(RolePhases):
-    """Weights of `MegatronGPTModel`, which has what is declared here."""
+    """Weights of `MegatronGPTModel`, which has the attributes declared here."""
 
     adapters: RoleAdapters | None
 
