@@ -119,7 +119,7 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
         prompts,
         None,
         PromptSampler(len(prompts), PROMPTS, seed=config.seed),
-        tokenizer.pad_id,
+        pad_id=tokenizer.pad_id,
     )
 
 

@@ -87,7 +87,7 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
         prompts,
         None,
         PromptSampler(len(prompts), shape.batch, seed=config.seed),
-        tokenizer.pad_id,
+        pad_id=tokenizer.pad_id,
     )
 
 

@@ -1,4 +1,4 @@
-"""Imports point down, folders are small, and what is confined stays confined.
+"""Imports point down; folders, files and functions are small; what is confined stays confined.
 
 A rule without a checker is no rule.
 """
@@ -62,6 +62,32 @@ FACES = [
     "aligner.distributed.worker_groups",
 ]
 MODULES_IN_A_FOLDER = 16
+LINES_OF_A_FILE = 450
+LINES_OF_A_FUNCTION = 60  # from ``def`` to its end, the docstring too
+POSITIONAL_PARAMETERS = 7  # without ``self`` and ``cls``
+# Functions whose arguments and their order others have published, and who: more than
+# `POSITIONAL_PARAMETERS`, and docstrings that explain each are not counted.
+_NEMO_RL = "NeMo-RL, see docs/published.md"
+_PUBLISHED = "aligner.logprobs.published"
+PUBLISHED_SIGNATURES = {
+    f"{_PUBLISHED}.parallel_logprobs.from_parallel_logits_to_logprobs": _NEMO_RL,
+    f"{_PUBLISHED}.parallel_logprobs.from_parallel_logits_to_logprobs_packed_sequences": _NEMO_RL,
+    f"{_PUBLISHED}.dtensor_logprobs.dtensor_from_parallel_logits_to_logprobs": _NEMO_RL,
+    f"{_PUBLISHED}.hidden_logprobs.from_parallel_hidden_states_to_logprobs": _NEMO_RL,
+    f"{_PUBLISHED}.hidden_logprobs.ChunkedDistributedHiddenStatesToLogprobs.forward": _NEMO_RL,
+    f"{_PUBLISHED}.logits_logprob.ChunkedDistributedLogprob.forward": _NEMO_RL,
+    f"{_PUBLISHED}.logits_logprob.ChunkedDistributedGatherLogprob.forward": _NEMO_RL,
+    f"{_PUBLISHED}.sampling_logprob.ChunkedDistributedLogprobWithSampling.forward": _NEMO_RL,
+    f"{_PUBLISHED}.distillation.get_distillation_topk_logprobs_from_logits": _NEMO_RL,
+    "aligner.models.policy.lm_policy.Policy.__init__": _NEMO_RL,
+    "aligner.models.value.lm_value.Value.__init__": _NEMO_RL,
+    f"{_PUBLISHED}.linear_ce_patch._gpt_forward_with_linear_ce_fusion": (
+        "megatron-core: it stands for GPTModel.forward"
+    ),
+    "aligner.checkpoint.nemo.connector.GPTSaveRestoreConnector.restore_from": (
+        "NeMo: ModelPT.restore_from passes all of them by position"
+    ),
+}
 CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],
     "hydra": ["aligner/config/", "examples/", "tests/"],
@@ -156,6 +182,64 @@ def modules_needed(path, names):
 def test_no_folder_has_many_modules():
     sizes = Counter(relative(p.parent) for p in modules() if p.name != "__init__.py")
     assert {folder: n for folder, n in sizes.items() if n > MODULES_IN_A_FOLDER} == {}
+
+
+def test_no_file_is_long():
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in modules()}
+    assert {file: n for file, n in lengths.items() if n > LINES_OF_A_FILE} == {}
+
+
+def test_no_function_is_long():
+    long = {}
+    for name, function, _ in functions():
+        lines = function.end_lineno - function.lineno + 1
+        if name in PUBLISHED_SIGNATURES and ast.get_docstring(function) is not None:
+            docstring = function.body[0]
+            lines -= docstring.end_lineno - docstring.lineno + 1
+        if lines > LINES_OF_A_FUNCTION:
+            long[name] = lines
+    assert long == {}
+
+
+def test_no_function_has_many_positional_parameters():
+    """The rest are keywords, or an object where several functions hand the same ones on."""
+    many = {
+        name: [each.arg for each in positional]
+        for name, _, positional in functions()
+        if len(positional) > POSITIONAL_PARAMETERS
+    }
+    assert {name: found for name, found in many.items() if name not in PUBLISHED_SIGNATURES} == {}
+    assert set(PUBLISHED_SIGNATURES) == set(many), "a name that needs no exception"
+
+
+def functions():
+    """(full name, its node, its positional parameters) of every function, nested ones too."""
+    return [each for path in modules() for each in _functions_in(path)]
+
+
+@cache
+def _functions_in(path):
+    found = []
+
+    def visit(node, prefix, in_class):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                positional = [*child.args.posonlyargs, *child.args.args]
+                if in_class and not _is_static(child):
+                    positional = positional[1:]
+                found.append((f"{prefix}.{child.name}", child, positional))
+                visit(child, f"{prefix}.{child.name}", False)
+            elif isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}.{child.name}", True)
+            else:
+                visit(child, prefix, in_class)
+
+    visit(ast.parse(path.read_text()), name_of(path), False)
+    return found
+
+
+def _is_static(function):
+    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
 
 
 def test_published_paths_only_import():

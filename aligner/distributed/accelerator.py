@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from aligner.distributed import megatron_substitutes
 from aligner.distributed.host_memory import (
     available_bytes,
     keep_freed_memory,
@@ -382,9 +383,9 @@ def prepare_megatron() -> None:
     where tensors live on the CPU. These calls are answered by their CPU counterparts. Its router
     reads a name that only exists beside Transformer Engine, on a GPU too.
     """
-    _prepare_router()
+    megatron_substitutes.define_router_gemm()
     if has_gpu():
-        _prepare_gradient_norm()
+        megatron_substitutes.fuse_gradient_norm()
         return
     keep_freed_memory()
     cpu = torch.device("cpu")
@@ -403,52 +404,7 @@ def prepare_megatron() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     megatron_random._set_cuda_rng_state = set_cpu_rng_state
-    _prepare_dispatcher()
-
-
-def _prepare_router() -> None:
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # what the router takes for "not there"
-
-
-def _prepare_gradient_norm() -> None:
-    """Without Transformer Engine and Apex: the norm in a few kernels.
-
-    megatron-core's own substitute reads one number per parameter on the host.
-    """
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.utils import local_multi_tensor_l2_norm
-
-    def norm_on_device(
-        chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
-    ) -> tuple[Tensor, None]:
-        del chunk_size, overflow, per_tensor  # of the fused kernel that this stands for
-        return torch.nn.utils.get_total_norm(tensor_lists[0], foreach=True).float().view(1), None
-
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = norm_on_device
-
-
-def _prepare_dispatcher() -> None:
-    """Let the all-to-all dispatcher of experts do without its CUDA stream.
-
-    It copies token counts to the host on that stream; on CPU they are there already, and only
-    become the lists that a collective takes.
-    """
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    def counts_are_here(
-        self: Any, point: str, tokens_per_expert: Tensor | None = None
-    ) -> Tensor | None:
-        if point == "before_ep_alltoall" and self.input_splits is not None:
-            self.input_splits = self.input_splits.tolist()
-            self.output_splits = self.output_splits.tolist()
-        return tokens_per_expert
-
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # anything: it is never used
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_are_here
+    megatron_substitutes.free_dispatcher_of_stream()
 
 
 @contextlib.contextmanager

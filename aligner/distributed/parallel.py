@@ -94,18 +94,7 @@ def initialize_parallel(
     _start_torch_distributed(timeout)
 
     world = dist.get_world_size()
-    if world % config.model_parallel_size:
-        raise LayoutError(
-            f"world size {world} is not a multiple of tensor ({config.tensor}) x pipeline "
-            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}; "
-            f"start a multiple of {config.model_parallel_size} processes or make an axis smaller"
-        )
-    if world % (config.pipeline * config.expert):
-        raise LayoutError(
-            f"world size {world} is not a multiple of pipeline ({config.pipeline}) x expert "
-            f"({config.expert}) = {config.pipeline * config.expert}; start a multiple of it or "
-            "make an axis smaller"
-        )
+    _check_world(config, world)
 
     from megatron.core import parallel_state, tensor_parallel
 
@@ -140,6 +129,22 @@ def initialize_parallel(
         ep_group=parallel_state.get_expert_model_parallel_group(),
         model_parallel_group=parallel_state.get_model_parallel_group(),
     )
+
+
+def _check_world(config: ParallelConfig, world: int) -> None:
+    """Refuse a world that the axes do not divide."""
+    if world % config.model_parallel_size:
+        raise LayoutError(
+            f"world size {world} is not a multiple of tensor ({config.tensor}) x pipeline "
+            f"({config.pipeline}) x context ({config.context}) = {config.model_parallel_size}; "
+            f"start a multiple of {config.model_parallel_size} processes or make an axis smaller"
+        )
+    if world % (config.pipeline * config.expert):
+        raise LayoutError(
+            f"world size {world} is not a multiple of pipeline ({config.pipeline}) x expert "
+            f"({config.expert}) = {config.pipeline * config.expert}; start a multiple of it or "
+            "make an axis smaller"
+        )
 
 
 def joined_parallel(*, sequence_parallel: bool = False) -> ParallelState:

@@ -321,7 +321,11 @@ def stream_classes(order: Order, waited: Callable[[], None]) -> tuple[type, type
 
     ``waited``: called when the host waits until the device has nothing left to do.
     """
+    event_class = _event_class(order, waited)
+    return _stream_class(order, event_class), event_class
 
+
+def _event_class(order: Order, waited: Callable[[], None]) -> type:
     class Event:
         def __init__(self, *_: Any, **__: Any) -> None:
             self._moment: Moment = {}
@@ -346,6 +350,10 @@ def stream_classes(order: Order, waited: Callable[[], None]) -> tuple[type, type
             del end
             return 1.0
 
+    return Event
+
+
+def _stream_class(order: Order, event_class: type) -> type:
     class Stream:
         cuda_stream = 0
 
@@ -357,11 +365,11 @@ def stream_classes(order: Order, waited: Callable[[], None]) -> tuple[type, type
             other.lane.wait_for(order.process.host.moment())
             self.lane.wait_for(other.lane.moment())
 
-        def wait_event(self, event: Event) -> None:
+        def wait_event(self, event: Any) -> None:
             event.wait(self)
 
-        def record_event(self, event: Event | None = None) -> Event:
-            event = event or Event()
+        def record_event(self, event: Any = None) -> Any:
+            event = event or event_class()
             event.record(self)
             return event
 
@@ -385,4 +393,4 @@ def stream_classes(order: Order, waited: Callable[[], None]) -> tuple[type, type
         def __exit__(self, *error: Any) -> None:
             self._entered.pop().__exit__(*error)
 
-    return Stream, Event
+    return Stream

@@ -21,6 +21,7 @@ each logit is computed in float32 and rounded to bfloat16 (`aligner.kernels.wide
 Elsewhere they are converted to float32, a block at a time, and only the result is rounded.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -293,6 +294,16 @@ def _gradient_tile(
     )
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The settings of `row_statistics`."""
+
+    keep_target: bool
+    chunk_size: int | None
+    with_entropy: bool
+    divisor: float
+
+
 class _HiddenStatesToLogprobs(torch.autograd.Function):
     """(hidden, weight) → (logprobs, entropy), differentiable in both inputs by either output."""
 
@@ -304,10 +315,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         target: Tensor,
         shard: VocabShard,
         thresholds: Tensor | None,
-        keep_target: bool,
-        chunk_size: int | None,
-        with_entropy: bool,
-        divisor: float,
+        options: _Options,
     ) -> tuple[Tensor, Tensor | None]:
         statistics = row_statistics(
             hidden,
@@ -315,13 +323,13 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             target,
             shard,
             thresholds=thresholds,
-            keep_target=keep_target,
-            chunk_size=chunk_size,
-            with_entropy=with_entropy,
-            divisor=divisor,
+            keep_target=options.keep_target,
+            chunk_size=options.chunk_size,
+            with_entropy=options.with_entropy,
+            divisor=options.divisor,
         )
         ctx.save_for_backward(hidden, weight, target, thresholds, *statistics)
-        ctx.shard, ctx.chunk_size, ctx.divisor = shard, chunk_size, divisor
+        ctx.shard, ctx.options = shard, options
         ctx.set_materialize_grads(False)  # no entropy gradient: the cheaper backward
         return statistics.logprobs, statistics.entropy
 
@@ -343,12 +351,12 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             ctx.shard,
             gradient,
             thresholds=thresholds,
-            chunk_size=ctx.chunk_size,
+            chunk_size=ctx.options.chunk_size,
             need_hidden=ctx.needs_input_grad[0],
             need_weight=ctx.needs_input_grad[1],
-            divisor=ctx.divisor,
+            divisor=ctx.options.divisor,
         )
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def hidden_states_to_logprobs(
@@ -428,14 +436,5 @@ def shard_logprobs(
             thresholds = keep_thresholds(
                 hidden, weight, shard, sampling.kept_count, sampling.top_p, divisor
             )
-    return _HiddenStatesToLogprobs.apply(
-        hidden,
-        weight,
-        target,
-        shard,
-        thresholds,
-        sampling.keep_target,
-        chunk_size,
-        with_entropy,
-        divisor,
-    )
+    options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor)
+    return _HiddenStatesToLogprobs.apply(hidden, weight, target, shard, thresholds, options)

@@ -1,6 +1,7 @@
 """Roles of runs that learn from files."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from aligner.algorithms.distill.build import teacher_config
 from aligner.algorithms.ppo.trainer import TRAIN_COLUMNS
@@ -11,6 +12,7 @@ from aligner.config import (
     BaseRunConfig,
     DistillRunConfig,
     DPORunConfig,
+    LoopConfig,
     RewardRunConfig,
     SFTRunConfig,
     check_layout,
@@ -29,6 +31,7 @@ from aligner.plan.roles import (
     PlannedRole,
     Rows,
     Shape,
+    Start,
     Train,
     policy_scores,
     starting,
@@ -38,81 +41,133 @@ from aligner.types import LossFunction
 _ROWS: Shape = ("B",)
 
 
+@dataclass(frozen=True)
+class _Learner:
+    """The role that learns in one kind of run, and what it learns from.
+
+    ``before``: its phases before the update. ``others``: further models. The rest: see `Rows` and
+    `PlannedRole`.
+    """
+
+    start: Start
+    loss: LossFunction
+    name: str = "policy"
+    columns: tuple[str, ...] = TRAIN_COLUMNS
+    trailing: Mapping[str, Shape] = field(default_factory=dict)
+    together: int = 1
+    before: tuple[Phase, ...] = ()
+    attributes: tuple[str, ...] = ()
+    others: tuple[PlannedRole, ...] = ()
+
+
 def supervised_roles(
     config: BaseRunConfig, plan: PlanConfig, architectures: Mapping[str, GPTArchitecture]
 ) -> list[PlannedRole]:
     """Roles of fine-tuning, preferences, reward models and distillation."""
     model, world = config.model, config.trainer.world_size
-    dp = model.parallel.data_size(world)
+    share = model.global_batch_size // model.parallel.data_size(world)
     own = architectures[model.restore_from_path]
     prompt, response = with_length(config, plan, own.max_position_embeddings)
     length = prompt + response
-    phases: list[Phase] = []
-    found: list[PlannedRole] = []
-    columns: tuple[str, ...] = TRAIN_COLUMNS
-    trailing: dict[str, Shape] = {}
-    if isinstance(config, RewardRunConfig):
-        reward_loop = config.trainer.reward_model
-        attributes = tuple(config.data.attribute_columns)
-        loss: LossFunction = AttributeRegressionLoss()
-        if attributes:
-            trailing = {name: ("B", len(attributes)) for name in ("attributes", "attribute_mask")}
-        else:
-            loss = BradleyTerryLoss(reward_loop.variant)
-            trailing = {"preference_strengths": ("B",)}
-        run = run_facts(config, reward_loop)
-        start = starting(RewardModel, model, run=run, attributes=attributes, max_optimizer_steps=1)
-        name = "reward model"
-        together = config.rows_per_example
+    if isinstance(config, SFTRunConfig):
+        start = _start_policy(config, config.trainer.sft)
+        learner = _Learner(start, NegativeLogLikelihoodLoss())
+    elif isinstance(config, RewardRunConfig):
+        learner = _reward_model(config)
+    elif isinstance(config, DPORunConfig):
+        learner = _preferences(config, share, length)
+    elif isinstance(config, DistillRunConfig):
+        learner = _distillation(config, architectures, share, prompt, response)
     else:
-        attributes, name, together = (), "policy", 1
-        if isinstance(config, SFTRunConfig):
-            facts, loss = run_facts(config, config.trainer.sft), NegativeLogLikelihoodLoss()
-        elif isinstance(config, DPORunConfig):
-            loop = config.trainer.dpo
-            facts, loss = run_facts(config, loop), preference_loss(loop)
-            together = config.rows_per_example
-            columns = (*TRAIN_COLUMNS, "ref_logprobs")
-            of_rows = ("ground_truth_rewards", "desirable", "kl_baseline")
-            trailing = dict.fromkeys(of_rows, _ROWS)
-            if not loop.is_paired:  # the baseline's log-probs, of as many foreign responses
-                foreign = Rows(model.global_batch_size // dp, length, LOGPROB_COLUMNS)
-                phases.append(
-                    policy_scores(
-                        "logprobs",
-                        foreign,
-                        "get_logprobs",
-                        model.rollout.forward_micro_batch_size,
-                    )
-                )
-        elif isinstance(config, DistillRunConfig):
-            distill = config.trainer.distill
-            facts = run_facts(config, distill)
-            loss = DistillationLoss(distill.kl, distill.mixed_weight, distill.zero_outside_topk)
-            top = ("teacher_topk_logits", "teacher_topk_indices")
-            shape: Shape = ("B", "S", distill.top_k)
-            trailing = dict.fromkeys(top, shape)
-            share = model.global_batch_size // dp
-            if distill.on_policy:
-                rollout = model.rollout
-                slots = min(rollout.rollout_micro_batch_size, share)
-                sampling = rollout.sampling_params
-                phases.append(Generate("generate", share, slots, prompt, response, 1, sampling))
-            found.append(_teacher(config, architectures, Rows(share, length, LOGPROB_COLUMNS)))
-        else:
-            raise ConfigError(f"{config.algorithm}: plan does not know this kind of run")
-        start = starting(
-            Policy,
-            model,
-            run=facts,
-            backend=config.policy.backend,
-            init_reference_model=False,
-            max_optimizer_steps=1,
-        )
-    rows = Rows(model.global_batch_size // dp, length, columns, 1, together, trailing)
-    phases += [Train("train", rows, loss, model.micro_batch_size), HandOver("save")]
-    role = PlannedRole(name, own, model, world, "policy", start, tuple(phases), attributes)
-    return [role, *found]
+        raise ConfigError(f"{config.algorithm}: plan does not know this kind of run")
+    rows = Rows(share, length, learner.columns, 1, learner.together, learner.trailing)
+    train = Train("train", rows, learner.loss, model.micro_batch_size)
+    phases = (*learner.before, train, HandOver("save"))
+    role = PlannedRole(
+        learner.name, own, model, world, "policy", learner.start, phases, learner.attributes
+    )
+    return [role, *learner.others]
+
+
+def _start_policy(config: BaseRunConfig, loop: LoopConfig) -> Start:
+    return starting(
+        Policy,
+        config.model,
+        run=run_facts(config, loop),
+        backend=config.policy.backend,
+        init_reference_model=False,
+        max_optimizer_steps=1,
+    )
+
+
+def _reward_model(config: RewardRunConfig) -> _Learner:
+    loop = config.trainer.reward_model
+    attributes = tuple(config.data.attribute_columns)
+    loss: LossFunction = AttributeRegressionLoss()
+    trailing: dict[str, Shape] = {
+        name: ("B", len(attributes)) for name in ("attributes", "attribute_mask")
+    }
+    if not attributes:
+        loss, trailing = BradleyTerryLoss(loop.variant), {"preference_strengths": _ROWS}
+    start = starting(
+        RewardModel,
+        config.model,
+        run=run_facts(config, loop),
+        attributes=attributes,
+        max_optimizer_steps=1,
+    )
+    return _Learner(
+        start,
+        loss,
+        "reward model",
+        trailing=trailing,
+        together=config.rows_per_example,
+        attributes=attributes,
+    )
+
+
+def _preferences(config: DPORunConfig, share: int, length: int) -> _Learner:
+    loop = config.trainer.dpo
+    before: tuple[Phase, ...] = ()
+    if not loop.is_paired:  # the baseline's log-probs, of as many foreign responses
+        foreign = Rows(share, length, LOGPROB_COLUMNS)
+        batch_size = config.model.rollout.forward_micro_batch_size
+        before = (policy_scores("logprobs", foreign, "get_logprobs", batch_size),)
+    of_rows = ("ground_truth_rewards", "desirable", "kl_baseline")
+    return _Learner(
+        _start_policy(config, loop),
+        preference_loss(loop),
+        columns=(*TRAIN_COLUMNS, "ref_logprobs"),
+        trailing=dict.fromkeys(of_rows, _ROWS),
+        together=config.rows_per_example,
+        before=before,
+    )
+
+
+def _distillation(
+    config: DistillRunConfig,
+    architectures: Mapping[str, GPTArchitecture],
+    share: int,
+    prompt: int,
+    response: int,
+) -> _Learner:
+    loop = config.trainer.distill
+    before: tuple[Phase, ...] = ()
+    if loop.on_policy:
+        rollout = config.model.rollout
+        slots = min(rollout.rollout_micro_batch_size, share)
+        sampling = rollout.sampling_params
+        before = (Generate("generate", share, slots, prompt, response, 1, sampling),)
+    top = ("teacher_topk_logits", "teacher_topk_indices")
+    shape: Shape = ("B", "S", loop.top_k)
+    rows = Rows(share, prompt + response, LOGPROB_COLUMNS)
+    return _Learner(
+        _start_policy(config, loop),
+        DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk),
+        trailing=dict.fromkeys(top, shape),
+        before=before,
+        others=(_teacher(config, architectures, rows),),
+    )
 
 
 def _teacher(

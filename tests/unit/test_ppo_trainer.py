@@ -142,7 +142,7 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None):
     per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
     sampler = PromptSampler(prompts, per_step, seed=5, shuffle=False)
     policy, value = FakePolicy(log), FakeValue(log)
-    return PPOTrainer(config, policy, value, FakeReward(log), dataset, dataset, sampler, PAD)
+    return PPOTrainer(config, policy, value, FakeReward(log), dataset, dataset, sampler, pad_id=PAD)
 
 
 def names(log):

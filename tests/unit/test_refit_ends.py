@@ -77,15 +77,15 @@ def test_an_engine_looks_before_it_starts():
     with pytest.raises(ConfigError, match=rf"engine 0 \(torch {torch.__version__[:4]}.*policy"):
         VllmWorker(
             None,
-            {},
-            [0],
-            0,
-            "bf16",
-            LengthParams(),
-            SamplingParams(),
-            1,
-            8,
-            VllmConfig(),
+            tokenizer_files={},
+            eos_ids=[0],
+            pad_id=0,
+            precision="bf16",
+            length=LengthParams(),
+            sampling=SamplingParams(),
+            max_batch_size=1,
+            max_sequence_length=8,
+            settings=VllmConfig(),
             weights_from=POLICY,
         )
 

@@ -113,20 +113,13 @@ def load_inputs(config: SamplingRunConfig, engine: Engine, closing: ExitStack) -
 def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
     """Build the roles and run on from the last state."""
     clusters, closing = attempt.clusters, attempt.closing
-    sampler = PromptSampler(
-        len(inputs.train_prompts),
-        config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-    )
+    sampler = prompt_sampler(config, inputs)
     steps = total_steps(config.trainer.ppo, sampler)
     policy, value = build_roles(config, inputs.tokenizer, clusters, steps)
     closing.callback(policy.shutdown)
     if value is not None:
         closing.callback(value.shutdown)
-    generation = build_generation(config, inputs, clusters, policy)
-    if generation is not None:
-        closing.callback(generation.shutdown)
+    generation = build_generation(config, inputs, attempt, policy)
     trainer = PPOTrainer(
         config,
         policy,
@@ -135,7 +128,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         inputs.train_prompts,
         inputs.val_prompts,
         sampler,
-        inputs.tokenizer.pad_id,
+        pad_id=inputs.tokenizer.pad_id,
         generation=generation,
         total_steps=steps,
         val_sets=inputs.val_sets,
@@ -163,10 +156,7 @@ def _run(config: RunConfig, inputs: RunInputs, attempt: Attempt) -> None:
             notes=notes,
         ),
         notes=[
-            *dropped_note(
-                inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
-            ),
-            *shared_note(inputs.train_prompts, inputs.val_prompts),
+            *prompt_notes(inputs),
             *_dynamic_note(config),
             *generation_note(generation),
         ],
@@ -254,14 +244,28 @@ def build_roles(
     return policy, value
 
 
+def prompt_sampler(config: SamplingRunConfig, inputs: RunInputs) -> PromptSampler:
+    """Sampler of the training prompts of each step."""
+    rollout = config.model.rollout
+    return PromptSampler(
+        len(inputs.train_prompts),
+        rollout.num_rollout_samples // rollout.num_rollouts_per_prompt,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
 def build_generation(
-    config: SamplingRunConfig, inputs: RunInputs, clusters: Clusters, policy: Policy
+    config: SamplingRunConfig, inputs: RunInputs, attempt: Attempt, policy: Policy
 ) -> VllmGeneration | None:
-    """The engines that draw for the policy; None where its own workers do."""
+    """The engines that draw for the policy; None where its own workers do.
+
+    They are shut down at the end of ``attempt``.
+    """
     if config.generation.backend == "megatron":
         return None
-    return VllmGeneration(
-        clusters.generation,
+    generation = VllmGeneration(
+        attempt.clusters.generation,
         config,
         inputs.tokenizer,
         inputs.architecture,
@@ -269,6 +273,17 @@ def build_generation(
         inputs.longest_prompt
         + max(config.model.rollout.length_params.max_length, config.validation.max_length or 0),
     )
+    attempt.closing.callback(generation.shutdown)
+    return generation
+
+
+def prompt_notes(inputs: RunInputs) -> list[str]:
+    """Prompts that were dropped, or are in both sets, for the start-up report."""
+    train = inputs.train_prompts
+    return [
+        *dropped_note(train.dropped_too_long, "training prompts", "data.max_prompt_length"),
+        *shared_note(train, inputs.val_prompts),
+    ]
 
 
 def generation_note(generation: VllmGeneration | None) -> list[str]:

@@ -1,21 +1,25 @@
 """Assembling a rejection-sampling run from its configuration."""
 
-from aligner.algorithms.ppo.build import RunInputs, build_generation, generation_note, load_inputs
+from aligner.algorithms.ppo.build import (
+    RunInputs,
+    build_generation,
+    generation_note,
+    load_inputs,
+    prompt_notes,
+    prompt_sampler,
+)
 from aligner.algorithms.rs.trainer import RSTrainer
 from aligner.algorithms.run.assembly import (
     Assembled,
     Attempt,
-    dropped_note,
     launch_run,
     run_facts,
     run_to_the_end,
-    shared_note,
     total_steps,
 )
 from aligner.algorithms.run.dry_run import may_be_dry
 from aligner.algorithms.run.startup import startup_facts, trained_policy
 from aligner.config import RSRunConfig
-from aligner.data.sampler import PromptSampler
 from aligner.models.policy.lm_policy import Policy
 
 
@@ -32,12 +36,9 @@ def train_rs(config: RSRunConfig) -> None:
 def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
     """Build the policy and run on from the last state."""
     clusters, closing, rs = attempt.clusters, attempt.closing, config.model.rs
-    prompts_per_step = rs.num_rollout_samples // rs.num_rollouts_per_prompt
-    sampler = PromptSampler(
-        len(inputs.train_prompts), prompts_per_step, seed=config.seed, shuffle=config.data.shuffle
-    )
+    sampler = prompt_sampler(config, inputs)
     steps = total_steps(config.loop, sampler)
-    kept = prompts_per_step * rs.top_n_rollouts
+    kept = sampler.batch_size * rs.top_n_rollouts
     policy = Policy(
         clusters.policy,
         config.model,
@@ -48,9 +49,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         max_optimizer_steps=steps * (kept // config.model.global_batch_size),
     )
     closing.callback(policy.shutdown)
-    generation = build_generation(config, inputs, clusters, policy)
-    if generation is not None:
-        closing.callback(generation.shutdown)
+    generation = build_generation(config, inputs, attempt, policy)
     trainer = RSTrainer(
         config,
         policy,
@@ -58,7 +57,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         inputs.train_prompts,
         inputs.val_prompts,
         sampler,
-        inputs.tokenizer.pad_id,
+        pad_id=inputs.tokenizer.pad_id,
         generation=generation,
         total_steps=steps,
         val_sets=inputs.val_sets,
@@ -85,10 +84,7 @@ def _run(config: RSRunConfig, inputs: RunInputs, attempt: Attempt) -> None:
         notes=[
             f"of the samples of a step the best {rs.top_n_rollouts} of every "
             f"{rs.num_rollouts_per_prompt} are learned: {kept}",
-            *dropped_note(
-                inputs.train_prompts.dropped_too_long, "training prompts", "data.max_prompt_length"
-            ),
-            *shared_note(inputs.train_prompts, inputs.val_prompts),
+            *prompt_notes(inputs),
             *generation_note(generation),
         ],
     )

@@ -139,19 +139,7 @@ def startup_facts(
         ppo_epochs=passes,
         roles=trained,
     )
-    roles = [
-        role_memory(
-            config,
-            architecture,
-            role.data_parallel_size or data_size,
-            role.name,
-            model_parallel_size=role.model_parallel_size,
-        )
-        for role in reversed(trained)
-    ]
-    if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
-        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
-    roles += frozen
+    roles = [*_own_roles(config, architecture, data_size, trained, with_reference), *frozen]
     return StartupFacts(
         processes=processes,
         algorithm=config.algorithm,
@@ -168,6 +156,29 @@ def startup_facts(
         restored=restored,
         notes=notes,
     )
+
+
+def _own_roles(
+    config: SamplingRunConfig,
+    architecture: GPTArchitecture,
+    data_size: int,
+    trained: Sequence[TrainedRole],
+    with_reference: bool,
+) -> list[RoleMemory]:
+    """Memory of the roles of the run's own model, the last that is trained first."""
+    roles = [
+        role_memory(
+            config,
+            architecture,
+            role.data_parallel_size or data_size,
+            role.name,
+            model_parallel_size=role.model_parallel_size,
+        )
+        for role in reversed(trained)
+    ]
+    if with_reference and config.model.peft.lora is None:  # else it is the policy without adapters
+        roles.append(role_memory(config, architecture, data_size, "reference", trainable=False))
+    return roles
 
 
 def saving(config: BaseRunConfig, roles: Sequence[RoleMemory], processes: int) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aligner.algorithms.run.assembly import (
@@ -38,6 +38,7 @@ from aligner.config.rules.checks import check_longest_example, check_model_share
 from aligner.data.sampler import PromptSampler
 from aligner.data.supervised import ExampleDataset, ExampleFormat, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.accelerator import DeviceFacts
 from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
@@ -180,13 +181,6 @@ def run_lesson(
         role = lesson.start(attempt, steps)
         attempt.closing.callback(role.shutdown)
         task = lesson.task if lesson.ask_first is None else lesson.ask_first(attempt, role)
-        memory = [
-            role_memory(config, inputs.architecture, _data_size(config, attempt), "model"),
-            *(
-                role_memory(config, frozen, 1, name, trainable=False)
-                for name, frozen in lesson.frozen.items()
-            ),
-        ]
         assembled = Assembled(
             SupervisedTrainer(role, task, sampler, limit_val_examples=limit_val_examples),
             loop,
@@ -194,26 +188,8 @@ def run_lesson(
             layout=attempt.clusters.describe(config),
             trained=(lesson.saved_as, role),
             restores=["model", "optimizer", "schedule", "data position"],
-            facts=lambda device, restored, notes: StartupFacts(
-                processes=attempt.clusters.policy.world_size(),
-                device=device,
-                algorithm=config.algorithm,
-                model=config.model.restore_from_path,
-                log_dir=config.exp_manager.explicit_log_dir,
-                batches=supervised_arithmetic(
-                    len(lesson.task.train),
-                    steps,
-                    sampler.batch_size,
-                    config.model.micro_batch_size // lesson.task.rows_per_example,
-                    _data_size(config, attempt),
-                ),
-                roles=memory,
-                working_bytes=training_memory(
-                    config, inputs.architecture, lesson.longest, on_gpus=device.has_gpu
-                ),
-                run_states=saving(config, memory, attempt.clusters.policy.world_size()),
-                packages=find_packages(),
-                dropout=dropout_in_words(config.model, inputs.architecture),
+            facts=lambda device, restored, notes: replace(
+                _startup_facts(config, inputs, attempt, device, steps),
                 restored=restored,
                 notes=notes,
             ),
@@ -225,8 +201,38 @@ def run_lesson(
     launch_run(config, load, run)
 
 
-def _data_size(config: BaseRunConfig, attempt: Attempt) -> int:
-    return config.model.parallel.data_size(attempt.clusters.policy.world_size())
+def _startup_facts(
+    config: BaseRunConfig, inputs: _Inputs, attempt: Attempt, device: DeviceFacts, steps: int
+) -> StartupFacts:
+    """Facts for the start-up report of any such run."""
+    lesson, architecture = inputs.lesson, inputs.architecture
+    rows_per_example = lesson.task.rows_per_example
+    processes = attempt.clusters.policy.world_size()
+    data_size = config.model.parallel.data_size(processes)
+    memory = [role_memory(config, architecture, data_size, "model")]
+    memory += [
+        role_memory(config, frozen, 1, name, trainable=False)
+        for name, frozen in lesson.frozen.items()
+    ]
+    return StartupFacts(
+        processes=processes,
+        device=device,
+        algorithm=config.algorithm,
+        model=config.model.restore_from_path,
+        log_dir=config.exp_manager.explicit_log_dir,
+        batches=supervised_arithmetic(
+            len(lesson.task.train),
+            steps,
+            config.model.global_batch_size // rows_per_example,
+            config.model.micro_batch_size // rows_per_example,
+            data_size,
+        ),
+        roles=memory,
+        working_bytes=training_memory(config, architecture, lesson.longest, on_gpus=device.has_gpu),
+        run_states=saving(config, memory, processes),
+        packages=find_packages(),
+        dropout=dropout_in_words(config.model, architecture),
+    )
 
 
 def _check_positions(architecture: GPTArchitecture, longest: int) -> None:

@@ -5,7 +5,13 @@ from typing import Any
 
 import yaml
 
-from aligner.architecture import Activation, GPTArchitecture, Normalization, RopeScaling
+from aligner.architecture import (
+    Activation,
+    GPTArchitecture,
+    Normalization,
+    PositionEmbedding,
+    RopeScaling,
+)
 from aligner.errors import CheckpointError
 
 Config = dict[str, Any]
@@ -26,6 +32,11 @@ _NORMALIZATIONS: dict[str, Normalization] = {
     "low_precision_layernorm": "layernorm",
     "layernorm1p": "layernorm1p",
     "rmsnorm": "rmsnorm",
+}
+_POSITION_EMBEDDINGS: dict[str, PositionEmbedding] = {
+    "rope": "rope",
+    "learned_absolute": "learned_absolute",
+    "none": "none",
 }
 _WRITTEN_ACTIVATIONS: dict[Activation, str] = {
     "gelu_tanh": "gelu",  # together with openai_gelu
@@ -107,10 +118,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
             normalization=_choice(config, "normalization", "layernorm", _NORMALIZATIONS),
             layernorm_epsilon=float(get("layernorm_epsilon", 1e-5)),
             position_embedding=_choice(
-                config,
-                "position_embedding_type",
-                "learned_absolute",
-                {"rope": "rope", "learned_absolute": "learned_absolute", "none": "none"},
+                config, "position_embedding_type", "learned_absolute", _POSITION_EMBEDDINGS
             ),
             rotary_base=float(get("rotary_base", 10_000)),
             rotary_percent=float(get("rotary_percentage", 1.0)),
@@ -212,7 +220,6 @@ def _window(config: Config) -> int | None:
 
 def config_from_architecture(architecture: GPTArchitecture) -> Config:
     """NeMo's keys for an architecture; every key that decides a number is written out."""
-    scaling = architecture.rope_scaling
     config: Config = {
         "mcore_gpt": True,
         "micro_batch_size": 1,
@@ -265,12 +272,19 @@ def config_from_architecture(architecture: GPTArchitecture) -> Config:
         "moe_router_pre_softmax": architecture.moe_router_pre_softmax or None,
     }
     config |= {key: value for key, value in optional.items() if value is not None}
-    if scaling is not None and scaling.kind == "linear":
-        config["seq_len_interpolation_factor"] = scaling.factor
-    elif scaling is not None:
-        config |= {"scale_positional_embedding": True, "scale_factor": scaling.factor}
-        config["rope_scaling"] = {**vars(scaling)}
-    return config
+    return config | _written_rope_scaling(architecture.rope_scaling)
+
+
+def _written_rope_scaling(scaling: RopeScaling | None) -> Config:
+    if scaling is None:
+        return {}
+    if scaling.kind == "linear":
+        return {"seq_len_interpolation_factor": scaling.factor}
+    return {
+        "scale_positional_embedding": True,
+        "scale_factor": scaling.factor,
+        "rope_scaling": {**vars(scaling)},
+    }
 
 
 def dump_config(config: Config) -> bytes:

@@ -38,6 +38,7 @@ class VllmWorker:
     def __init__(
         self,
         architecture: GPTArchitecture,
+        *,
         tokenizer_files: Mapping[str, bytes],
         eos_ids: Sequence[int],
         pad_id: int,

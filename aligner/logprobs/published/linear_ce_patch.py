@@ -80,22 +80,25 @@ def _gpt_forward_with_linear_ce_fusion(
         )
     with bypassed_output_layer(self):
         hidden = self._original_forward_for_linear_ce_fusion(**arguments)
-    if not self.post_process:
-        return hidden
-    weight, tp_group = output_weight(self), self.pg_collection.tp
+    return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
+
+
+def _logprobs(model: "GPTModel", hidden: Tensor, labels: Tensor, packed_seq_params: Any) -> Tensor:
+    """Log-probs of ``labels`` from hidden states float [B, S_local, H] of the last stage."""
+    weight, tp_group = output_weight(model), model.pg_collection.tp
     start = weight.shape[0] * dist.get_rank(tp_group)
     return from_parallel_hidden_states_to_logprobs(
         hidden.transpose(0, 1),
         None,
         weight,
-        runtime_gather_output,
+        None,  # of megatron-core: whether to gather logits, and there are none
         labels,
         start,
         start + weight.shape[0],
         tp_group,
-        cp_group=self.pg_collection.cp,
-        chunk_size=self._linear_ce_fusion_chunk_size,
-        sequence_parallel=self.config.sequence_parallel,
+        cp_group=model.pg_collection.cp,
+        chunk_size=model._linear_ce_fusion_chunk_size,
+        sequence_parallel=model.config.sequence_parallel,
         **_packing(packed_seq_params),
     )
 

@@ -21,6 +21,7 @@ class RewardModel(RoleFront):
         config: TrainedModelConfig,
         tokenizer: Tokenizer,
         run: RunFacts,
+        *,
         name_prefix: str = "reward_model",
         attributes: tuple[str, ...] | None = None,
         init_optimizer: bool = True,

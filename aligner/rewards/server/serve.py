@@ -11,7 +11,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ParallelConfig, TrainedModelConfig
 from aligner.distributed.agreement import from_rank_zero, is_rank_zero, on_rank_zero
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.parallel import ParallelState, initialize_parallel, shutdown_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt.megatron.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunFacts
@@ -49,19 +49,7 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
     """
     parallel_config = ParallelConfig(tensor=options.tensor_model_parallel_size)
     parallel = initialize_parallel(parallel_config)
-    with open_nemo(options.model) as checkpoint:
-        rated_attributes(checkpoint, options.model)  # a language model is refused
-        encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
-    model = RewardModel(
-        LocalCluster(parallel),
-        TrainedModelConfig(
-            restore_from_path=options.model,
-            tensor_model_parallel_size=options.tensor_model_parallel_size,
-        ),
-        encoder.tokenizer,
-        RunFacts(precision=options.precision),
-        init_optimizer=False,
-    )
+    model, encoder = _load(options, parallel)
     model.prepare_for_inference()
     stopping = _stop_on_signals()
 
@@ -104,6 +92,24 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
             http.shutdown()
             http.server_close()
         shutdown_parallel()
+
+
+def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, SequenceEncoder]:
+    """The model, and the encoder of the sequences that it reads."""
+    with open_nemo(options.model) as checkpoint:
+        rated_attributes(checkpoint, options.model)  # a language model is refused
+        encoder = SequenceEncoder.of_checkpoint(checkpoint, options.add_bos)
+    model = RewardModel(
+        LocalCluster(parallel),
+        TrainedModelConfig(
+            restore_from_path=options.model,
+            tensor_model_parallel_size=options.tensor_model_parallel_size,
+        ),
+        encoder.tokenizer,
+        RunFacts(precision=options.precision),
+        init_optimizer=False,
+    )
+    return model, encoder
 
 
 def score_until(

@@ -136,12 +136,31 @@ class Generator:
             length=length,
             sampling=sampling,
         )
+        rollout = self._rolled_out(batch, rows, rules, stop, listener)
+        longest = int(rollout.lengths.max()) if rows else 0
+        return GenerationOutput(
+            rollout.tokens[:, :longest].clone(),
+            rollout.lengths.clone(),
+            batch.lengths,
+            rollout.logprobs[:, :longest].clone(),
+            rollout.is_end,
+        )
+
+    def _rolled_out(
+        self,
+        prompts: Prompts,
+        rows: Sequence[tuple[int, ...]],
+        rules: RolloutRules,
+        stop: StopStrings | None,
+        listener: TokenListener | None,
+    ) -> Rollout:
+        """Rollout of ``prompts`` at its end; ``rows``: the tokens of each, without padding."""
         pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
-        ahead = _runs_ahead(device) and not pipeline
+        ahead = _runs_ahead(prompts.tokens.device) and not pipeline
 
         def begin(waits: bool) -> Rollout:
             return Rollout(
-                batch,
+                prompts,
                 rows,
                 rules,
                 stop=stop,
@@ -160,7 +179,7 @@ class Generator:
                     self._gpt,
                     self._architecture,
                     num_slots=num_slots,
-                    capacity=max(map(len, rows)) + length.max_length,
+                    capacity=max(map(len, rows)) + rules.length.max_length,
                     tp_group=self._tp_group,
                 )
                 with model.session():
@@ -171,14 +190,7 @@ class Generator:
                         rollout = begin(waits=True)
                         rollout.run(model, num_slots)
                 self._take_from_first_context_rank(rollout)
-        longest = int(rollout.lengths.max()) if num_slots > 0 else 0
-        return GenerationOutput(
-            rollout.tokens[:, :longest].clone(),
-            rollout.lengths.clone(),
-            batch.lengths,
-            rollout.logprobs[:, :longest].clone(),
-            rollout.is_end,
-        )
+        return rollout
 
     def _take_from_first_context_rank(self, rollout: Rollout) -> None:
         """Make the copies one, where a library's last bits differ from run to run."""

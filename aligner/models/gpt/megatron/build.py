@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -64,57 +64,23 @@ def transformer_config(
     parallel = parallel or ParallelConfig()
     fused = Fusions.of(architecture, layers.fusions)
     of_transformer_engine = uses_transformer_engine(layers.spec, lora)
-    on_cpu = not accelerator.has_gpu()
-    is_moe = architecture.num_moe_experts is not None
     return GPTConfig(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        activation_func=_ACTIVATIONS[architecture.activation],
-        gated_linear_unit=architecture.gated,
+        **_network(architecture),
+        **_experts(architecture, fp8),
+        **_layout(parallel),
         # Our spec's activation in one piece; Transformer Engine's MLP has no such place.
         use_te_activation_func=architecture.activation == "swiglu"
         and not fused.swiglu
         and not of_transformer_engine,
         bias_activation_fusion=fused.swiglu,
         rotates_in_one_kernel=fused.rotary,
-        normalization="RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
-        layernorm_zero_centered_gamma=architecture.normalization == "layernorm1p",
-        layernorm_epsilon=architecture.layernorm_epsilon,
-        add_bias_linear=architecture.bias_linear,
-        add_qkv_bias=architecture.bias_qkv,
-        qk_layernorm=architecture.qk_layernorm,
-        window_size=(architecture.window_size - 1, 0) if architecture.window_size else None,
-        attention_dropout=architecture.attention_dropout,
-        hidden_dropout=architecture.hidden_dropout,
-        init_method_std=architecture.init_std,
-        num_moe_experts=architecture.num_moe_experts,
-        moe_router_topk=architecture.moe_router_topk,
-        moe_ffn_hidden_size=architecture.expert_ffn_hidden_size if is_moe else None,
-        moe_router_pre_softmax=architecture.moe_router_pre_softmax,
-        moe_router_dtype="fp32",
-        # Every token reaches its experts, and each rank may bring another number of them.
-        moe_token_dispatcher_type="alltoall",
-        # A balancing loss would add to the gradient what depends on how the batch is cut up, and
-        # an RL loss is not what balances a router that is trained already.
-        moe_router_load_balancing_type="none",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         fp8=fp8,
         # Scales of the tensors at hand: unlike a history of them, nothing that a resumed run lacks.
         fp8_recipe="tensorwise" if fp8 else "delayed",
-        moe_router_padding_for_quantization=is_moe and fp8 is not None,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1 if parallel.expert > 1 else None,
-        sequence_parallel=parallel.sequence_parallel,
-        use_cpu_initialization=on_cpu,
+        use_cpu_initialization=not accelerator.has_gpu(),
         perform_initialization=initialize,
         # Losses arrive already divided by global counts: gradients are summed, never averaged.
         calculate_per_token_loss=True,
@@ -123,12 +89,66 @@ def transformer_config(
         masked_softmax_fusion=False,  # of a core attention that is not ours
         bias_dropout_fusion=fused.bias,
         apply_rope_fusion=False,  # Transformer Engine's: one position for all rows of a batch
-        variable_seq_lengths=parallel.pipeline > 1,
-        deallocate_pipeline_outputs=True,
         recompute_granularity=recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
+
+
+def _network(architecture: GPTArchitecture) -> dict[str, Any]:
+    """Shape, operations and initial weights of the layers."""
+    return {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "activation_func": _ACTIVATIONS[architecture.activation],
+        "gated_linear_unit": architecture.gated,
+        "normalization": "RMSNorm" if architecture.normalization == "rmsnorm" else "LayerNorm",
+        "layernorm_zero_centered_gamma": architecture.normalization == "layernorm1p",
+        "layernorm_epsilon": architecture.layernorm_epsilon,
+        "add_bias_linear": architecture.bias_linear,
+        "add_qkv_bias": architecture.bias_qkv,
+        "qk_layernorm": architecture.qk_layernorm,
+        "window_size": (architecture.window_size - 1, 0) if architecture.window_size else None,
+        "attention_dropout": architecture.attention_dropout,
+        "hidden_dropout": architecture.hidden_dropout,
+        "init_method_std": architecture.init_std,
+    }
+
+
+def _experts(architecture: GPTArchitecture, fp8: FP8 | None) -> dict[str, Any]:
+    """Experts and their router, where the layers have any."""
+    is_moe = architecture.num_moe_experts is not None
+    return {
+        "num_moe_experts": architecture.num_moe_experts,
+        "moe_router_topk": architecture.moe_router_topk,
+        "moe_ffn_hidden_size": architecture.expert_ffn_hidden_size if is_moe else None,
+        "moe_router_pre_softmax": architecture.moe_router_pre_softmax,
+        "moe_router_dtype": "fp32",
+        # Every token reaches its experts, and each rank may bring another number of them.
+        "moe_token_dispatcher_type": "alltoall",
+        # A balancing loss would add to the gradient what depends on how the batch is cut up, and
+        # an RL loss is not what balances a router that is trained already.
+        "moe_router_load_balancing_type": "none",
+        "moe_router_padding_for_quantization": is_moe and fp8 is not None,
+    }
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    """Sizes of the axes along which processes share the model."""
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1 if parallel.expert > 1 else None,
+        "sequence_parallel": parallel.sequence_parallel,
+        "variable_seq_lengths": parallel.pipeline > 1,
+        "deallocate_pipeline_outputs": True,
+    }
 
 
 def check_fp8(fp8: FP8 | None, dtype: torch.dtype, spec: LayerSpec = "auto") -> None:

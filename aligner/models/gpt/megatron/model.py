@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes
-from aligner.checkpoint.canonical import REWARD_HEAD
-from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.config import architecture_from_config
 from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
@@ -31,7 +29,7 @@ from aligner.distributed import accelerator
 from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.collectives import broadcast_floats
 from aligner.distributed.parallel import ParallelState, initialize_parallel
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import ConfigError
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Head,
@@ -46,7 +44,7 @@ from aligner.models.gpt.lora.adapters import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.megatron.forward_reuse import KeptPass
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
-from aligner.models.gpt.megatron.phases import RolePhases
+from aligner.models.gpt.megatron.weights import RoleWeights
 from aligner.models.gpt.role.given_settings import SectionType, settings_beside_architecture
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.gpt.role.updates import (
@@ -60,7 +58,7 @@ from aligner.models.gpt.role.updates import (
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
-class MegatronGPTModel(RolePhases, ModelPT):
+class MegatronGPTModel(RoleWeights, ModelPT):
     """A role's share of a megatron-core GPT on this process.
 
     Args:
@@ -340,71 +338,6 @@ class MegatronGPTModel(RolePhases, ModelPT):
             model.load_adapters(model.settings.adapters_path)
         return model
 
-    def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load this process's share of whole, canonical weights; inverse of `whole_weights`.
-
-        ``weights``: tensors [out, in] or [out], in any float dtype. Called on every rank.
-        """
-        load_weights(
-            self.gpt,
-            weights,
-            self.architecture,
-            tp_rank=self.parallel.tp_rank,
-            tp_size=self.settings.parallel.tensor,
-        )
-        self.load_head(weights, strict)
-        if self.optimizer is not None:
-            self.optimizer.take_over_weights()
-
-    def load_adapters(self, path: str | Path) -> None:
-        """Take adapters, and a head, that `save_adapters` wrote; on every rank."""
-        assert self.adapters is not None
-        self.adapters.load(path)
-        if self.optimizer is not None:
-            self.optimizer.take_over_weights()
-
-    def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, and a head; on every rank."""
-        assert self.adapters is not None
-        self.adapters.save(path, self.nemo_keys())
-
-    def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
-        """Copy the reward head, where both the model and the checkpoint have one.
-
-        ``weights``: the head's weight, float [K, H], and bias, float [K], under canonical names.
-
-        Raises:
-            CheckpointError: the shapes differ and ``strict`` is set.
-        """
-        head = getattr(self.gpt, "rm_head", None)
-        if head is None:
-            return
-        for name in REWARD_HEAD:
-            target = head.get_parameter(name.removeprefix("rm_head."))
-            if name not in weights:
-                continue
-            if weights[name].shape == target.shape:
-                target.data.copy_(weights[name])
-            elif strict:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(weights[name].shape)}, this role's is "
-                    f"{tuple(target.shape)}; pass strict=False to start with a fresh head"
-                )
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Canonical weights joined on rank 0, none elsewhere; call it on every rank.
-
-        Adapters are merged into them.
-        """
-        self.collect_weights()
-        return gather_weights(
-            self.gpt,
-            self.architecture,
-            tp_group=self.parallel.tp_group,
-            pp_group=self.parallel.pp_group,
-            ep_group=self.parallel.ep_group,
-        )
-
     def write_nemo(self, path: str) -> None:
         """Write a `.nemo`; call it on every rank. Rank 0 writes, and if it cannot, all raise."""
         weights = self.whole_weights()
@@ -420,10 +353,6 @@ class MegatronGPTModel(RolePhases, ModelPT):
                 },
             )
         )
-
-    def nemo_keys(self) -> dict[str, Any]:
-        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
-        return {}
 
     def cfg_value(self, key: str) -> Any:
         """Value of a dotted key of ``cfg``."""

@@ -36,6 +36,7 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
         tokenizer: Tokenizer,
         run: RunFacts,
         parallel: ParallelState,
+        *,
         attributes: tuple[str, ...] | None = None,
         weights_path: str | None = None,
         optimizer_path: str | None = None,
