@@ -1,6 +1,7 @@
 """Fixtures that every folder of tests shares."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,3 +41,12 @@ def teacher(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny_teacher.nemo"
     write_tiny_nemo(path, seed=1, hidden_size=128, scale=0.06)
     return path
+
+
+@pytest.fixture(scope="session")
+def dry_possible() -> None:
+    """Skips where there can be no dry device, with the reason."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("the dry device compiles a small library: needs g++ or clang++")
+    if torch.version.cuda is not None:
+        pytest.skip("the dry device needs a CPU build of torch")

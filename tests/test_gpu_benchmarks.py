@@ -99,7 +99,7 @@ for name, arguments in json.loads(sys.argv[1]).items():
 
 
 @pytest.fixture(scope="module")
-def dry():
+def dry(dry_possible):
     """What every benchmark says of the tiny shape on the dry device, in one process."""
     done = subprocess.run(
         [sys.executable, "-c", DRY, json.dumps(SIZES)],

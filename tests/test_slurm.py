@@ -1,7 +1,7 @@
 """The job files of examples/slurm are run, with stand-ins for Slurm, and what they start composes.
 
 `srun` runs what it is given, once; `torchrun`, `python` and `ray` write down how they were called;
-`ray status` counts the nodes that were started.
+`torchrun --help` is the real one's, `ray status` counts the nodes that were started.
 """
 
 import json
@@ -30,8 +30,13 @@ if sys.argv[1:] == ["status"]:
     started = [line for line in open(os.environ["CALLS"]) if '"start"' in line]
     print("Active:", *(f" 1 node_{{number}}" for number in range(len(started))), sep="\\n")
 """
+SHOW_HELP = f"""#!{sys.executable}
+import os, sys
+if sys.argv[1:] == ["--help"]:
+    os.execv({sys.executable!r}, {[sys.executable, "-m", "torch.distributed.run", "--help"]!r})
+"""
 STAND_INS = {
-    "torchrun": WRITE_DOWN,
+    "torchrun": SHOW_HELP + WRITE_DOWN,
     "python": WRITE_DOWN,
     "ray": WRITE_DOWN,
     "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
@@ -98,6 +103,7 @@ def test_torchrun_knows_every_option_it_is_given(job, calls):
     options = parse_args(run[1:])
     assert (options.nnodes, options.nproc_per_node) == (str(NODES), str(GPUS))
     assert (options.rdzv_endpoint, options.rdzv_id) == ("node-1:29500", "7")
+    assert getattr(options, "shutdown_timeout", 300) == 300  # torch 2.11 has no such option
 
 
 def test_ray_gets_a_head_and_workers_that_know_its_options(calls):

@@ -203,6 +203,8 @@ def test_an_option_that_came_with_an_upgrade_makes_nothing_stale(place):
         record.write_text(json.dumps(older))
     run()
     assert ran() == []
+    record = Path("results/stubs/sft/stage.json")
+    older = json.loads(record.read_text())
     older["made_of"]["data"]["train"]["arguments"].pop("size")  # these are the user's own
     record.write_text(json.dumps(older))
     with pytest.raises(ConfigError, match=r"data\.train\.arguments\.size: None -> "):
