@@ -32,7 +32,7 @@ REWARD_MODELS = (
     ),
 )
 ADAPTERS = ("results/sft/policy.lora.safetensors", "RUN.lora.safetensors")
-DIRECTORIES = ("my_hf_model", "MODEL", "DIR_OR_GGUF", "Qwen2.5-1.5B-Instruct")
+DIRECTORIES = ("Llama-70B", "my_hf_model", "MODEL", "DIR_OR_GGUF", "Qwen2.5-1.5B-Instruct")
 FINISHED = (
     "results/gsm8k",
     "results/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron",
