@@ -327,7 +327,7 @@ def test_the_rollouts_log_probs_stand_in_where_a_batch_has_none(here):
         ("grppo", ["did you mean grpo", "package.module:function"]),
         ("my_estimators.py:gone", ["has no function 'gone'", "good"]),
         ("my_estimators.py:wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
-        ("my_estimators.py:wants_values", ["values", "with a critic alone"]),
+        ("my_estimators.py:wants_values", ["values", "only in a run with a critic"]),
         ("my_estimators.py:wrong_shape", ["a tensor [4, 5] of 4 responses", "float [4, 6]"]),
         ("my_estimators.py:not_finite", ["of response 0 of 4 it is NaN or infinite"]),
         ("my_estimators.py:raises", ["KeyError", "my_estimators.py, line", "given rewards"]),

@@ -68,7 +68,7 @@ class UserEstimator:
         self._function = load_function(name, key=KEY)
         offered = [*_ALWAYS, *(_OF_A_CRITIC if has_critic else ())]
         self._names = [one for one in offered if self.takes(one) and one not in self._kwargs]
-        without = "" if has_critic else " (values in a run with a critic alone)"
+        without = "" if has_critic else " (values only in a run with a critic)"
         check_call(
             self._function,
             [*self._names, *self._kwargs],
