@@ -11,5 +11,9 @@ SHIPPED = {"aligner.conf": "conf", "aligner.examples": "examples"}
 setup(
     packages=[*find_packages(include=["aligner", "aligner.*"]), *SHIPPED],
     package_dir=SHIPPED,
-    package_data={"aligner.conf": ["**/*.yaml"], "aligner.dry": ["guard.cpp"]},
+    package_data={
+        "aligner.conf": ["**/*.yaml"],
+        "aligner.dry": ["guard.cpp"],
+        "aligner.observe.report": ["templates/*"],
+    },
 )

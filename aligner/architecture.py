@@ -90,7 +90,7 @@ class GPTArchitecture:
     family: str | None = None
 
     def __post_init__(self) -> None:
-        """`CheckpointError` for sizes that no model has, whoever described it."""
+        """`CheckpointError` for sizes that no model has."""
         for name in (*_SIZES, *_OPTIONAL_SIZES):
             value = getattr(self, name)
             if value is not None or name in _SIZES:

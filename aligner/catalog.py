@@ -1,7 +1,7 @@
 """The algorithms: one table that scripts, commands, plans, pipelines and tests are made from.
 
 A new algorithm is a row here, a script, a configuration and a recipe in conf/, and a page. Nothing
-heavy is imported before it is asked for.
+heavy is imported before it is needed.
 """
 
 import importlib
@@ -31,14 +31,11 @@ class AlgorithmEntry(NamedTuple):
     @property
     def root_class(self) -> Any:
         """The class of its configuration."""
-        return _imported(self.root)
-
-    def train(self, config: Any) -> None:
-        """Run it as configured."""
-        _imported(self.builder)(config)
+        return imported(self.root)
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """The class or function that ``path`` names, ``package.module:name``."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 

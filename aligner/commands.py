@@ -2,7 +2,7 @@
 
 `aligner train-ppo …` is `python examples/train_gpt_ppo.py …`: the script itself is run, so there is
 one implementation, and what a run starts again (a process per device, a stage of a pipeline) is a
-file with a path. Nothing heavy is imported before the script asks for it.
+file with a path. Nothing heavy is imported before the script needs it.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from aligner.catalog import ALGORITHMS
 
 
 class Command(NamedTuple):
-    """A script of `examples/`, without its suffix, and what it does."""
+    """A script of `examples/`, without its suffix, and its purpose."""
 
     script: str
     summary: str
@@ -78,7 +78,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`aligner COMMAND --help` says what a command takes. Recipes that train-* find by",
+            "`aligner COMMAND --help` lists a command's options. Recipes that train-* find by",
             f"--config-name recipes/NAME are in {shipped('conf') / 'recipes'}.",
         ]
     )

@@ -23,7 +23,7 @@ class DataError(AlignerError, ValueError):
 
 
 class TokenizerError(AlignerError, ValueError):
-    """A tokenizer cannot be loaded or lacks what is asked of it."""
+    """A tokenizer cannot be loaded or lacks a feature that is needed."""
 
 
 class CheckpointError(AlignerError, ValueError):
@@ -81,7 +81,7 @@ class WorkerDiedError(WorkerError):
 
 
 class DryDeviceError(AlignerError, RuntimeError):
-    """The dry device cannot be had here, or was asked for a value that it does not compute."""
+    """The dry device is not available here, or does not compute a value that is read."""
 
 
 class VersionError(AlignerError, ImportError):

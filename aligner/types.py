@@ -53,7 +53,7 @@ class TokenOutputs(NamedTuple):
     ``values_or_logprobs``: float32 [B, S]; log-probs for a policy ([B, S, k] of the tokens that
     ``teacher_topk_indices`` names, where the batch has them), values for a critic, rewards for a
     reward model ([B, S, K] where it rates K attributes).
-    ``entropy``: float32 [B, S] of the distribution token t was drawn from, or None.
+    ``entropy``: float32 [B, S] of the distribution token t was sampled from, or None.
     Positions outside ``token_mask`` may hold anything finite.
     """
 

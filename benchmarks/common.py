@@ -1,4 +1,4 @@
-"""What the benchmarks share: a peer's environment, readings in processes of their own, ratios.
+"""Common parts of the benchmarks: a peer's environment, readings in own processes, ratios.
 
 Standard library only: a process that is started inherits nothing large from the one that starts it,
 and a peer's environment can import this too.
@@ -80,8 +80,8 @@ def stdout_reserved() -> Iterator[None]:
 def peak_mb() -> float:
     """Largest resident memory of this process so far, in MiB.
 
-    Where the kernel tells it, of this program alone: `getrusage` on Linux also remembers the size
-    that the parent had when it started us.
+    Where the kernel has it, of this program only: `getrusage` on Linux also remembers the size that
+    the parent had when it started us.
     """
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
@@ -92,7 +92,7 @@ def peak_mb() -> float:
 
 
 def log(text: str) -> None:
-    """Say something without touching standard output."""
+    """Print to standard error: standard output is for results."""
     print(text, file=sys.stderr, flush=True)
 
 

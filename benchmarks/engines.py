@@ -1,12 +1,12 @@
-"""What the Ray engine costs: the same PPO steps under Ray and under the local engine.
+"""Cost of the Ray engine: the same PPO steps under Ray and under the local engine.
 
     python -m benchmarks.engines                 # needs models/tiny.nemo (make models/tiny.nemo)
     python -m benchmarks.engines --rounds 5 --steps 8
 
 One worker per role, the tiny model, and a batch that makes a step of the local engine 2 s or more
-on two cores: what Ray adds to a step is its calls, about twenty, and the batches that pass through
-its object store. Both engines compute with the same number of threads, and must write the same
-metrics, or the benchmark fails.
+on two cores: Ray adds its calls to a step, about twenty, and the batches that pass through its
+object store. Both engines compute with the same number of threads, and must write the same metrics,
+or the benchmark fails.
 
 Each reading is a run of its own, the way users start it; the engines take turns, ``--rounds``
 times. A run's time is the median of ``timers/total`` over its steps after the first; an engine's

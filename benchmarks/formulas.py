@@ -5,10 +5,10 @@
     python -m benchmarks.formulas --write docs/formulas.md
 
 In float64, values and gradients: both are to agree to 1e-6, or to differ by more where the table
-says how they differ. Exits with 1 otherwise, so the page stays true. Each peer's own functions run
-in a process of their own, from an environment beside the repository that the first run makes and
-nothing else sees; packages that a peer's module imports and its formulas do not use are replaced by
-placeholders.
+explains how they differ. Exits with 1 otherwise, so the page stays true. Each peer's own functions
+run in a process of their own, from an environment beside the repository that the first run makes
+and nothing else sees; packages that a peer's module imports and its formulas do not use are
+replaced by placeholders.
 """
 
 import argparse
@@ -28,7 +28,7 @@ END = "<!-- end -->"
 
 
 class Peer(NamedTuple):
-    """Where its packages go. ``packages``: installed there without their dependencies."""
+    """A peer and its environment. ``packages``: installed there without their dependencies."""
 
     name: str
     module: str

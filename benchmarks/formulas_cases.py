@@ -1,4 +1,4 @@
-"""What the comparisons of formulas share: inputs in float64, the comparison, absent modules."""
+"""Common parts of the formulas' comparisons: inputs in float64, comparing, absent modules."""
 
 import abc
 import importlib.abc
@@ -122,7 +122,7 @@ class Inputs:
         return function(TokenOutputs(leaf), batch, denominators)[0]
 
     def sums(self, values: Tensor) -> Tensor:
-        """Of each row, over its response: [ROWS]."""
+        """Sum over the response of each row: [ROWS]."""
         return (values * self.mask).sum(1)
 
 

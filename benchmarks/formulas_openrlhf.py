@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.losses.advantages import generalized_advantage_estimate
+from aligner.losses.advantages import generalized_advantage_estimate, soft_overlong_penalty
 from aligner.losses.group_advantages import token_advantages
 from aligner.losses.kl import kl_estimate
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.losses.overlong import soft_overlong_penalty
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss, IPOLoss
 from aligner.losses.reward import BradleyTerryLoss

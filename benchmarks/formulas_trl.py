@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.losses.advantages import soft_overlong_penalty
 from aligner.losses.kto import KTOLoss, kto_kl_baseline
 from aligner.losses.masked import masked_whiten
-from aligner.losses.overlong import soft_overlong_penalty
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss, IPOLoss, SimPOLoss
 from aligner.losses.reward import BradleyTerryLoss
@@ -75,7 +75,7 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
         ("policy and KL, sequence mean", {**row_wise, **with_kl}, "grpo", "token"),
         ("policy, fixed length", {**clip, **fixed}, "dr_grpo", "token"),
         ("GSPO", {**row_wise, "ratio_level": "sequence"}, "grpo", "sequence"),
-        ("CISPO, upper bound alone", unbounded, "cispo", "token"),
+        ("CISPO, upper bound only", unbounded, "cispo", "token"),
     ):
         given = inputs.row_advantages if level == "sequence" else inputs.token_advantages
         beta = 0.2 if "KL" in name else 0.0
@@ -158,7 +158,7 @@ def pair_losses(table: Comparisons, inputs: Inputs) -> None:
             "IPO (DPO trainer)",
             IPOLoss(0.2),
             lambda leaf: dpo(leaf, "ipo"),
-            "it divides by the response's length, ours sums unless asked",
+            "it divides by the response's length, ours sums by default",
         ),
         (
             "SimPO",
@@ -252,7 +252,7 @@ def rest(table: Comparisons, inputs: Inputs) -> None:
 
 
 def fake_trainer(**attributes: Any) -> SimpleNamespace:
-    """What a method of a trainer reads of it: ``attributes``, and one process that evaluates."""
+    """A stand-in for a trainer: ``attributes``, and one process that evaluates."""
     gather = {name: lambda value, **_: value for name in ("gather", "gather_for_metrics", "reduce")}
     return SimpleNamespace(
         model=SimpleNamespace(training=False),
@@ -264,7 +264,7 @@ def fake_trainer(**attributes: Any) -> SimpleNamespace:
 
 
 def two_tokens(logprobs: Tensor) -> Any:
-    """A model whose token 0 has at position t what ``logprobs[:, t]`` [B, S] says."""
+    """A model whose token 0 has at position t the log-prob ``logprobs[:, t]`` [B, S]."""
     ahead = torch.roll(logprobs, -1, dims=1)
     logits = torch.stack([ahead, torch.log1p(-ahead.exp())], dim=-1)
     return lambda **_: SimpleNamespace(logits=logits)

@@ -14,7 +14,7 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from benchmarks.formulas_cases import Comparisons, Inputs, main
 
-FULL_WIDTH = 17  # verl's fixed length, where it is not told one
+FULL_WIDTH = 17  # verl's fixed length by default
 
 
 def compare(table: Comparisons) -> None:
@@ -105,7 +105,7 @@ def values_and_kl(table: Comparisons, inputs: Inputs) -> None:
         "KL, k3 beyond 10",
         lambda: kl_estimate(far, inputs.ref_logprobs, "k3"),
         lambda: core_algos.kl_penalty(far, inputs.ref_logprobs, "k3"),
-        why="it clamps k3 to ±10, ours is not clamped unless asked",
+        why="it clamps k3 to ±10, ours is not clamped by default",
     )
 
 

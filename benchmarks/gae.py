@@ -3,8 +3,8 @@
     python -m benchmarks.gae
 
 verl is installed into `.venv-bench-verl` on the first run, without its dependencies, and is seen by
-the measuring subprocess alone. Prints one JSON line; `ratio` is aligner's time over verl's, the
-median over alternating pairs. Mark: at most 0.2. One thread, unless told: verl's loop of small
+the measuring subprocess only. Prints one JSON line; `ratio` is aligner's time over verl's, the
+median over alternating pairs. Mark: at most 0.2. One thread by default: verl's loop of small
 operations uses no more, and two would measure how busy the machine is.
 """
 

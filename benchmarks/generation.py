@@ -56,7 +56,7 @@ def load_both(path: Path) -> tuple[GPTModel, GPTArchitecture, Any]:
     return gpt, architecture, peer.eval()
 
 
-def check_agreement(
+def logprob_difference(
     gpt: GPTModel, architecture: GPTArchitecture, peer: Any, prompts: torch.Tensor
 ) -> float:
     """Largest difference between the log-probs of aligner's greedy tokens and transformers'."""
@@ -90,7 +90,7 @@ def make_generator(
     def run(prompts: torch.Tensor, seed: int = 0, greedy: bool = False) -> GenerationOutput:
         lengths = torch.full((prompts.shape[0],), prompts.shape[1])
         ids = torch.arange(prompts.shape[0])
-        return generator.generate(prompts, lengths, ids, seed, greedy=greedy)
+        return generator.sample(prompts, lengths, ids, seed, greedy=greedy)
 
     return run
 
@@ -129,7 +129,7 @@ def measure(
         function()
         return tokens / (clock() - start)
 
-    difference = check_agreement(gpt, architecture, peer, prompts[:4])
+    difference = logprob_difference(gpt, architecture, peer, prompts[:4])
     assert difference < 2e-4, f"the two models disagree by {difference}"
     run_peer(peer, prompts, 4)
     make_generator(gpt, architecture, 4, batch)(prompts)

@@ -5,7 +5,7 @@
 Starts real processes, at most four at a time. A cell is the largest relative difference from one
 process with padded micro-batches (`difference`); generation must give identical tokens. The exit
 status is 1 when a cell is above the limit, differs, or could not be had because processes failed;
-a layout that says that it cannot do something is a hole, named below the tables.
+a layout that refuses something is a hole, named below the tables.
 """
 
 import argparse
@@ -65,7 +65,7 @@ COLUMNS = {
 
 
 class Cell(NamedTuple):
-    """What a cell says, whether it is as it must be, and why there is nothing in it."""
+    """Text of a cell, whether it is within the limit, and the reason if it is a hole."""
 
     text: str
     good: bool = True
@@ -76,7 +76,7 @@ class Cell(NamedTuple):
 
 
 def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
-    """What every column saw, by mode; a sentence where its processes failed."""
+    """Results of every column, by mode; a sentence where its processes failed."""
     seen: dict[Column, dict[str, Any]] = {}
     wanted = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
     for start in dict.fromkeys((column.processes, column.model) for column in wanted):

@@ -3,21 +3,22 @@
     torchrun --nproc-per-node N -m benchmarks.parity_worker MODEL OUTPUT LAYOUT [LAYOUT ...]
 
 Scores, training and layouts are those of the distributed tests (`layout_worker`); generation and
-the whole PPO step are here. A row is a tensor, a number, a dict of them, or the sentence that says
-why the layout has none.
+the whole PPO step are here. A row is a tensor, a number, a dict of them, or the sentence with which
+the layout refuses it.
 """
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from aligner.algorithms.ppo.build import build_roles, load_prompts
-from aligner.algorithms.ppo.trainer import PPOTrainer
-from aligner.algorithms.run.assembly import describe_model
-from aligner.algorithms.run.engine import Clusters
+from aligner.algorithms.ppo.build import start_roles
+from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss
+from aligner.algorithms.run.engine import Clusters, Workers
+from aligner.algorithms.run.startup import describe_model
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
@@ -32,6 +33,7 @@ from aligner.config import (
     TrainerPPOConfig,
 )
 from aligner.data.collate import collate_prompts
+from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.errors import LayoutError
@@ -68,7 +70,7 @@ def _training(role: str, seen: dict[str, Any]) -> dict[str, Row]:
 
 
 def rollout_rows(model: str, layout: str) -> dict[str, Row]:
-    """Responses, greedy and drawn, and what one whole PPO step reports."""
+    """Responses, greedy and sampled, and the metrics of one whole PPO step."""
     trainer = make_trainer(model, layout)
     return {
         "greedy generation": unless_refused(lambda: responses(trainer, greedy=True)),
@@ -78,7 +80,7 @@ def rollout_rows(model: str, layout: str) -> dict[str, Row]:
 
 
 def unless_refused(make: Any) -> Row:
-    """What ``make`` makes, or the sentence with which the layout is refused."""
+    """Result of ``make``, or the sentence with which the layout is refused."""
     try:
         return make()
     except LayoutError as error:
@@ -105,10 +107,11 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
     """A run's trainer, from the functions that a run uses."""
     config = configuration(model, layout)
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
-    tokenizer, _ = describe_model(config.model)
-    prompts = load_prompts(config, config.data.train, tokenizer)
+    tokenizer, architecture = describe_model(config.model)
+    prompts = PromptDataset.load(config.data.train, tokenizer, config.data)
     clusters = Clusters.shared(LocalCluster(parallel))
-    policy, value = build_roles(config, tokenizer, clusters, steps=1)
+    workers = Workers(config, tokenizer, architecture, clusters, ExitStack())
+    policy, value = start_roles(config, workers, steps=1)
     assert value is not None
     fill_head(value)
     return PPOTrainer(
@@ -120,6 +123,8 @@ def make_trainer(model: str, layout: str) -> PPOTrainer:
         None,
         PromptSampler(len(prompts), PROMPTS, seed=config.seed),
         pad_id=tokenizer.pad_id,
+        policy_loss=make_policy_loss(config),
+        estimator=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""What `plan` says of an update, against the same update on this machine.
+"""Estimates of `plan` for an update, against the same update on this machine.
 
     python -m benchmarks.plan
     python -m benchmarks.plan --models tiny --layouts one --batches padded
@@ -51,8 +51,8 @@ def planned(model: str, layout: str, batches: str) -> Any:
     from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
+    from aligner.plan.estimate import planned_run
     from aligner.plan.roles import Train
-    from aligner.plan.runs import planned_run
 
     smollm2 = SMOLLM2
     if layout == "tensor2":  # 9 heads in 3 groups cannot be cut in two
@@ -81,7 +81,7 @@ def planned(model: str, layout: str, batches: str) -> Any:
 
 
 def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
-    """By `aligner.plan`."""
+    """Numbers of `aligner.plan`."""
     from aligner.dry.guard import load_guard
 
     load_guard()
@@ -100,7 +100,7 @@ def predicted(model: str, layout: str, batches: str) -> dict[str, float]:
 
 
 def measured(model: str, layout: str, batches: str) -> dict[str, float]:
-    """By the update itself, in one of its processes."""
+    """Numbers of the update itself, in one of its processes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -113,8 +113,8 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     memory = counting_allocator()
     place = initialize_parallel(role.parallel)
     with without_weights(role.architecture, initialize=True):
-        front = role.start(LocalCluster(place), byte_level_tokenizer())
-    worker = front.worker_group.worker
+        handle = role.start(LocalCluster(place), byte_level_tokenizer())
+    worker = handle.worker_group.worker
     worker.prepare_for_training()
 
     def update(rows: Any) -> None:
@@ -127,7 +127,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
         )
 
     update(train.rows)  # makes the moments, and tables of this length
-    settle()
+    collect_garbage()
     static = memory.alive_bytes()
     memory.take_peak_bytes()
     update(train.rows)
@@ -172,8 +172,8 @@ def counting_allocator() -> Any:
     return library
 
 
-def settle() -> None:
-    """Wait until what nobody needs is freed: gloo's threads let go a little after who waited."""
+def collect_garbage() -> None:
+    """Wait until unused memory is freed: gloo's threads release it a little after their waiters."""
     gc.collect()
     time.sleep(1.0)
 

@@ -1,4 +1,4 @@
-"""aligner's side of `ppo_step`: `PPOTrainer` over its fronts, as a run builds them.
+"""aligner's side of `ppo_step`: `PPOTrainer` over its handles, as a run builds them.
 
 A random `.nemo` and a word tokenizer are written to a temporary directory and the roles are loaded
 from there. Not measured: start-up, validation, and what the run loop writes.
@@ -8,6 +8,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 
-from aligner.algorithms.ppo.build import build_roles, load_prompts
-from aligner.algorithms.ppo.trainer import PPOTrainer
-from aligner.algorithms.run.assembly import describe_model
-from aligner.algorithms.run.engine import Clusters
+from aligner.algorithms.ppo.build import start_roles
+from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss
+from aligner.algorithms.run.engine import Clusters, Workers
+from aligner.algorithms.run.startup import describe_model
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import RunConfig
 from aligner.config.load import parse_config
+from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.distributed.parallel import initialize_parallel
@@ -74,11 +76,12 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
     config = configuration(shape, folder)
     write_model(shape, Path(config.model.restore_from_path))
     parallel = initialize_parallel(config.model.parallel, seed=config.seed)
-    tokenizer, _ = describe_model(config.model)
-    prompts = load_prompts(config, config.data.train, tokenizer)
+    tokenizer, architecture = describe_model(config.model)
+    prompts = PromptDataset.load(config.data.train, tokenizer, config.data)
     assert prompts.max_length == shape.prompt
     clusters = Clusters.shared(LocalCluster(parallel))
-    policy, value = build_roles(config, tokenizer, clusters, shape.steps + 1)
+    workers = Workers(config, tokenizer, architecture, clusters, ExitStack())
+    policy, value = start_roles(config, workers, shape.steps + 1)
     return PPOTrainer(
         config,
         policy,
@@ -88,11 +91,13 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
         None,
         PromptSampler(len(prompts), shape.batch, seed=config.seed),
         pad_id=tokenizer.pad_id,
+        policy_loss=make_policy_loss(config),
+        estimator=None,
     )
 
 
 def configuration(shape: Shape, folder: Path) -> RunConfig:
-    """The defaults, and what both sides were told to do."""
+    """The defaults, and the settings of both sides."""
     batches = {
         "micro_batch_size": shape.micro_batch,
         "global_batch_size": shape.batch,

@@ -80,7 +80,7 @@ class StepClock:
         self._readings.append((time.perf_counter(), time.process_time()))
 
     def report(self, side: str, shape: Shape) -> dict[str, Any]:
-        """What one side prints; call when its last step is done."""
+        """Result that one side prints; call when its last step is done."""
         pairs = list(pairwise(self._readings))[1:]
         wall, cpu = ([end[i] - start[i] for start, end in pairs] for i in range(2))
         return {

@@ -7,7 +7,7 @@ The same job for both: a random Llama (float32, untied, 4 heads) as policy, as r
 scalar head, as critic; 32 prompts of 32 tokens, 32 responses of exactly 64; KL to the reference in
 the reward; one epoch, one mini-batch, so one optimizer step of each model; clipping 0.2 on both
 losses; a reward that costs nothing. Every pass takes the 32 sequences at once unless
-``--micro-batch`` says otherwise. TRL's gradient checkpointing is off: that is its faster setting.
+``--micro-batch`` is given. TRL's gradient checkpointing is off: that is its faster setting.
 
 What each does with it:
 
@@ -52,7 +52,7 @@ class Mark:
     memory: float | None
 
     def fits(self, shape: Shape) -> bool:
-        """Whether this mark is for ``shape``."""
+        """Return whether this mark is for ``shape``."""
         return (self.layers, self.hidden, self.vocab) == (shape.layers, shape.hidden, shape.vocab)
 
 

@@ -1,6 +1,6 @@
 """TRL's side of `ppo_step`: its PPOTrainer on transformers' Llama, in an environment of its own.
 
-TRL asks for four models: policy, reference (a second Llama), value (Llama with a score head) and
+TRL needs four models: policy, reference (a second Llama), value (Llama with a score head) and
 reward. The reward here is a module that returns ones at once. A step is the time from one
 `on_step_end` to the next: generation, scoring, one epoch of training, TRL's own logging. No step
 saves, reports or samples completions. The end-of-sequence token is unset and the padding id lies
@@ -80,7 +80,7 @@ class ConstantReward(nn.Module):
 
 
 def make_trainer(shape: Shape, folder: str, reward: nn.Module, watch: StepWatch) -> PPOTrainer:
-    """TRL's trainer with its defaults, and what both sides were told to do."""
+    """TRL's trainer with its defaults, and the settings of both sides."""
     config = LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -107,7 +107,7 @@ def make_trainer(shape: Shape, folder: str, reward: nn.Module, watch: StepWatch)
         reward_model=reward,
         value_model=LlamaForSequenceClassification(config),
         train_dataset=[{"input_ids": row} for row in prompts],
-        eval_dataset=[{"input_ids": prompts[0]}],  # its loader is made, and never asked
+        eval_dataset=[{"input_ids": prompts[0]}],  # its loader is made, and never read
         data_collator=lambda rows: {"input_ids": torch.stack([row["input_ids"] for row in rows])},
         callbacks=[watch],
     )

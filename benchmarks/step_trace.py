@@ -5,7 +5,7 @@
 Prints the frames of this repository that are open at the first step of torch's optimizer, from the
 script's first line on, and the files of the library that a whole step (the second one) calls into.
 Runs in one process on the CPU, in a temporary directory. Needs `models/tiny.nemo` (`make setup
-models/tiny.nemo`).
+models/tiny.nemo`), or another copy of it as `--model`.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def _note_frames(*step: Any) -> None:
             FRAMES.append(f"{place}:{frame.lineno} {frame.name}")
 
 
-def trace() -> dict[str, Any]:
-    """Run three steps; the frames from the outermost on, the files in order."""
+def trace(model: Path) -> dict[str, Any]:
+    """Run three steps of ``model``; the frames from the outermost on, the files in order."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from benchmarks import step_trace
@@ -69,7 +69,7 @@ def trace() -> dict[str, Any]:
     script = ROOT / "examples" / "train_gpt_ppo.py"
     with tempfile.TemporaryDirectory() as folder:
         options = {
-            "model.restore_from_path": ROOT / "models" / "tiny.nemo",
+            "model.restore_from_path": model,
             "exp_manager.explicit_log_dir": folder,
             "trainer.ppo.max_steps": 3,
             "trainer.callbacks": "[benchmarks.step_trace:CalledFiles]",
@@ -92,8 +92,9 @@ def main() -> None:
     """Print what was found, as words or as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one line of JSON, the last one")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny.nemo")
     arguments = parser.parse_args()
-    found = trace()
+    found = trace(arguments.model)
     if arguments.json:
         print(json.dumps(found))
         return

@@ -1,4 +1,4 @@
-"""Whether critics of both backends teach a policy the same, and what the right shift is for.
+"""Parity of critics: a policy learns the same with both backends, and worse without the shift.
 
     python -m benchmarks.value_parity [--model models/tiny.nemo] [--seeds 1 2 3] [--steps 30]
 
@@ -96,7 +96,7 @@ def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
 
 
 def verdict(results: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
-    """What is not as it should be."""
+    """Problems found in the table."""
     end, whole = COLUMNS[f"reward, last {LAST} steps"], COLUMNS["reward, all steps"]
 
     def mean(name: str, column: Any) -> float:

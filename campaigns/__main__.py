@@ -57,7 +57,7 @@ def _run(name: str, seed: int, minutes: float, out: Path) -> Campaign:
         importlib.import_module(f"campaigns.{name}").run_campaign(campaign)
     except Exception as error:
         traceback.print_exc()
-        campaign.tell("the campaign itself", False, f"{type(error).__name__}: {error}")
+        campaign.record("the campaign itself", False, f"{type(error).__name__}: {error}")
     campaign.end()
     return campaign
 

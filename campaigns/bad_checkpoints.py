@@ -57,7 +57,7 @@ def run_campaign(campaign: Campaign) -> None:
         note = f"{outcome.verdict}: {outcome.last}"
         if planted or was_run:
             note = f"{'CODE WAS RUN; ' if was_run else ''}written outside: {planted}; {note}"
-        campaign.tell(name, outcome.is_clean and not planted and not was_run, note)
+        campaign.record(name, outcome.is_clean and not planted and not was_run, note)
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -3,7 +3,6 @@
 import json
 import signal
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,27 +11,35 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.config import (
+    DataConfig,
+    ExampleDataConfig,
+    PairDataConfig,
+    PreferenceDataConfig,
+    PromptSourceConfig,
+    RewardDataConfig,
+)
+from aligner.data.dataset import Dataset
 from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset, PairFormat
-from aligner.data.prompts import PromptDataset, PromptFormat
+from aligner.data.preferences import PairDataset
+from aligner.data.prompts import PromptDataset
 from aligner.data.ratings import RatedDataset
-from aligner.data.supervised import ExampleDataset, ExampleFormat
+from aligner.data.supervised import ExampleDataset
 from aligner.errors import AlignerError
 from campaigns.harness import TINY, Campaign
 
-_PAIRS = PairFormat(chosen_reward_column="cr", rejected_reward_column="rr")
-_KINDS: dict[str, Callable[[str, Any], Any]] = {
-    "prompts": lambda file, tokenizer: PromptDataset.load(file, tokenizer),
-    "chats": lambda file, tokenizer: PromptDataset.load(file, tokenizer, PromptFormat(chat=True)),
-    "examples": lambda file, tokenizer: ExampleDataset.load(file, tokenizer, ExampleFormat()),
-    "messages": lambda file, tokenizer: ExampleDataset.load(
-        file, tokenizer, ExampleFormat(messages_column="messages")
+_KINDS: dict[str, tuple[type[Dataset[Any]], type[Any], dict[str, Any]]] = {
+    "prompts": (PromptDataset, DataConfig, {}),
+    "chats": (PromptDataset, DataConfig, {"chat": True}),
+    "examples": (ExampleDataset, ExampleDataConfig, {}),
+    "messages": (ExampleDataset, ExampleDataConfig, {"messages_column": "messages"}),
+    "preferences": (
+        PairDataset,
+        PairDataConfig,
+        {"chosen_reward_column": "cr", "rejected_reward_column": "rr"},
     ),
-    "preferences": lambda file, tokenizer: PairDataset.load(file, tokenizer, _PAIRS),
-    "labelled": lambda file, tokenizer: LabelledDataset.load(file, tokenizer, ExampleFormat()),
-    "ratings": lambda file, tokenizer: RatedDataset.load(
-        file, tokenizer, ExampleFormat(), ["help"]
-    ),
+    "labelled": (LabelledDataset, PreferenceDataConfig, {}),
+    "ratings": (RatedDataset, RewardDataConfig, {"attribute_columns": ("help",)}),
 }
 _GOOD = {
     **{"prompt": "1+1=", "ground_truth": "2", "response": "2", "chosen": "2", "rejected": "3"},
@@ -59,18 +66,20 @@ def run_campaign(campaign: Campaign) -> None:
             signal.alarm(_LONGEST_S)
             case = f"{file.name} as {kind}"
             try:
-                len(_KINDS[kind](str(file), tokenizer))
+                data_set, section, keys = _KINDS[kind]
+                source = PromptSourceConfig(str(file))
+                len(data_set.load(source, tokenizer, section(train=source, **keys)))
                 campaign.trials += 1
             except AlignerError as error:
                 campaign.trials += 1
                 if file.stem not in str(error):
                     campaign.trials -= 1
-                    campaign.tell(case, False, f"the refusal names no file: {str(error)[:150]}")
+                    campaign.record(case, False, f"the refusal names no file: {str(error)[:150]}")
             except (Exception, _HangError) as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 own = [frame for frame in frames if "/aligner/" in frame.filename]
                 place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-                campaign.tell(case, False, f"{type(error).__name__}{place}: {str(error)[:100]}")
+                campaign.record(case, False, f"{type(error).__name__}{place}: {str(error)[:100]}")
             finally:
                 signal.alarm(0)
     finally:

@@ -94,4 +94,4 @@ def run_campaign(campaign: Campaign) -> None:
             note = f"ok: rewards {rewards}"
         elif len(outcome.output) > _MOST_OUTPUT and name != "prints_much":
             good, note = False, f"{len(outcome.output)} characters of output"
-        campaign.tell(name, good, note)
+        campaign.record(name, good, note)

@@ -70,7 +70,7 @@ def run_campaign(campaign: Campaign) -> None:
             tally["refused"] += 1
             if not any(part in str(error) for part in (key.split(".")[-1], key.split(".")[0])):
                 campaign.trials -= 1
-                campaign.tell(what, False, f"the refusal names no key: {str(error)[:150]}")
+                campaign.record(what, False, f"the refusal names no key: {str(error)[:150]}")
         except Exception as error:
             if type(error).__module__.startswith(("hydra", "omegaconf")):
                 tally["hydra's own message"] += 1
@@ -78,7 +78,7 @@ def run_campaign(campaign: Campaign) -> None:
             place_of = traceback.extract_tb(error.__traceback__)[-1]
             campaign.trials -= 1
             note = f"{type(error).__name__} in {Path(place_of.filename).name}:{place_of.lineno}"
-            campaign.tell(what, False, note)
+            campaign.record(what, False, note)
     print(f"  {dict(tally)}", flush=True)
 
 

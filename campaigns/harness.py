@@ -1,7 +1,7 @@
-"""What the campaigns share: runs of the scripts in forked children, what they left, and the tally.
+"""Common parts of the campaigns: runs of the scripts in forked children, leftovers, the tally.
 
 The heavy imports happen once, in this process; a case is a fork of it that leads a session of its
-own, so that killing it and finding what outlived it concern nobody else.
+own, so that killing it and finding what outlived it concern no other process.
 """
 
 import atexit
@@ -34,8 +34,8 @@ import aligner.models.gpt  # noqa: F401 - imported for the children
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny.nemo"
 _MARK = "ALIGNER_CAMPAIGN"
-# A rank that outlives another needs up to 6 s to see it, say it and unwind; one that has just been
-# started imports everything before it can look.
+# A rank that outlives another needs up to 6 s to see it, report it and unwind; one that has just
+# been started imports everything before it can look.
 GRACE_S = 60.0
 Case = TypeVar("Case")
 
@@ -51,7 +51,7 @@ PPO = (
 
 @dataclass
 class Campaign:
-    """One campaign while it runs: its chance, its time, its folder and its tally."""
+    """One campaign while it runs: its random generator, its time, its folder and its tally."""
 
     name: str
     seed: int
@@ -77,11 +77,11 @@ class Campaign:
 
     @property
     def seconds_left(self) -> float:
-        """Until it is to end."""
+        """Seconds until it is to end."""
         return self.minutes * 60 - self.seconds
 
     def while_time(self, cases: Sequence[Case]) -> Iterator[Case]:
-        """``cases`` in an order of chance, each begun only while there is time; at least one."""
+        """``cases`` in random order, each begun only while there is time; at least one."""
         order = list(cases)
         self.rng.shuffle(order)
         for number, case in enumerate(order):
@@ -90,8 +90,8 @@ class Campaign:
                 return
             yield case
 
-    def tell(self, case: str, good: bool, note: str) -> None:
-        """One trial has ended."""
+    def record(self, case: str, good: bool, note: str) -> None:
+        """Record the result of a trial."""
         self.trials += 1
         if not good:
             self.failures.append(f"{case}: {note}")
@@ -108,7 +108,7 @@ class Campaign:
         return path
 
     def summary(self) -> str:
-        """The one line that is left of it."""
+        """One line on the whole campaign."""
         state = "FAILED" if self.failures else "passed"
         rest = f"; out of time for {', '.join(self.left_out)}" if self.left_out else ""
         return (
@@ -119,7 +119,7 @@ class Campaign:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run."""
+    """How a run ended, and what it left."""
 
     status: int  # minus the signal that ended it
     output: str
@@ -141,12 +141,12 @@ class Outcome:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it ended well or was refused by name."""
+        """True if it ended well or was refused by name."""
         return self.verdict in ("ok", "refused")
 
     @property
     def last(self) -> str:
-        """The line that says most."""
+        """The most informative line."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line]
         return (errors or lines or [""])[-1]
@@ -166,7 +166,7 @@ class Run:
     ) -> None:
         """Start ``examples/<script>.py``, or ``call``; ``memory_gib`` limits the address space.
 
-        ``log`` is written anew: what it says is of this run alone.
+        ``log`` is written anew, so it is of this run only.
         """
         self.log, self._mark = log, uuid.uuid4().hex
         self._started = time.monotonic()
@@ -205,7 +205,7 @@ class Run:
             os._exit(status)
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         if not hasattr(self, "_status"):
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if not done:

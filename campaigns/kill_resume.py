@@ -1,6 +1,6 @@
 """Runs that are ended at any moment and continued, against one that was left alone.
 
-SIGKILL goes to the whole group; SIGTERM to the group, or to the first process alone, and the run
+SIGKILL goes to the whole group; SIGTERM to the group, or only to the first process, and the run
 must then save and end by itself.
 
 The moments are spread evenly over the time of a run, not only over its saves; where the steps are
@@ -70,7 +70,7 @@ _WAYS = (
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Each case once alone, once with interruptions."""
+    """Each case once without interruptions, once with them."""
     write_tiny_nemo(campaign.folder / "teacher.nemo", seed=1, hidden_size=128, scale=0.06)
     for case in campaign.while_time(_CASES):
         script = f"train_gpt_{case.script}"
@@ -90,7 +90,7 @@ def run_campaign(campaign: Campaign) -> None:
 
         whole = Run(script, arguments(alone), log=campaign.folder / f"{case.name}.log").finish(240)
         if whole.status:
-            campaign.tell(case.name, False, f"left alone: {whole.verdict}: {whole.last}")
+            campaign.record(case.name, False, f"left alone: {whole.verdict}: {whole.last}")
             continue
         moments = []
         for number in range(1, _KILLS + 1):
@@ -107,12 +107,12 @@ def run_campaign(campaign: Campaign) -> None:
             moments.append(f"{how} {outcome.seconds:.1f} s, line {lines}")
             if outcome.left or outcome.timed_out or outcome.verdict == "TRACEBACK":
                 note = f"{outcome.verdict}, {len(outcome.left)} processes left; {outcome.last}"
-                campaign.tell(f"{case.name} {how}", False, note)
+                campaign.record(f"{case.name} {how}", False, note)
         last = Run(script, arguments(cut), log=campaign.folder / f"{case.name}_last.log")
         outcome = last.finish(240)
         if outcome.status:
-            campaign.tell(case.name, False, f"ended at {moments}; then {outcome.last}")
+            campaign.record(case.name, False, f"ended at {moments}; then {outcome.last}")
             continue
         same = [x == y for x, y in zip(learned(alone), learned(cut), strict=True)]
         note = f"ended at {moments} of {whole.seconds:.1f} s; metrics, samples, weights {same}"
-        campaign.tell(case.name, all(same), note)
+        campaign.record(case.name, all(same), note)

@@ -52,4 +52,4 @@ def run_campaign(campaign: Campaign) -> None:
         arguments = [*PPO, *place, *case.split(" ")]
         outcome = run(campaign, "train_gpt_ppo", arguments, timeout_s=40, memory_gib=12)
         good = outcome.is_clean
-        campaign.tell(case[:90], good, f"{outcome.verdict}: {outcome.last}")
+        campaign.record(case[:90], good, f"{outcome.verdict}: {outcome.last}")

@@ -46,7 +46,7 @@ def run_campaign(campaign: Campaign) -> None:
         right = status == 0 if victim == "end" else status not in (0, None)
         lines = log.read_text(errors="replace").strip().splitlines()
         note = f"status {status} after {took:.1f} s, left {left}; {lines[-1:]}"
-        campaign.tell(case, right and not left, note)
+        campaign.record(case, right and not left, note)
 
 
 def _wait_for(path: Path, process: object, seconds: float) -> None:
@@ -62,8 +62,10 @@ def _kill(victim: str, parent: int, mark: str) -> None:
     rank = victim.split()[1]
     for process in marked(mark).values():
         with contextlib.suppress(psutil.Error):
-            words = " ".join(process.cmdline())
+            words, environment = " ".join(process.cmdline()), process.environ()
             is_worker = "train_gpt_ppo" in words and "torch.distributed.run" not in words
-            if is_worker and process.environ().get("RANK", "0") == rank:
+            # torchrun gives RANK; a process that the first one starts has LOCAL_RANK only.
+            if is_worker and environment.get("RANK", environment.get("LOCAL_RANK", "0")) == rank:
                 process.kill()
                 return
+    raise RuntimeError(f"no process of rank {rank} was found to kill")

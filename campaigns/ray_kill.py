@@ -1,7 +1,7 @@
 """PPO on a Ray of its own: a worker killed, the driver killed. Same bits, nothing left behind.
 
-What it is held against is the same run on the local engine, which agrees with Ray to the bit and
-starts in a third of the time.
+The reference is the same run on the local engine, which agrees with Ray to the bit and starts in a
+third of the time.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ _VICTIMS = ("policy", "value", "driver")
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """Once alone, then as many victims as there is time for."""
+    """Once undisturbed, then as many victims as there is time for."""
     if importlib.util.find_spec("ray") is None:
         campaign.left_out.append("all cases: Ray is not installed")
         return
     alone = campaign.fresh("alone")
     status, left = _whole(alone, "local")
-    campaign.tell("left alone", status == 0 and not left, f"status {status}, left {left}")
+    campaign.record("left alone", status == 0 and not left, f"status {status}, left {left}")
     if status:
         return
     for victim in campaign.while_time(_VICTIMS):
@@ -43,7 +43,7 @@ def run_campaign(campaign: Campaign) -> None:
             time.sleep(campaign.rng.uniform(0, 0.4))
             pid = process.pid if victim == "driver" else _worker(victim, mark)
             if pid is None:
-                campaign.tell(victim, False, "no such worker was found")
+                campaign.record(victim, False, "no such worker was found")
                 continue
             os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -56,11 +56,11 @@ def run_campaign(campaign: Campaign) -> None:
             left += more
         if status != 0:
             last = Path(f"{folder}.log").read_text(errors="replace").strip().splitlines()[-1:]
-            campaign.tell(victim, False, f"killed at line {target}: status {status}; {last}")
+            campaign.record(victim, False, f"killed at line {target}: status {status}; {last}")
             continue
         same = [x == y for x, y in zip(learned(alone), learned(folder), strict=True)]
         note = f"killed at line {target}: status {status}, left {left}, the same {same}"
-        campaign.tell(victim, status == 0 and all(same) and not left, note)
+        campaign.record(victim, status == 0 and all(same) and not left, note)
 
 
 def _words(folder: Path, engine: str) -> list[object]:

@@ -38,12 +38,12 @@ _BODIES: dict[str, tuple[bytes, int]] = {
 }
 _RAW: dict[str, tuple[bytes, bytes]] = {
     "no length": (_POST + b"\r\n{}", b" 411 "),
-    "negative length": (_POST + b"Content-Length: -5\r\n\r\n", b" 411 "),
+    "negative length": (_POST + b"Content-Length: -5\r\n\r\n", b" 400 "),
     "65 MiB": (_POST + b"Content-Length: 68157441\r\n\r\n", b" 413 "),
     "5000 digits": (_POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", b" 400 "),
-    "PUT": (b"PUT /score HTTP/1.1\r\n" + _HOST + b"\r\n", b" 501 "),
+    "PUT": (b"PUT /score HTTP/1.1\r\n" + _HOST + b"\r\n", b" 405 "),
     "path": (b"POST /../../etc/passwd HTTP/1.1\r\n" + _HOST + b"\r\n", b" 404 "),
-    "long line": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b" 414 "),
+    "long line": (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b" 431 "),
     "long header": (b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n", b" 431 "),
 }
 # What a lying server does, and whether the client is to get through in the end.
@@ -66,7 +66,7 @@ def run_campaign(campaign: Campaign) -> None:
             f"exp_manager.explicit_log_dir={model}",
         ],
     )
-    campaign.tell("a reward model", made.status == 0, made.last)
+    campaign.record("a reward model", made.status == 0, made.last)
     if made.status == 0:
         with _served(campaign, model / "reward_model.nemo") as (port, process):
             _abuse(campaign, port, process)
@@ -95,12 +95,12 @@ def _served(campaign: Campaign, model: Path) -> Iterator[tuple[int, Any]]:
 def _abuse(campaign: Campaign, port: int, process: Any) -> None:
     for name, (body, status) in _BODIES.items():
         found = _ask(port, body)
-        campaign.tell(f"body: {name}", found[0] == status, str(found))
+        campaign.record(f"body: {name}", found[0] == status, str(found))
     for name, (data, word) in _RAW.items():
         answer = _raw(port, data)
-        campaign.tell(f"raw: {name}", word in answer[:20], repr(answer[:60]))
+        campaign.record(f"raw: {name}", word in answer[:20], repr(answer[:60]))
     too_many = _ask(port, _samples(5000))
-    campaign.tell("5000 samples", too_many[0] == 413, str(too_many))
+    campaign.record("5000 samples", too_many[0] == 413, str(too_many))
     threads = [threading.Thread(target=_ask, args=(port, _samples(4000), 120)) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -116,13 +116,13 @@ def _abuse(campaign: Campaign, port: int, process: Any) -> None:
         status == 200 and len(json.loads(text)["rewards"]) == count % 5 + 1
         for count, (status, text) in enumerate(answers)
     ]
-    campaign.tell("90 requests at once", all(right), f"{sum(right)} right")
+    campaign.record("90 requests at once", all(right), f"{sum(right)} right")
     big = b'{"samples": [' + b'{"prompt": "1", "response": "2"},' * 1_500_000 + b"1]}"
     with ThreadPoolExecutor(4) as pool:
         statuses = [status for status, _ in pool.map(lambda _: _ask(port, big, 120), range(4))]
     memory = psutil.Process(process.pid).memory_info().rss / 2**30
     note = f"{statuses}, {memory:.1f} GiB afterwards"
-    campaign.tell("four large bodies", set(map(str, statuses)) <= {"400", "413", "503"}, note)
+    campaign.record("four large bodies", set(map(str, statuses)) <= {"400", "413", "503"}, note)
     late = threading.Thread(target=_ask, args=(port, _samples(4000), 30), daemon=True)
     late.start()
     time.sleep(0.3)
@@ -132,7 +132,7 @@ def _abuse(campaign: Campaign, port: int, process: Any) -> None:
         process.wait(30)
     took = time.monotonic() - started
     good = process.returncode == 0 and took < 20
-    campaign.tell("SIGTERM under load", good, f"status {process.returncode} after {took:.1f} s")
+    campaign.record("SIGTERM under load", good, f"status {process.returncode} after {took:.1f} s")
     for channel in slow:
         channel.close()
 
@@ -141,7 +141,7 @@ def _quick(campaign: Campaign, name: str, port: int) -> None:
     started = time.monotonic()
     status, text = _ask(port, _samples(1), 60)
     took = time.monotonic() - started
-    campaign.tell(name, status == 200 and took < 20, f"{status} after {took:.1f} s; {text[:60]}")
+    campaign.record(name, status == 200 and took < 20, f"{status} after {took:.1f} s; {text[:60]}")
 
 
 def _samples(count: int) -> bytes:
@@ -196,7 +196,7 @@ class _Answers(BaseHTTPRequestHandler):
         self._send(b'{"status": "ok", "attributes": []}')
 
     def do_POST(self) -> None:
-        """A lie, unless no sample is asked for."""
+        """A lie, unless the request has no sample."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         count = len(json.loads(body)["samples"])
         good = json.dumps({"rewards": [0.5] * count}).encode()
@@ -266,4 +266,4 @@ def _before_a_liar(campaign: Campaign, lie: str) -> None:
         liar.server_close()
     expected = "ok" if _LIES[lie] else "refused"
     note = f"{outcome.verdict} after {outcome.seconds:.1f} s: {outcome.last}"
-    campaign.tell(f"a server that lies: {lie}", outcome.verdict == expected, note)
+    campaign.record(f"a server that lies: {lie}", outcome.verdict == expected, note)

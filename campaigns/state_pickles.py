@@ -37,12 +37,12 @@ def payloads(mark: Path) -> dict[str, bytes]:
 
 
 def run_campaign(campaign: Campaign) -> None:
-    """One payload in one place at a time; the manifest says that the file is as it should be."""
+    """One payload in one place at a time; the manifest has its size and checksum."""
     mark, base = campaign.folder / "code_was_run", campaign.fresh("base")
     place = f"exp_manager.explicit_log_dir={base}"
     first = run(campaign, "train_gpt_ppo", [*PPO, place])
     if first.status:
-        campaign.tell("the first step", False, first.last)
+        campaign.record("the first step", False, first.last)
         return
     kinds = payloads(mark)
     for name, kind in campaign.while_time([(name, kind) for name in _PLACES for kind in kinds]):
@@ -56,11 +56,11 @@ def run_campaign(campaign: Campaign) -> None:
         was_run = mark.exists()
         mark.unlink(missing_ok=True)
         note = f"{'CODE WAS RUN; ' if was_run else ''}{outcome.verdict}: {outcome.last}"
-        campaign.tell(f"{kind} in {name}", outcome.verdict == "refused" and not was_run, note)
+        campaign.record(f"{kind} in {name}", outcome.verdict == "refused" and not was_run, note)
 
 
 def _admit(manifest: Path, name: str, content: bytes) -> None:
-    """Size and checksum as of the payload."""
+    """Put the payload's size and checksum into the manifest."""
     described = json.loads(manifest.read_text())
     described["files"][name] = len(content)
     described.get("checksums", {})[name] = checksum_text(zlib.crc32(content))

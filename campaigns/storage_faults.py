@@ -43,13 +43,13 @@ def run_campaign(campaign: Campaign) -> None:
             same = [x == y for x, y in zip(expected, learned(folder), strict=True)]
             # What was taken from the records themselves cannot come back: then the weights count.
             good = all(same) if "records" not in name else same[2]
-            campaign.tell(name, good, f"ok; metrics, samples, weights the same: {same}")
+            campaign.record(name, good, f"ok; metrics, samples, weights the same: {same}")
         else:
             lost = sorted(
                 path for path, size in before.items() if _files(folder).get(path, -1) < size
             )
             note = f"{outcome.verdict}; smaller or gone {lost[:3]}: {outcome.last}"
-            campaign.tell(name, outcome.verdict == "refused" and not lost, note)
+            campaign.record(name, outcome.verdict == "refused" and not lost, note)
     _at_once(campaign, expected)
 
 
@@ -168,7 +168,7 @@ def _full_disk(campaign: Campaign, name: str, kib: int, expected: Any) -> None:
         second = _go(campaign, folder)
         same = second.status == 0 and list(learned(folder)) == list(expected)
         note = f"{first.verdict}: {first.last}; with room {second.verdict}, the same: {same}"
-        campaign.tell(name, first.is_clean and same, note)
+        campaign.record(name, first.is_clean and same, note)
 
 
 def _at_once(campaign: Campaign, expected: Any) -> None:
@@ -181,4 +181,4 @@ def _at_once(campaign: Campaign, expected: Any) -> None:
     verdicts = sorted(outcome.verdict for outcome in outcomes)
     same = list(learned(folder)) == list(expected)
     good = verdicts[0] == "ok" and all(outcome.is_clean for outcome in outcomes) and same
-    campaign.tell("three runs at once", good, f"{verdicts}, the same: {same}")
+    campaign.record("three runs at once", good, f"{verdicts}, the same: {same}")

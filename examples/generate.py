@@ -14,16 +14,8 @@ from aligner.config import GenerateConfig
 from aligner.config.cli import launch
 from aligner.config.commands.options import ASKING, as_overrides
 
-
-def run(config: GenerateConfig) -> None:
-    """Answer as configured."""
-    from aligner.algorithms.ask.generate import generate  # imports torch: not for --help
-
-    generate(config)
-
-
 if __name__ == "__main__":
     flags, repeated = {"--chat": "chat=true"}, {"--prompt": "prompt"}
     sys.argv[1:] = as_overrides(sys.argv[1:], ASKING, flags=flags, repeated=repeated)
     conf = Path(__file__).parents[1] / "conf"
-    launch(run, conf_dir=conf, config_name="gpt_generate", root=GenerateConfig)
+    launch("aligner.algorithms.ask.generate:generate", conf, "gpt_generate", GenerateConfig)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from aligner.config import BaseRunConfig
-from aligner.config.cli import launch, report_errors
+from aligner.config.cli import launch, reported_errors
 from aligner.config.commands.plan import plan_request
 
 
@@ -29,4 +29,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    report_errors(main)
+    with reported_errors():
+        main()

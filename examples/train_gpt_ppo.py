@@ -5,7 +5,10 @@ python examples/train_gpt_ppo.py --help
 
 from pathlib import Path
 
-from aligner.config.cli import launch_algorithm
+from aligner.catalog import ALGORITHMS
+from aligner.config.cli import launch
 
 if __name__ == "__main__":
-    launch_algorithm("ppo", Path(__file__).parents[1] / "conf")
+    algorithm = ALGORITHMS["ppo"]
+    conf = Path(__file__).parents[1] / "conf"
+    launch(algorithm.builder, conf, algorithm.config_name, algorithm.root_class)

@@ -24,10 +24,10 @@ def test_one_side_of_the_ppo_step_is_measured():
     assert result["maxrss_MB"] > 0.0
 
 
-def test_a_step_goes_through_no_more_code_than_it_did():
+def test_a_step_goes_through_no_more_code_than_it_did(tiny_nemo):
     """Marks to lower as the way becomes shorter; the aim is 12 frames in 9 files, and 45 files."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.step_trace", "--json"],
+        [sys.executable, "-m", "benchmarks.step_trace", "--json", "--model", str(tiny_nemo)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -37,7 +37,7 @@ def test_a_step_goes_through_no_more_code_than_it_did():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["frames"][0].startswith("examples/train_gpt_ppo.py:")
     assert "/optimizer.py:" in found["frames"][-1]
-    assert len(found["frames"]) <= 26
-    assert found["frames_in_files"] <= 16
+    assert len(found["frames"]) <= 14
+    assert found["frames_in_files"] <= 12
     assert {"aligner/losses/policy.py", "aligner/losses/advantages.py"} <= set(found["files"])
-    assert len(found["files"]) <= 96  # 94 here; other CPUs take other kernels
+    assert len(found["files"]) <= 92  # 90 here; other CPUs take other kernels

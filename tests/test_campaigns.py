@@ -25,7 +25,7 @@ def test_one_line_each_and_a_status(monkeypatch, tmp_path, capsys, tiny_nemo):
 
     orders = []
     named("good", lambda campaign: orders.append(list(campaign.while_time(range(20)))))
-    named("bad", lambda campaign: campaign.tell("a case", False, "was not right"))
+    named("bad", lambda campaign: campaign.record("a case", False, "was not right"))
     named("broken", breaks)
     monkeypatch.setattr(entry, "NAMES", ("good", "bad", "broken"))
     monkeypatch.setattr(entry, "TINY", tiny_nemo)

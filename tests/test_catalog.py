@@ -32,7 +32,7 @@ def test_every_training_script_and_configuration_is_a_row():
 def test_a_row_has_what_it_names(entry):
     assert COMMANDS[f"train-{entry.name}"].script == entry.script
     script = (ROOT / "examples" / f"{entry.script}.py").read_text()
-    assert re.findall(r'launch_algorithm\("(\w+)"', script) == [entry.name]
+    assert re.findall(r'ALGORITHMS\["(\w+)"\]', script) == [entry.name]
     assert issubclass(entry.root_class, BaseRunConfig)
     assert root_of(entry.recipe) == entry.config_name
     module, _, function = entry.builder.partition(":")

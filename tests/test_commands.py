@@ -98,6 +98,10 @@ def test_an_installed_wheel_needs_no_checkout(tmp_path):
             path.relative_to(site / "aligner" / folder)
             for path in (site / "aligner" / folder).rglob("*.yaml")
         }
+    templates = Path("observe", "report", "templates")
+    assert {path.name for path in (ROOT / "aligner" / templates).iterdir()} == {
+        path.name for path in (site / "aligner" / templates).iterdir()
+    }
     job = aligner("train-ppo", "--config-name", "recipes/ppo_tiny_cpu", "--cfg", "job")
     assert "restore_from_path: models/tiny.nemo" in job
     code = "from aligner.checkpoint.tiny import write_tiny_nemo; write_tiny_nemo('tiny.nemo')"

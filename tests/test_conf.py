@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from aligner.algorithms.run.loop import config_changes
+from aligner.algorithms.run.directory import config_changes
 from aligner.catalog import ALGORITHMS
 from aligner.config import (
     BaseRunConfig,

@@ -4,14 +4,12 @@ import dataclasses
 import json
 import re
 import runpy
-from types import UnionType
-from typing import Annotated, Union, get_args, get_origin
 
 import pytest
 from documented import PAGES, ROOT
 
 from aligner.config import RunConfig
-from aligner.config.parse import field_types
+from aligner.config.parse import field_types, section_in
 from aligner.observe.metric_names import markdown
 from aligner.rewards.function.runner import RewardFunction
 
@@ -20,17 +18,10 @@ PPO = (ROOT / "docs" / "ppo.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 
 
-def dataclass_in(hint):
-    """The dataclass of ``X`` or ``X | None``; None for plain values."""
-    if get_origin(hint) in (Union, UnionType, Annotated):
-        return next(filter(None, map(dataclass_in, get_args(hint))), None)
-    return hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
-
-
 def options(cls, instance=None, prefix=""):
     """Every dotted key below ``cls`` and its default as YAML shows it."""
     for field in dataclasses.fields(cls):
-        key, inner = f"{prefix}{field.name}", dataclass_in(field_types(cls)[field.name])
+        key, inner = f"{prefix}{field.name}", section_in(field_types(cls)[field.name])
         default = dataclasses.MISSING
         if field.metadata.get("derived"):
             default = None
@@ -116,6 +107,14 @@ def test_links_and_commands_lead_somewhere(page):
         m: p.with_suffix(".py").exists() or (p / "__main__.py").exists() for m, p in paths.items()
     }
     assert [module for module in modules if not exists[module]] == []
+
+
+def test_the_page_lists_what_continuous_integration_runs():
+    runs = re.findall(r"^make [a-z-]+", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    sentence = re.search(r"`\.ci/run` calls ([^.]*)\.", (ROOT / "docs/development.md").read_text())[
+        1
+    ]
+    assert re.findall(r"make [a-z-]+", sentence) == runs
 
 
 def test_the_reward_function_of_the_page_does_what_the_page_says(tmp_path):

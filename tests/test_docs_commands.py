@@ -19,11 +19,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from test_conf import ROOTS
-from test_docs import dataclass_in
 
 from aligner.config import load_config
 from aligner.config.cli import check_key, check_overrides
-from aligner.config.parse import convert, field_types
+from aligner.config.parse import convert, field_types, section_in
 from aligner.errors import AlignerError
 
 # Programs that are no part of the project: why a test does not type what the page says.
@@ -36,6 +35,7 @@ FOREIGN = {
     "head": "the system's",
 }
 ALIGNER_LIST = ("aligner --help", "aligner")
+MODULES = ("benchmarks", "aligner", "campaigns", "docs")  # packages whose commands are begun
 
 
 def kind_of(command):
@@ -46,7 +46,7 @@ def kind_of(command):
         return "make"
     if words[0] in FOREIGN:
         return "foreign"
-    if words[1:2] == ["-m"] and words[2].split(".")[0] in ("benchmarks", "aligner", "campaigns"):
+    if words[1:2] == ["-m"] and words[2].split(".")[0] in MODULES:
         return "module"
     if command.text in ALIGNER_LIST:
         return "aligner"
@@ -262,7 +262,7 @@ def refusal(root, key, value):
 def hint_of(root, key):
     level = root
     for name in key.split(".")[:-1]:
-        level = dataclass_in(field_types(level)[name])
+        level = section_in(field_types(level)[name])
         if level is None:  # below a free-form mapping
             return None
     return field_types(level)[key.rsplit(".", 1)[-1]]

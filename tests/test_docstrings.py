@@ -1,4 +1,4 @@
-"""Docstrings say the shape of every tensor that is passed in, and begin with a noun or a verb.
+"""Docstrings state the shapes of tensors, open with a noun or a verb, and use the field's words.
 
 The linter asks for a docstring of everything public. What it must hold is asserted here, from the
 syntax tree of every module.
@@ -8,9 +8,15 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from test_layering import modules, name_of, relative
+from test_layering import (
+    ROOT,
+    modules,
+    name_of,
+    relative,
+)
 
 # A dimension: a name, a number or ``...``, or several with an operator: ``S / CP``, ``R + 2``.
 _TERM = r"[`(]*\w[\w()`]*"
@@ -21,6 +27,15 @@ SHAPE = re.compile(
 # "as in `name`", "see `name`": the shape is said there.
 REFERENCE = re.compile(r"\b(?:see|as(?:\s+in)?|same\s+as|inverse\s+of)\s+`([\w.]+)`", re.IGNORECASE)
 OPENINGS = ("What", "Which", "Where", "Whether", "When", "Why", "Who", "Whose", "How", "Of")
+# Words of that table which have another meaning as well, and that meaning.
+AMBIGUOUS = {
+    "candidates": "several of which one is chosen",
+    "draw": "random numbers; a chart",
+    "frame": "of Python's stack",
+    "outcome": "of a response, in outcome rewards",
+    "overlap": "of communication and computation",
+    "signal": "to a process",
+}
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -161,4 +176,46 @@ def test_docstrings_open_with_a_noun_or_a_verb():
                 if re.match(rf"({'|'.join(OPENINGS)})\b", text):
                     line = node.body[0].lineno
                     strays.append(f"{module.line}:{line}: {text.splitlines()[0]}")
-    assert strays == []
+    assert not strays, "\n".join(strays)
+
+
+def retired_words() -> list[str]:
+    """First column of the glossary's last table, without `AMBIGUOUS`."""
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    rows = page.partition("\n## Words of older versions\n")[2].split("\n| ")[1:]
+    found = [word for row in rows[1:] for word in row.partition(" |")[0].lower().split(", ")]
+    assert set(AMBIGUOUS) <= set(found), "a word that needs no exception"
+    return [word for word in found if word not in AMBIGUOUS]
+
+
+def words_in(text: str) -> str:
+    """Words of prose or of an identifier in lower case, one space before and after each."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text)
+    return f" {' '.join(re.findall(r'[a-z]+', apart.lower()))} "
+
+
+def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings of a module, and names that it defines, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | Definition):
+            if text := ast.get_docstring(node):
+                yield node.body[0].lineno, text
+            if not isinstance(node, ast.Module):
+                yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_retired_words_are_gone():
+    retired = [words_in(word) for word in retired_words()]
+    assert len(retired) > 20
+    strays = [
+        f"{relative(path)}:{line}:{word}: {text.splitlines()[0]}"
+        for path in modules()
+        for line, text in texts_of(path)
+        for word in retired
+        if word in words_in(text) or f"{word[:-1]}s " in words_in(text)
+    ]
+    assert not strays, "\n".join(strays)

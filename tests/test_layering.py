@@ -49,7 +49,7 @@ PACKAGES = [
     "aligner.plan",
     "aligner.commands",
 ]
-# Published paths of what is in another room: they only import, and only users import them.
+# Published paths of what is in another package: they only import, and only users import them.
 FACES = [
     "aligner.algorithms.logits_sampling_utils",
     "aligner.algorithms.losses.interfaces",
@@ -88,12 +88,100 @@ PUBLISHED_SIGNATURES = {
         "NeMo: ModelPT.restore_from passes all of them by position"
     ),
 }
+# Packages in which a module that only one other imports is part of that one, or a thing of its own.
+PACKAGES_OF_THINGS = (
+    *("aligner.batches", "aligner.checkpoint", "aligner.cluster", "aligner.data"),
+    *("aligner.distributed", "aligner.dry", "aligner.generation", "aligner.kernels"),
+    *("aligner.logprobs", "aligner.losses", "aligner.observe", "aligner.plan", "aligner.refit"),
+    "aligner.rewards",
+)
+BESIDE_THEM = ("aligner.observe.report", "aligner.rewards.server")  # the rule does not cover these
+ONE_IMPORTER = {
+    "aligner.batches.columns": "a thing of its own: columns, which know nothing of batches",
+    "aligner.batches.length_groups": "a thing of its own: a partition by dynamic programming",
+    "aligner.batches.microbatches": "a thing of its own: published arguments and their checks",
+    "aligner.batches.packing.first_fit": "a thing of its own: a family of packers",
+    "aligner.checkpoint.fingerprint": "a thing of its own: a hash that reads a part of a file",
+    "aligner.checkpoint.gathered_weights": "a thing of its own: canonical weights from all ranks",
+    "aligner.checkpoint.hf.gguf": "a thing of its own: a format of files",
+    "aligner.checkpoint.hf.peft": "a thing of its own: a format of files",
+    "aligner.checkpoint.nemo.artifacts": "a thing of its own: small files in an archive",
+    "aligner.checkpoint.nemo.connector": "a thing of its own: the only file that imports NeMo",
+    "aligner.checkpoint.nemo.inflated": "a thing of its own: a cache of unpacked archives",
+    "aligner.checkpoint.nemo.mapped_tensors": "a thing of its own: torch files in mapped memory",
+    "aligner.checkpoint.nemo.weights": "a thing of its own: weights of an archive by their names",
+    "aligner.checkpoint.nemo.zarr_v2": "a thing of its own: a format of files",
+    "aligner.cluster.heartbeat": "a thing of its own: ranks notice that another died",
+    "aligner.cluster.launch": "a thing of its own: processes beside the first",
+    "aligner.cluster.ray.calls": "a thing of its own: waiting for workers, and their errors",
+    "aligner.cluster.ray.session": "a thing of its own: a connection to Ray",
+    "aligner.cluster.ray.worker_group": "a thing of its own: workers; its importer places them",
+    "aligner.data.arithmetic": "a thing of its own: a task; its importer is a command",
+    "aligner.data.tokenizers.sentencepiece": "a thing of its own: a kind of tokenizer",
+    "aligner.distributed.megatron_substitutes": "a thing of its own: patches of megatron-core",
+    "aligner.dry.device": "a thing of its own: the device, which tests and benchmarks enter",
+    "aligner.dry.driver": "a thing of its own: what torch.cuda calls",
+    "aligner.generation.vllm.engine": "a thing of its own: one engine; its importer is an actor",
+    "aligner.generation.vllm.generation": "a thing of its own: the handle of the engines",
+    "aligner.generation.vllm.sampling": "a thing of its own: sampling parameters as vLLM's",
+    "aligner.generation.vllm.worker": "a thing of its own: the actor that holds an engine",
+    "aligner.logprobs.published.linear_ce_patch": "a thing of its own: a published patch",
+    "aligner.logprobs.published.parallel_logprobs": "a thing of its own: published functions",
+    "aligner.logprobs.published.sampling_logprob": "a thing of its own: a published function",
+    "aligner.losses.kto": "a thing of its own: a loss",
+    "aligner.losses.preference": "a thing of its own: a family of losses",
+    "aligner.losses.user": "a thing of its own: a user's loss, tried before a run",
+    "aligner.observe.progress": "a thing of its own: a line on the terminal",
+    "aligner.plan.layouts": "a thing of its own: candidates of a search",
+    "aligner.plan.sampling": "a thing of its own: roles of runs that sample",
+    "aligner.plan.search": "a thing of its own: the search; its importer is a command",
+    "aligner.plan.supervised": "a thing of its own: roles of runs that do not sample",
+    "aligner.plan.work": "a thing of its own: arithmetic of a layer",
+    "aligner.rewards.function.processes": "a thing of its own: processes that are killed in time",
+    "aligner.rewards.function.runner": "a thing of its own: a reward function, ready to score",
+}
+# What a role is asked to do. A handle declares it (`aligner.cluster.dispatch`): definitions are
+# an interface's, a worker's and a role model's, or another engine's.
+VERBS = [
+    "train",
+    "training_update",
+    "get_loss_and_metrics",
+    "prepare_for_training",
+    "finish_training",
+    "prepare_for_inference",
+    "finish_inference",
+    "prepare_for_lp_inference",
+    "infer",
+    "infer_rm_critic",
+    "prepare_for_generation",
+    "finish_generation",
+    "generate",
+    "offload_before_refit",
+    "offload_after_refit",
+    "get_logprobs",
+    "get_reference_policy_logprobs",
+    "get_init_policy_logprobs",
+    "get_topk_logits",
+    "get_values",
+    "get_rewards",
+    "save_checkpoint",
+    "load_checkpoint",
+]
+DEFINITIONS_OF_A_VERB = 4
+MORE_DEFINITIONS = {
+    "generate": 6,  # two are functions: the command, and a stage of a rollout
+    "get_rewards": 7,  # one of workers; the others are sources of rewards, one in another's place
+}
 CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],
     "hydra": ["aligner/config/", "examples/", "tests/"],
     "ray": ["aligner/cluster/ray/"],
     "vllm": ["aligner/generation/vllm/"],
     "nemo": ["aligner/checkpoint/nemo/connector.py", "aligner/models/gpt/megatron/model.py"],
+    "fastapi": ["aligner/rewards/server/"],
+    "httpx": ["aligner/rewards/server/"],
+    "tenacity": ["aligner/rewards/server/"],
+    "uvicorn": ["aligner/rewards/server/"],
 }
 
 
@@ -167,6 +255,23 @@ def test_no_modules_import_each_other_in_a_circle():
     assert {name: sorted(needed) for name, needed in needs.items()} == {}
 
 
+def test_what_one_module_imports_is_part_of_it_or_a_thing_of_its_own():
+    """A module with one importer is merged into it, or stands in `ONE_IMPORTER` with a reason."""
+    names = {name_of(path) for path in modules()}
+    importers = Counter(needed for path in modules() for needed in modules_needed(path, names))
+    covered = {
+        name
+        for name, count in importers.items()
+        if count == 1 and is_below(name, PACKAGES_OF_THINGS) and not is_below(name, BESIDE_THEM)
+    }
+    assert sorted(covered) == sorted(ONE_IMPORTER)
+    assert all(reason.startswith("a thing of its own: ") for reason in ONE_IMPORTER.values())
+
+
+def is_below(module, packages):
+    return module in packages or module.startswith(tuple(f"{each}." for each in packages))
+
+
 def modules_needed(path, names):
     """Modules that a file imports: of ``from package import module`` the module."""
     found = set()
@@ -210,6 +315,15 @@ def test_no_function_has_many_positional_parameters():
     }
     assert {name: found for name, found in many.items() if name not in PUBLISHED_SIGNATURES} == {}
     assert set(PUBLISHED_SIGNATURES) == set(many), "a name that needs no exception"
+
+
+def test_a_verb_is_defined_once_a_layer():
+    counts = Counter(name.rpartition(".")[2] for name, _, _ in functions())
+    allowed = dict.fromkeys(VERBS, DEFINITIONS_OF_A_VERB) | MORE_DEFINITIONS
+    assert {verb: counts[verb] for verb in VERBS if counts[verb] > allowed[verb]} == {}
+    assert [verb for verb in VERBS if counts[verb] == 0] == []
+    needed = [verb for verb in VERBS if counts[verb] > DEFINITIONS_OF_A_VERB]
+    assert set(MORE_DEFINITIONS) == set(needed), "a verb that needs no exception"
 
 
 def functions():

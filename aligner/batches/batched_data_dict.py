@@ -1,4 +1,4 @@
-"""A batch: named columns of equal length, and how it is cut up, joined and put in order."""
+"""A batch: named columns of equal length, with methods to cut, join and reorder it."""
 
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ ColumnsT = TypeVar("ColumnsT")
 class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     """Columns by name; each is a tensor ``[B, ...]`` or a list of B objects.
 
-    A shard made by `shard_by_batch_size` knows more (None elsewhere):
+    A shard made by `shard_by_batch_size` has further attributes (None elsewhere):
 
     ``elem_counts_per_gb``: its rows of each global batch, which follow each other.
     ``largest_counts_per_gb``: the rows of the shard that has most, of each global batch.
@@ -171,8 +171,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
             return self._get_global_batch(batch_idx, counts)
         if batch_size is None:
             raise DataError(
-                f"batch {batch_idx} was asked for without batch_size, which only a shard made by "
-                "shard_by_batch_size can tell; pass batch_size"
+                f"batch {batch_idx} without batch_size is defined only for a shard made by "
+                "shard_by_batch_size; pass batch_size"
             )
         start = batch_idx * batch_size
         if batch_size < 1 or not 0 <= start < max(1, self.size):

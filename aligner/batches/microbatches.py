@@ -31,7 +31,7 @@ class SequencePackingArgs(TypedDict):
     min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
     bin_count_multiple: NotRequired[int]  # their number is a multiple of it
     rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row; default 1
-    train_mb_tokens: NotRequired[int]  # not read: for who sets max_tokens_per_microbatch by phase
+    train_mb_tokens: NotRequired[int]  # not read: callers set max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # likewise
 
 

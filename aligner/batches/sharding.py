@@ -25,7 +25,7 @@ class MicrobatchPlan(NamedTuple):
     """Rows that go through the model together.
 
     ``rows``: their indices. ``length``: the width of the padded micro-batch or, packed, the
-    tokens of the packed row, each in multiples of what was asked for; 0 without rows.
+    tokens of the packed row, each a multiple of the configured one; 0 without rows.
     """
 
     rows: list[int]
@@ -58,7 +58,8 @@ def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> li
     shard keep their order.
     """
     parts: list[list[int]] = [[] for _ in range(shards)]
-    heap = [(0, 0, shard) for shard in range(shards)]  # weight, rows, shard
+    # Weight, rows, shard: among equal weights the fewest rows, so that empty rows spread too.
+    heap = [(0, 0, shard) for shard in range(shards)]
     for row in sorted(rows, key=lambda row: -weights[row]):
         weight, count, shard = heap[0]
         parts[shard].append(row)

@@ -36,7 +36,7 @@ from aligner.config import LoraConfig
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 
 SUFFIX = ".lora.safetensors"
-# The header's only key: safetensors writes several in an order of chance.
+# The header's only key: safetensors writes several in random order.
 _HEADER = "aligner"
 _LORA, _NEMO_KEYS = "lora", "nemo_keys"
 
@@ -62,7 +62,7 @@ def adapter_shapes(architecture: GPTArchitecture, lora: LoraConfig) -> dict[str,
     if architecture.num_moe_experts is not None and any("mlp" in name for name in lora.linears):
         raise ConfigError(
             f"model.peft.lora_tuning.target_modules={list(lora.target_modules)}: this model is a "
-            "mixture of experts, which takes adapters in its attention alone; set "
+            "mixture of experts, which takes adapters in its attention only; set "
             "target_modules=[attention]"
         )
     shapes: dict[str, Shape] = {}

@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 
 _ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache
 _TOUCHED = 16 << 20  # bytes between two looks whether to stop
-_LEAVING_S = 2.0  # for a thread that is asked to stop in the middle of a file
+_LEAVING_S = 2.0  # for a thread that is to stop in the middle of a file
 
 
 class AbandonedError(AlignerError):
@@ -56,7 +56,7 @@ class BackgroundTask:
         return self.done
 
     def stop(self, seconds: float | None = None) -> bool:
-        """Have it end before it is done, and wait for that."""
+        """Cancel the call, and wait until it has stopped."""
         self._stop.set()
         return self.wait(seconds)
 
@@ -65,7 +65,7 @@ _tasks: "weakref.WeakSet[BackgroundTask]" = weakref.WeakSet()
 
 
 def stop_all_tasks() -> None:
-    """Cancel every task of this process, which is asked to end."""
+    """Cancel every task of this process, which is about to end."""
     running = [task for task in _tasks if not task.done]
     for task in running:
         task._stop.set()
@@ -76,8 +76,8 @@ def stop_all_tasks() -> None:
 class CopyMemory:
     """Host memory that copies of tensors are put into, one set of copies at a time.
 
-    It is taken once, as large as is asked for, and kept; beside a GPU its pages are locked, so that
-    copies come at the full rate of the bus.
+    It is allocated once, in the size that is needed, and kept; beside a GPU its pages are locked,
+    so that copies come at the full rate of the bus.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The one form in which weights travel between files and models.
+"""Canonical weights: the form in which weights travel between files and models.
 
 Canonical weights are a mapping from megatron-core's local-spec names, without ``model.`` and with
 global layer numbers, to global tensors: not split over tensor-parallel ranks, the vocabulary not
@@ -161,7 +161,7 @@ def check_shape(name: str, actual: Iterable[int], expected: Shape) -> None:
     """Refuse a tensor of another shape than the architecture gives it."""
     if tuple(actual) != expected:
         raise CheckpointError(
-            f"{name} has shape {list(actual)}, the architecture says {list(expected)}"
+            f"{name} has shape {list(actual)}, the architecture gives {list(expected)}"
         )
 
 

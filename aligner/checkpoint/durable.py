@@ -1,4 +1,4 @@
-"""Files that are on the disk when a call returns, and errors that name what the disk lacked."""
+"""Files that are on the disk when a call returns, and errors that name the lack of space."""
 
 import contextlib
 import errno

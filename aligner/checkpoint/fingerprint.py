@@ -12,8 +12,8 @@ _BLOCKS, _BLOCK = 64, 1 << 16  # a file of up to 4 MiB is read whole
 def file_fingerprint(path: Path) -> str:
     """SHA-256 of a file's size and of blocks spread evenly over it, its first and last among them.
 
-    Training changes every weight, so blocks are enough to tell models apart. Two large files that
-    differ in a few bytes between the blocks are taken for one.
+    Training changes every weight, so blocks are enough to distinguish models. Two large files that
+    differ in a few bytes between the blocks have one fingerprint.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -20,7 +20,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)(\d+)(?=\.)")
 
 
 class GatheredWeights(Mapping[str, Tensor]):
-    """Whole tensors on every rank, each joined when it is indexed and held by nobody afterwards.
+    """Whole tensors on every rank, each joined when it is indexed and not kept afterwards.
 
     Adapters are merged into the weights, as they are when a tensor is indexed.
 

@@ -23,7 +23,7 @@ def origin_of_rows(
 
     ``name`` is that of a tensor which is split along an axis. Returns int64 ``[n]``: old part times
     its size along that axis, plus the place in it; -1: padding. The rules of `merge` and `split`
-    are asked, with the numbers of rows instead of rows.
+    are applied to the numbers of rows instead of rows.
     """
     axis = split_axis(name)
     assert axis is not None

@@ -3,9 +3,9 @@
 While a run of several processes is watched, a thread of each beats in a store that all of them
 reach and looks at its neighbour, the next rank that has not left. A neighbour whose process is gone
 (seen at once on the same machine) or whose beat has stopped (another machine, a lost network) is
-recorded in the store, as is what a rank raises. Whoever reads such a record prints it and ends:
-its main thread is given a moment to unwind, then the process is ended, for a collective that waits
-for a dead rank may not return for as long as ``cluster.timeout_s``.
+recorded in the store, as is an error that a rank raises. A rank that reads such a record prints it
+and ends: its main thread is given a moment to unwind, then the process is ended, for a collective
+that waits for a dead rank may not return for as long as ``cluster.timeout_s``.
 
     rank 1: beat, look at rank 2 ──► store: "rank 2 (host b, pid 7) died: …" ──► all others stop
 
@@ -29,7 +29,7 @@ from types import FrameType
 import psutil
 import torch.distributed as dist
 
-from aligner.distributed.agreement import from_rank_zero
+from aligner.distributed.object_collectives import from_rank_zero
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import WorkerError
 
@@ -76,7 +76,7 @@ class _Place:
         return f"rank {self.rank} ({self.role}; host {self.host}, pid {self.pid})"
 
     def is_gone(self, seen_from: "_Place") -> bool:
-        """Return whether the process has ended, as far as ``seen_from`` can tell."""
+        """Return whether the process has ended, as far as it is visible to ``seen_from``."""
         if (self.host, self.namespace) != (seen_from.host, seen_from.namespace):
             return False
         try:
@@ -122,7 +122,7 @@ class RankWatch:
                     return
 
     def leave(self) -> None:
-        """This rank has done its work: its silence means nothing from now on."""
+        """Leave: this rank has done its work, and its silence means nothing from now on."""
         with contextlib.suppress(RuntimeError):
             self._store.add(f"left/{self._me.rank}", 1)
             self._store.add("left", 1)
@@ -208,7 +208,7 @@ class RankWatch:
             reason = f"no heartbeat for {silent_s:.0f} s"
         else:
             return None
-        # It may have left, or said what it raised, between the looks at the store.
+        # It may have left, or recorded its error, between the looks at the store.
         if self._has_left(neighbour):
             return None
         return self._publish(f"{neighbour} died: {reason}")
@@ -248,7 +248,7 @@ def watched_ranks(parallel: ParallelState, timeout_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_before_sigterm(watch: RankWatch) -> Iterator[None]:
-    """Launchers end the other ranks with SIGTERM at once: first hear which one died."""
+    """Delay SIGTERM, with which launchers end the other ranks, until the dead rank is known."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
@@ -280,7 +280,7 @@ def _own_connection(timeout_s: float) -> dist.Store:
         is_master=False,
         timeout=timedelta(seconds=timeout_s),
     )
-    return dist.PrefixStore(f"aligner/liveness/{run}", store)
+    return dist.PrefixStore(f"aligner/heartbeat/{run}", store)
 
 
 def _launcher_keeps_store() -> bool:

@@ -1,4 +1,4 @@
-"""Starting the processes of a run where nobody has started them."""
+"""Start of a run's processes where no launcher has started them."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def started_processes(trainer: ProcessConfig, timeout_s: float) -> Iterator[None
 
     A signal that ends the first process before the others have met it would leave them waiting for
     it. So within the block, and while they meet, a further process ends with status 1 once the
-    first is gone. What follows the block sees to that itself (`heartbeat.watched_ranks`).
+    first is gone. After the block `heartbeat.watched_ranks` does that.
 
     Args:
         trainer: how many processes, on how many nodes.

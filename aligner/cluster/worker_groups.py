@@ -1,10 +1,10 @@
-"""A group of workers behind one interface, whatever runs them.
+"""A group of workers behind one interface, in this process, of torchrun, or on Ray.
 
-A front (``Policy``, ``Value``) hands a group one shard of data per data-parallel coordinate and
+A handle (``Policy``, ``Value``) gives a group one shard of data per data-parallel coordinate and
 gets one result per data-parallel coordinate back. In ``LocalWorkerGroup`` this process is one of
-the workers and the fronts run in every process alike:
+the workers and the handles run in every process alike:
 
-    front in rank 0          front in rank 1            (same global batch in both)
+    handle in rank 0         handle in rank 1           (same global batch in both)
       | shard 0                | shard 1
     worker 0                 worker 1                   worker method, collectives inside it
       | result 0               | result 1
@@ -49,7 +49,7 @@ class WorkerFuture(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """Interface of a group of workers, for fronts."""
+    """Interface of a group of workers, for handles."""
 
     sharding_annotations: NamedSharding
     is_whole: bool  # no call has failed: no worker waits for another that does not come
@@ -104,7 +104,7 @@ class Cluster(Protocol):
         """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker.
 
         Further keywords: ``parallel``, ``workers_per_node`` and ``env_vars``; on Ray ``layout`` and
-        ``python_executable`` ask for workers of another kind; see
+        ``python_executable`` make workers of another kind; see
         `RayVirtualCluster.start_workers`.
         """
         ...
@@ -254,7 +254,7 @@ class LocalWorkerGroup:
 
 
 class LocalCluster:
-    """The processes that torchrun, Lightning's launcher or nobody (one process) started."""
+    """The processes that torchrun or Lightning's launcher started, or this one by itself."""
 
     engine = "local"
 
@@ -287,7 +287,7 @@ class LocalCluster:
         Args:
             worker_class: dotted path.
             name_prefix: role, for messages.
-            parallel: the layout that is asked for; it must be that of the processes.
+            parallel: the configured layout; it must be that of the processes.
             workers_per_node: must be what was started on each machine.
             env_vars: set in this process, where they last.
             kwargs: arguments of the class.
@@ -339,7 +339,7 @@ _ON_RAY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names that are published here and live in the files that import Ray."""
+    """Published names whose code is in the files that import Ray."""
     if name not in _ON_RAY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_ON_RAY[name]), name)

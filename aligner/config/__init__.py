@@ -1,8 +1,9 @@
 """Configuration: one YAML tree, validated once into frozen dataclasses.
 
 ``load_config`` turns hydra's ``DictConfig`` into a ``RunConfig``; nothing below the entry script
-ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. A key is
-documented where its dataclass defines it, and again beside its default in ``conf/``.
+ever sees omegaconf. ``cli.launch`` is the entry of the scripts in ``examples/``. The docstring
+below a field is what ``conf/`` and the tables of options in ``docs/`` say of it, too
+(``docs/tools/options.py``).
 """
 
 from aligner.config.algorithms.distill import KLDirection, StudentConfig, TeacherConfig
@@ -44,22 +45,24 @@ from aligner.config.reward import RewardConfig, RewardModelConfig, RewardServerC
 from aligner.config.roles.model import (
     LAYOUT_KEYS,
     CriticConfig,
-    Drawing,
     DynamicBatchingConfig,
-    KLLossConfig,
-    LengthParams,
     ModelConfig,
-    PolicyPPOConfig,
     ReferenceConfig,
-    RolloutConfig,
     RSModelConfig,
-    SamplingParams,
     SequencePackingConfig,
     TrainedModelConfig,
 )
 from aligner.config.roles.optim import OptimConfig, SchedConfig
 from aligner.config.roles.peft import LoraConfig, PeftConfig
 from aligner.config.roles.policy import BackendConfig
+from aligner.config.roles.sampling import (
+    KLLossConfig,
+    LengthParams,
+    PolicyPPOConfig,
+    RolloutConfig,
+    SamplingOptions,
+    SamplingParams,
+)
 from aligner.config.run import (
     BaseRunConfig,
     DistillRunConfig,
@@ -86,7 +89,7 @@ __all__ = [
     "DPORunConfig",
     "DataConfig",
     "DistillRunConfig",
-    "Drawing",
+    "SamplingOptions",
     "DynamicBatchingConfig",
     "EvaluateConfig",
     "ExampleDataConfig",

@@ -1,10 +1,9 @@
-"""Entry of every training script: hydra in front, typed configuration behind.
+"""Entry of every training script: hydra composes, typed dataclasses validate.
 
 Hydra knows a key by the YAML it has composed, and its own messages name no alternative. What can be
 set is what the dataclasses have, so overrides are held against them before hydra sees them.
 """
 
-import dataclasses
 import difflib
 import logging
 import os
@@ -12,19 +11,19 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from aligner.catalog import ALGORITHMS
+from aligner.catalog import imported
 from aligner.config.elsewhere.nemo_aligner import remedy
 from aligner.config.load import Root, load_config
-from aligner.config.parse import field_types, unknown_key
+from aligner.config.parse import arms_of, field_types, section_in, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
 
@@ -36,39 +35,38 @@ OPTIONS_WITH_VALUE = (
 
 
 def launch(
-    fit: Callable[[Root], None],
+    command: Callable[[Root], Any] | str,
     conf_dir: Path,
     config_name: str,
     root: type[Root] = RunConfig,  # type: ignore[assignment]
 ) -> None:
-    """Compose ``conf_dir/config_name`` with the command line, validate it and call ``fit``.
+    """Compose ``conf_dir/config_name`` with the command line, validate it and call ``command``.
 
-    ``root`` is what the configuration describes.
+    Args:
+        command: a function of the configuration; by its name ``package.module:function`` where it
+            is to be imported only now (torch is not, for ``--help``).
+        conf_dir: where the configuration is.
+        config_name: its name there; the command line may give another.
+        root: what it describes.
 
     An ``AlignerError`` ends the process with status 2 and its message instead of a traceback,
     Ctrl-C with status 130 (the first one lets a run that makes steps save and end, with status 0);
     set ``HYDRA_FULL_ERROR=1`` to see the traceback.
     """
-
     _quiet_imports()
 
-    def main(config: DictConfig) -> None:
+    @hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)
+    def main(composed: DictConfig) -> None:
         sys.argv[:] = given  # what a report shows and further processes are started with
-        report_errors(lambda: fit(load_config(config, root)))
+        with reported_errors():
+            config = load_config(composed, root)
+            run = imported(command) if isinstance(command, str) else command
+            run(config)
 
     given = list(sys.argv)
-    accepted: list[str] = []
-    report_errors(lambda: accepted.extend(check_overrides(given[1:], root, conf_dir)))
-    sys.argv[1:] = accepted
-    hydra.main(version_base="1.3", config_path=str(conf_dir.resolve()), config_name=config_name)(
-        main
-    )()
-
-
-def launch_algorithm(name: str, conf_dir: Path) -> None:
-    """`launch` an algorithm of `aligner.catalog`; torch is imported once its run begins."""
-    algorithm = ALGORITHMS[name]
-    launch(algorithm.train, conf_dir, algorithm.config_name, algorithm.root_class)
+    with reported_errors():
+        sys.argv[1:] = check_overrides(given[1:], root, conf_dir)
+    main()
 
 
 def _quiet_imports() -> None:
@@ -195,8 +193,8 @@ def check_key(key: str, root: type = RunConfig) -> None:
     hint: Any = root
     prefix = ""
     for name in key.split("."):
-        arms = list(_arms(hint))
-        level = _dataclass_of(hint)
+        arms = list(arms_of(hint))
+        level = section_in(hint)
         if level is not None:
             hints = field_types(level)
             if name not in hints:
@@ -204,7 +202,7 @@ def check_key(key: str, root: type = RunConfig) -> None:
                 raise ConfigError(unknown_key(wrong, list(hints), prefix, list(_keys(root))))
             hint = hints[name]
         elif (values := _values_of(arms)) is not None:
-            if _dataclass_of(values) is None:
+            if section_in(values) is None:
                 return  # a free-form mapping
             hint = values  # whatever its name
         else:
@@ -218,7 +216,7 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key in the tree of dataclasses below ``cls``."""
     for name, hint in field_types(cls).items():
         yield f"{prefix}{name}"
-        level = _dataclass_of(hint)
+        level = section_in(hint)
         if level is not None:
             yield from _keys(level, f"{prefix}{name}.")
 
@@ -233,26 +231,11 @@ def _values_of(arms: Sequence[Any]) -> Any:
     return None
 
 
-def _dataclass_of(hint: Any) -> type | None:
-    arms = (arm for arm in _arms(hint) if isinstance(arm, type))
-    return next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
-
-
-def _arms(hint: Any) -> Iterator[Any]:
-    """The types that a field may have."""
-    if get_origin(hint) is Annotated:
-        yield from _arms(get_args(hint)[0])
-    elif get_origin(hint) in (Union, UnionType):
-        for arm in get_args(hint):
-            yield from _arms(arm)
-    else:
-        yield hint
-
-
-def report_errors(action: Callable[[], None]) -> None:
-    """Call ``action``; an `AlignerError` or Ctrl-C ends the process as in `launch`."""
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """An `AlignerError` or Ctrl-C in the block ends the process as in `launch`."""
     try:
-        action()
+        yield
     except AlignerError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

@@ -13,19 +13,52 @@ class ClusterConfig:
     The policy has ``trainer.devices`` x ``trainer.num_nodes`` workers on either engine.
     """
 
-    # local: the processes that torchrun or trainer.devices started; ray: actors of a Ray cluster.
     engine: Literal["local", "ray"] = "local"
-    # Longest wait for another rank in a collective, and under ray for a worker's answer. A rank on
-    # another machine that has not been heard of for a thirtieth of it (10 s at the least) is taken
-    # for dead.
+    """Workers in the run's own processes, or in actors of a Ray cluster.
+
+    `local`: the processes that torchrun or `trainer.devices` started. `ray`: see docs/engines.md.
+    """
+
     timeout_s: Seconds = 1800.0
-    # ray: host:port of the cluster to join; null: RAY_ADDRESS, or else a Ray of the run's own.
+    """Longest wait for another rank, and with `ray` for a worker's answer, in seconds.
+
+    A rank on another machine that has not been heard of for a thirtieth of it (10 s at the least)
+    is taken for dead; one on the same machine is missed at once. All others then stop with its
+    name.
+    """
+
     address: str | None = None
-    colocated: bool = True  # ray: a policy and a critic worker share their CPUs or GPU
-    value_workers: Count | None = None  # ray, not colocated: critic workers; null: as the policy
-    cpus_per_worker: Positive = 1.0  # ray: CPUs that Ray reserves for a worker
-    # ray: memory of the object store that batches pass through, where the run starts Ray itself.
+    """`ray`: `host:port` of the cluster to join; null: `RAY_ADDRESS`, or a Ray of the run's own.
+
+    The latter is started on this machine and ended with the run.
+    """
+
+    colocated: bool = True
+    """`ray`: a policy and a critic worker share their CPUs or their GPU.
+
+    `false`: each role has its own.
+    """
+
+    value_workers: Count | None = None
+    """`ray`, not colocated: workers of the critic; null: as many as the policy.
+
+    The policy has `trainer.devices` x `trainer.num_nodes`.
+    """
+
+    cpus_per_worker: Positive = 1.0
+    """`ray`: CPUs that Ray reserves for a worker."""
+
     object_store_mb: Annotated[int, Range(low=80)] = 512
-    # ray: environment of the workers, there before they import anything.
+    """`ray`: memory of the object store that batches pass through, where the run starts Ray."""
+
     env_vars: dict[str, Any] = field(default_factory=dict)
-    max_restarts: Natural = 3  # ray: times the workers are started anew after one has died
+    """`ray`: environment of the workers, there before they import anything.
+
+    For example `NCCL_DEBUG`.
+    """
+
+    max_restarts: Natural = 3
+    """`ray`: times that the workers are started anew after one of them has died.
+
+    The run continues from the last run state.
+    """

@@ -11,24 +11,71 @@ from aligner.config.fields import Count, Source
 class PromptSourceConfig:
     """One set of prompts."""
 
-    # .jsonl or .parquet files, directories of them, or a generator function
-    # (package.module:function or path/to/file.py:function); one or a list.
     source: Source | tuple[Source, ...]
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of a generator
-    limit: Count | None = None  # read at most so many rows; null: all
+    """Files, a generator function, or a list of them.
+
+    A `.jsonl` or `.parquet` file, a directory of them, or a function, `package.module:function` or
+    `path/to/file.py:function`.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a generator function."""
+
+    limit: Count | None = None
+    """Rows to read at most; null: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptColumns:
+    """Columns of a row that make a prompt, in every kind of data."""
+
+    prompt_column: str = "prompt"
+    """Column of text or of a list of chat messages."""
+
+    tools_column: str | None = "tools"
+    """Column of functions that a chat's assistant may call; null: none.
+
+    For rows that have it: JSON schemas, or their text.
+    """
+
+    chat: bool = False
+    """Plain text becomes the user's message of a chat; lists of messages always do."""
+
+    system_prompt: str | None = None
+    """Put before chat messages that bring none; null: nothing."""
+
+    add_bos: bool = False
+    """Begin with the BOS token, unless the text already does."""
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Training and validation prompts."""
+class TrainingSets:
+    """Data of a training run."""
 
     train: PromptSourceConfig
-    validation: PromptSourceConfig | None = None  # null: no validation
-    prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
-    ground_truth_column: str | None = "ground_truth"  # null: the data has none
-    tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
-    chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: str | None = None  # put before chat messages that have none
-    add_bos: bool = False  # begin with the BOS token, unless the text already does
-    max_prompt_length: Count | None = None  # tokens; longer prompts are dropped and counted
-    shuffle: bool = True  # training prompts, by seed and epoch
+    """Training data."""
+
+    validation: PromptSourceConfig | None = None
+    """Validation data, as `train`; null: no validation."""
+
+    shuffle: bool = True
+    """Shuffle the training data, by seed and epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweredColumns(PromptColumns):
+    """Columns of a row that make a prompt whose response is scored."""
+
+    ground_truth_column: str | None = "ground_truth"
+    """Column of ground truths; null: the data has none.
+
+    The reward function is given it as `ground_truths`.
+    """
+
+    max_prompt_length: Count | None = None
+    """Tokens of a prompt; longer ones are dropped and counted; null: none are."""
+
+
+@dataclass(frozen=True)
+class DataConfig(AnsweredColumns, TrainingSets):
+    """Training and validation prompts."""

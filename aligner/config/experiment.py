@@ -12,32 +12,84 @@ class WandbConfig:
     """Arguments of Lightning's W&B logger."""
 
     project: str = "aligner"
-    name: str | None = None  # null: W&B invents one
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # any further ones
+    """W&B's project."""
+
+    name: str | None = None
+    """W&B's name of the run; null: W&B invents one."""
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of Lightning's `WandbLogger`, e.g. `offline`."""
 
 
 @dataclass(frozen=True)
 class ExpManagerConfig:
     """Directory, checkpoints and loggers."""
 
-    explicit_log_dir: FilePath = "results/aligner"  # everything of the run is below it
-    resume_if_exists: bool = True  # continue the run there; false: refuse a directory with one
-    # Begin a new run there: what the earlier one left moves into earlier_001/ and so on. Such a
-    # command begins anew whenever it is started: leave it out to continue.
+    explicit_log_dir: FilePath = "results/aligner"
+    """Everything of the run is below it.
+
+    Each script has a default of its own: `results/ppo`, `results/rs`, `results/sft`,
+    `results/reward`, `results/distill`; without a critic the estimator's (`results/grpo`), of
+    preferences the loss's (`results/dpo`, `results/kto`).
+    """
+
+    resume_if_exists: bool = True
+    """Continue the run there; false: refuse a directory that holds one."""
+
     start_anew: bool = False
-    # What may be another than the saved run's when it is continued; else another is refused.
+    """Begin a new run there; the earlier one moves into `earlier_001/` and so on.
+
+    Nothing is deleted. Such a command begins anew whenever it is started: leave the key out to
+    continue.
+    """
+
     accept_changed: tuple[Literal["algorithm", "model", "data"], ...] = ()
-    save_last_k: Count = 2  # newest run states kept: if the last is damaged, the one before is used
-    # Write run states while the next steps are made, from a copy in host memory; where there is no
-    # memory for one, and with false, a step with a save waits for the disk.
+    """May be another than the saved run's; else another is refused.
+
+    Any of `algorithm`, `model` and `data`.
+    """
+
+    save_last_k: Count = 2
+    """Newest run states kept.
+
+    If the last one turns out to be damaged, the run goes on from the one before.
+    """
+
     async_save: bool = True
-    save_top_k: Natural = 1  # best run states kept besides the newest
-    # Metric that says which is best; null: val_rollouts/accuracy, or where a reward model or a
-    # server scores and no verifier looks on, val_rollouts/rewards.
+    """Write run states while the next steps are made, from a copy in host memory.
+
+    Its size is in the start-up report. Where there is no memory for a copy, and with `false`, a
+    step with a save waits for the disk.
+    """
+
+    save_top_k: Natural = 1
+    """Best run states kept besides the newest."""
+
     monitor: str | None = None
-    mode: Literal["max", "min"] = "max"  # whether more of it is better
+    """Metric that says which run state is best.
+
+    null: `val_rollouts/accuracy`, or `val_rollouts/rewards` where a reward model or a server scores
+    and no verifier looks on.
+    """
+
+    mode: Literal["max", "min"] = "max"
+    """`max` or `min`: whether more of it is better."""
+
     create_tensorboard_logger: bool = True
+    """Write scalars to `tensorboard/`."""
+
     create_wandb_logger: bool = False
+    """Log to W&B.
+
+    Without the package wandb a warning is all that happens.
+    """
+
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    samples_per_step: Count = 4  # samples shown and written to samples.jsonl each step
-    save_nemo: bool = True  # write the trained policy as a .nemo at the end
+    samples_per_step: Count = 4
+    """Samples written to `samples.jsonl` each step.
+
+    The console shows those of step 0, step 1 and every validation.
+    """
+
+    save_nemo: bool = True
+    """Write the trained policy as `policy.nemo` at the end."""

@@ -12,24 +12,48 @@ from aligner.errors import ConfigError
 class VllmConfig:
     """vLLM engines, each a worker in an interpreter of its own."""
 
-    python: FilePath = ".venv-vllm/bin/python"  # the interpreter; `make vllm-env` makes it
-    engines: Count = 1  # each draws its share of every rollout
-    tensor_parallel_size: Count = 1  # devices of an engine, a worker on each
-    # How weights reach an engine. colocated: it shares a machine (on GPUs: a device) with a policy
-    # worker, through shared memory or CUDA IPC; separate: broadcast to engines anywhere.
+    python: FilePath = ".venv-vllm/bin/python"
+    """Interpreter of the engines; `make vllm-env` makes it."""
+
+    engines: Count = 1
+    """Engines; each draws its share of every rollout."""
+
+    tensor_parallel_size: Count = 1
+    """Devices of an engine, over which its weights are split."""
+
     refit: Literal["colocated", "separate"] = "colocated"
-    refit_buffer_mb: Positive = 512.0  # weights are handed over in groups of at most so much
-    # Per device; null: 1024 on CPU, on GPUs what gpu_memory_utilization leaves.
+    """Way of the weights to an engine.
+
+    `colocated`: it shares a machine (on GPUs: a device) with a policy worker, through shared memory
+    or CUDA IPC. `separate`: broadcast to engines anywhere.
+    """
+
+    refit_buffer_mb: Positive = 512.0
+    """Weights are handed over in groups of at most so much."""
+
     kv_cache_mb: Count | None = None
-    # Of the device, the engine's weights included; null: 0.5 where colocated, 0.9 where separate.
+    """KV cache on a device; null: 1024 on CPU, on GPUs what `gpu_memory_utilization` leaves."""
+
     gpu_memory_utilization: Fraction | None = None
-    enforce_eager: bool | None = None  # no compiled graphs; null: true on CPU, false on GPUs
-    # Give the device's memory back between rollouts, weights included; null: on GPUs, where
-    # colocated and not async_rollouts.
+    """Share of the device, weights included; null: 0.5 colocated, 0.9 separate."""
+
+    enforce_eager: bool | None = None
+    """No compiled graphs; null: true on CPU, false on GPUs."""
+
     sleep: bool | None = None
-    threads: Count | None = None  # CPU threads of an engine; null: as a training worker has
-    timeout_s: Seconds = 600.0  # longest wait for the other side of a separate refit
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # any further ones of vllm.LLM
+    """Give memory back between rollouts; null: on GPUs, colocated, not `async_rollouts`.
+
+    The device's memory, weights included.
+    """
+
+    threads: Count | None = None
+    """CPU threads of an engine; null: as a training worker has."""
+
+    timeout_s: Seconds = 600.0
+    """Longest wait for the other side of a separate refit, in seconds."""
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Any further arguments of `vllm.LLM`."""
 
     @property
     def workers(self) -> int:
@@ -85,12 +109,31 @@ class VllmConfig:
 class GenerationConfig:
     """Sampling of responses."""
 
-    backend: Literal["megatron", "vllm"] = "megatron"  # megatron: the training weights themselves
-    # megatron, on GPUs: one launch a token of all sequences, where a process holds a dense model.
+    backend: Literal["megatron", "vllm"] = "megatron"
+    """Sampling by the policy's own workers, or by engines with a copy.
+
+    `megatron`: the former. `vllm`: vLLM engines, brought up to date before every rollout; needs
+    `cluster.engine=ray` (docs/vllm.md).
+    """
+
     cuda_graphs: bool = True
-    # While a step trains, draw the next step's rollout, with the weights from before the update.
+    """`megatron` on GPUs: one launch a token of all sequences, not hundreds.
+
+    A step of decoding is launched as one CUDA graph, where a process holds the whole of a dense
+    model (no tensor, pipeline or expert parallelism). The graphs' memory is given back after each
+    rollout. The tokens are the same without.
+    """
+
     async_rollouts: bool = False
-    # What becomes of such a rollout where a validation needs the new weights or the run state is
-    # saved. finish: waited for, and saved; abandon: drawn again, with the new weights.
+    """Draw the next step's rollout while this one trains, with the weights from before.
+
+    Needs `vllm` and `truncated_importance_sampling`.
+    """
+
     in_flight: Literal["finish", "abandon"] = "finish"
+    """Fate of such a rollout when a validation or a save comes between.
+
+    `finish`: waited for and saved. `abandon`: drawn again, with the new weights.
+    """
+
     vllm: VllmConfig = field(default_factory=VllmConfig)

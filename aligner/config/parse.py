@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
@@ -85,6 +85,23 @@ def field_types(cls: type) -> dict[str, Any]:
     if is_typeddict(cls):
         return hints
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def arms_of(hint: Any) -> Iterator[Any]:
+    """The types that a value may have: ``hint``, or the arms of a union."""
+    if get_origin(hint) is Annotated:
+        yield from arms_of(get_args(hint)[0])
+    elif get_origin(hint) in (Union, types.UnionType):
+        for arm in get_args(hint):
+            yield from arms_of(arm)
+    else:
+        yield hint
+
+
+def section_in(hint: Any) -> type | None:
+    """The dataclass of ``X`` or ``X | None``; None: the value is no section."""
+    arms = (arm for arm in arms_of(hint) if isinstance(arm, type))
+    return next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
 
 
 def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str] = ()) -> str:

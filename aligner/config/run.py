@@ -14,8 +14,10 @@ from aligner.config.algorithms.preference import (
 from aligner.config.algorithms.reward_model import RewardDataConfig, RewardTrainerConfig
 from aligner.config.algorithms.supervised import ExampleDataConfig, SFTTrainerConfig
 from aligner.config.algorithms.trainer import (
+    LoopConfig,
     RSTrainerConfig,
     SamplingLoopConfig,
+    SupervisedLoopConfig,
     TrainerConfig,
     TrainingConfig,
 )
@@ -26,12 +28,7 @@ from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
 from aligner.config.layout import ParallelConfig
 from aligner.config.reward import RewardConfig
-from aligner.config.roles.model import (
-    CriticConfig,
-    ModelConfig,
-    RSModelConfig,
-    TrainedModelConfig,
-)
+from aligner.config.roles.model import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.config.roles.policy import BackendConfig
 from aligner.config.validation import ValidationConfig
 
@@ -42,13 +39,24 @@ class BaseRunConfig:
 
     model: TrainedModelConfig
     trainer: TrainingConfig
-    seed: Natural = 1234  # of sampling, shuffling and fresh weights
-    # Two steps on the longest batch that the run can meet, of random tokens: peak memory and time
-    # of every phase are told, and nothing is read from or written to the run's directory.
+    seed: Natural = 1234
+    """Seed of sampling, shuffling, dropout and fresh weights."""
+
     dry_run: bool = False
+    """Two steps on the longest batch that the run can meet, of random tokens; nothing is saved.
+
+    Peak memory and time of every phase are printed, and the run's directory is neither read nor
+    written (docs/plan.md#on-the-real-device).
+    """
+
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    @property
+    def loop(self) -> LoopConfig:
+        """The algorithm's section of ``trainer``."""
+        raise NotImplementedError
 
     @property
     def value_parallel(self) -> ParallelConfig:
@@ -134,7 +142,8 @@ class RunConfig(SamplingRunConfig):
 
     model: ModelConfig
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    critic: CriticConfig | None = field(default_factory=CriticConfig)  # null: none is built
+    critic: CriticConfig | None = field(default_factory=CriticConfig)
+    """The critic; null: none is built."""
 
     @property
     def loop(self) -> SamplingLoopConfig:
@@ -175,6 +184,11 @@ class SupervisedRunConfig(BaseRunConfig):
     data: ExampleDataConfig | PairDataConfig
 
     @property
+    def loop(self) -> SupervisedLoopConfig:
+        """The algorithm's section of ``trainer``."""
+        raise NotImplementedError
+
+    @property
     def rows_per_example(self) -> int:
         """Adjacent rows of a batch that belong together."""
         return 1
@@ -187,6 +201,11 @@ class SFTRunConfig(SupervisedRunConfig):
     data: ExampleDataConfig
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
 
+    @property
+    def loop(self) -> SupervisedLoopConfig:
+        """See ``trainer.sft``."""
+        return self.trainer.sft
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillRunConfig(SupervisedRunConfig):
@@ -197,6 +216,11 @@ class DistillRunConfig(SupervisedRunConfig):
     data: ExampleDataConfig
     trainer: DistillTrainerConfig = field(default_factory=DistillTrainerConfig)
 
+    @property
+    def loop(self) -> SupervisedLoopConfig:
+        """See ``trainer.distill``."""
+        return self.trainer.distill
+
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(SupervisedRunConfig):
@@ -204,6 +228,11 @@ class DPORunConfig(SupervisedRunConfig):
 
     data: PreferenceDataConfig
     trainer: DPOTrainerConfig = field(default_factory=DPOTrainerConfig)
+
+    @property
+    def loop(self) -> SupervisedLoopConfig:
+        """See ``trainer.dpo``."""
+        return self.trainer.dpo
 
     @property
     def rows_per_example(self) -> int:
@@ -217,6 +246,11 @@ class RewardRunConfig(SupervisedRunConfig):
 
     data: RewardDataConfig
     trainer: RewardTrainerConfig = field(default_factory=RewardTrainerConfig)
+
+    @property
+    def loop(self) -> SupervisedLoopConfig:
+        """See ``trainer.reward_model``."""
+        return self.trainer.reward_model
 
     @property
     def rows_per_example(self) -> int:

@@ -8,7 +8,12 @@ from typing import Annotated
 
 from aligner.config.data import PromptSourceConfig
 from aligner.config.fields import Count, Function, Natural, Positive, Range
-from aligner.config.roles.model import Drawing, LengthParams, RolloutConfig, SamplingParams
+from aligner.config.roles.sampling import (
+    LengthParams,
+    RolloutConfig,
+    SamplingOptions,
+    SamplingParams,
+)
 from aligner.errors import ConfigError
 
 FINAL_ANSWER = "aligner.rewards.answers:final_answer"
@@ -19,51 +24,94 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class ValidationConfig:
     """Sampling of the responses to a run's validation prompts. null: as in training's rollouts."""
 
-    samples_per_prompt: Count = 1  # above 1: mean@k, pass@k and maj@k are measured, too
-    temperature: Positive | None = None
-    top_k: Natural | None = None  # 0: off
-    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] | None = None  # 1: off
-    use_greedy: bool | None = None  # always the likeliest token
-    max_length: Count | None = None  # most new tokens
-    # What answers of maj@k are compared by: a function from a response's text to its final answer,
-    # or null where there is none.
-    final_answer: Function = FINAL_ANSWER
-    # Further sets of prompts by name, each with source, arguments and limit: val_sets/NAME/*.
-    sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
+    samples_per_prompt: Count = 1
+    """Responses to each prompt.
 
-    def drawing(self, rollout: RolloutConfig) -> Drawing | None:
+    Above 1, `mean_at_n`, `pass_at_k` and `maj_at_k` are measured, each with its standard error over
+    prompts.
+    """
+
+    temperature: Positive | None = None
+    """Temperature of these responses only; null: as in training's rollouts."""
+
+    top_k: Natural | None = None
+    """Draw among the so many likeliest tokens; 0: off; null: as in training's rollouts."""
+
+    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] | None = None
+    """Draw among the likeliest tokens with this probability; 1: off; null: as in training."""
+
+    use_greedy: bool | None = None
+    """Always take the likeliest token; null: as in training's rollouts."""
+
+    max_length: Count | None = None
+    """Most new tokens; null: as in training's rollouts."""
+
+    final_answer: Function = FINAL_ANSWER
+    """Function that finds a response's final answer.
+
+    It is given the text and returns None where there is no answer; `maj_at_k` compares the answers.
+    """
+
+    sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
+    """Further sets of prompts, `NAME: {source, arguments, limit}`.
+
+    On the command line `validation.sets.NAME.source=...`. Their metrics are `val_sets/NAME/*`.
+    """
+
+    def sampling_options(self, rollout: RolloutConfig) -> SamplingOptions | None:
         """Sampling of one response; None: as in ``rollout``."""
         length, sampling = rollout.length_params, rollout.sampling_params
         keys = ("temperature", "top_k", "top_p", "use_greedy")
         given = {key: value for key in keys if (value := getattr(self, key)) is not None}
-        own = Drawing(length, dataclasses.replace(sampling, **given))
+        own = SamplingOptions(length, dataclasses.replace(sampling, **given))
         if self.max_length is not None:
             least = min(length.min_length, self.max_length)
             own = dataclasses.replace(own, length=LengthParams(self.max_length, least))
-        return None if own == Drawing(length, sampling) else own
+        return None if own == SamplingOptions(length, sampling) else own
 
 
 @dataclass(frozen=True)
 class AnswerSamplingConfig:
     """Sampling of a model that answers without being trained."""
 
-    samples_per_prompt: Count = 1  # responses to each prompt
-    max_length: Count = 256  # most new tokens
-    min_length: Natural = 1  # a response cannot end before so many tokens
+    samples_per_prompt: Count = 1
+    """Responses to each prompt."""
+
+    max_length: Count = 256
+    """Most new tokens."""
+
+    min_length: Natural = 1
+    """A response cannot end before so many tokens."""
+
     temperature: Positive = 1.0
-    top_k: Natural = 0  # 0: off
-    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0  # 1: off
-    repetition_penalty: Positive = 1.0  # 1: off
-    use_greedy: bool = False  # always the likeliest token
-    end_strings: tuple[str, ...] = ()  # a response ends after the first of these
-    end_tokens: tuple[str, ...] = ()  # further tokens that end it, beside the model's own
-    batch_size: Count = 64  # sequences in flight together, per rank
+    """Logits are divided by it."""
+
+    top_k: Natural = 0
+    """Draw among the so many likeliest tokens; 0: off."""
+
+    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0
+    """Draw among the fewest likeliest tokens with this much probability; 1: off."""
+
+    repetition_penalty: Positive = 1.0
+    """Penalty of tokens that occurred; 1: off."""
+
+    use_greedy: bool = False
+    """Always take the likeliest token."""
+
+    end_strings: tuple[str, ...] = ()
+    """A response ends after the first of these."""
+
+    end_tokens: tuple[str, ...] = ()
+    """Further tokens that end it, beside those that the model brings."""
+
+    batch_size: Count = 64
+    """Sequences in flight together, per rank."""
 
     @property
-    def drawing(self) -> Drawing:
+    def sampling_options(self) -> SamplingOptions:
         """The same as the engines have it."""
         names = [one.name for one in dataclasses.fields(SamplingParams)]
-        return Drawing(
+        return SamplingOptions(
             LengthParams(max_length=self.max_length, min_length=self.min_length),
             SamplingParams(**{name: getattr(self, name) for name in names}),
         )

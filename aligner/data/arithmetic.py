@@ -1,6 +1,6 @@
-"""A procedural few-shot arithmetic task: a real thing to learn, with a verifiable reward.
+"""A procedural few-shot arithmetic task with a verifiable reward.
 
-A prompt shows a few solved problems and asks for the next one::
+A prompt shows a few solved problems and the question of the next one::
 
     2+3=5
     7+4=11
@@ -13,7 +13,7 @@ token (:mod:`aligner.rewards.exact_number`).
   ``4+3``) always fall on the same side, so commutativity leaks nothing either.
 * The solved examples are training problems only, all different; none of them is the asked problem
   or its mirror image, and none has the asked problem's answer, so copying an example never pays.
-* Row ``i`` depends only on (seed, split, i), not on how many rows are asked for.
+* Row ``i`` depends only on (seed, split, i), not on the number of rows.
 """
 
 import random
@@ -70,7 +70,7 @@ def arithmetic_prompts(
 
     Args:
         split: ``train`` or ``validation``; their problems are disjoint.
-        size: number of rows. Every problem of the split is asked once before any is asked again,
+        size: number of rows. Every problem of the split occurs once before any is repeated,
             each time with fresh examples.
         seed: decides the split, the order of problems and the examples.
         low: smallest operand.
@@ -93,7 +93,7 @@ def arithmetic_prompts(
         raise ConfigError(f"arithmetic: shots={shots} must be >= 0 and size={size} >= 1")
     for index, problem in enumerate(_ask_in_turn(pools[split], size, f"{seed}/{split}")):
         rng = random.Random(f"{seed}/{split}/row/{index}")
-        examples = _draw_examples(problem, pools["train"], shots, rng)
+        examples = _sample_examples(problem, pools["train"], shots, rng)
         solved = [_write(question + answer, example) for example in examples]
         yield {
             "prompt": separator.join([*solved, _write(question, problem)]),
@@ -178,7 +178,7 @@ def split_problems(
 
 
 def _ask_in_turn(problems: list[Problem], size: int, key: str) -> Iterator[Problem]:
-    """Rounds through all problems, each in an order of its own, until ``size`` were asked."""
+    """Rounds through all problems, each in an order of its own, until there are ``size``."""
     order: list[Problem] = []
     for index in range(size):
         round_number, place = divmod(index, len(problems))
@@ -187,10 +187,10 @@ def _ask_in_turn(problems: list[Problem], size: int, key: str) -> Iterator[Probl
         yield order[place]
 
 
-def _draw_examples(
+def _sample_examples(
     asked: Problem, pool: list[Problem], shots: int, rng: random.Random
 ) -> list[Problem]:
-    """``shots`` different problems that give away neither the asked problem nor its answer."""
+    """``shots`` different problems that reveal neither the problem in question nor its answer."""
     chosen: dict[Problem, Problem] = {}
     for problem in _shuffled(pool, rng):
         if len(chosen) == shots:
@@ -206,7 +206,7 @@ def _draw_examples(
 
 
 def _shuffled(pool: list[Problem], rng: random.Random) -> Iterator[Problem]:
-    """A random order of ``pool``, drawn only as far as it is read (lazy Fisher-Yates)."""
+    """A random order of ``pool``, computed only as far as it is read (lazy Fisher-Yates)."""
     moved: dict[int, int] = {}
     for index in range(len(pool)):
         picked = rng.randrange(index, len(pool))

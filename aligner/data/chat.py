@@ -1,7 +1,7 @@
-"""Chat messages: what they must look like, and how they become a prompt.
+"""Chat messages: their form, and the prompts made of them.
 
-Nothing of a message is lost without a word: what the tokenizer's template makes nothing of is
-refused by name.
+No part of a message is lost silently: parts that the tokenizer's template ignores are refused by
+name.
 """
 
 import json
@@ -169,10 +169,10 @@ def render(
 def check_all_used(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None = None
 ) -> None:
-    """Refuse what the template makes nothing of: tools, calls, reasoning, roles beyond the usual.
+    """Refuse parts that the template ignores: tools, calls, reasoning, unusual roles.
 
-    Seen by rendering without it. Reasoning is asked about in a chat of its own, for templates drop
-    that of earlier turns on purpose.
+    A part is ignored if the text is the same without it. Reasoning is tried in a chat of its own,
+    for templates drop that of earlier turns on purpose.
     """
     usual = all(message["role"] in _KNOWN_ROLES for message in messages)
     if usual and tools is None and not any(_OPTIONAL.keys() & message for message in messages):

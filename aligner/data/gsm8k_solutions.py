@@ -45,11 +45,11 @@ def solution_pairs(
         )
     for row in read_rows(path):
         question, right, wrong = _solutions(row.columns, row.place)
-        draw = random.Random(f"{seed}/{question}")
-        if (draw.random() < validation_fraction) != (split == "validation"):
+        generator = random.Random(f"{seed}/{question}")
+        if (generator.random() < validation_fraction) != (split == "validation"):
             continue
         pairs = [(chosen, rejected) for chosen in right for rejected in wrong]
-        for chosen, rejected in draw.sample(pairs, min(pairs_per_problem, len(pairs))):
+        for chosen, rejected in generator.sample(pairs, min(pairs_per_problem, len(pairs))):
             prompt = f"{prefix}{question}{suffix}"
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 

@@ -1,55 +1,50 @@
 """Responses that are good or bad, each by itself.
 
-A row is a prompt, a response and a label. KTO also asks how far the policy has drifted whatever the
-prompt (Ethayarajh et al., 2024), so every row brings its prompt with a *foreign* response: that of
-the nearest row before it with another prompt (TRL: the row before it; which row, is the same for
-the whole run, so that the reference need be asked once).
+A row is a prompt, a response and a label. KTO also needs the policy's drift whatever the prompt
+(Ethayarajh et al., 2024), so every row brings its prompt with a *mismatched* response: that of the
+nearest row before it with another prompt (TRL: of the row before it). The pairing is the same for
+the whole run, so that the reference's log-probs are computed once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Self
 
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import PreferenceDataConfig, PromptSourceConfig
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source
-from aligner.data.supervised import (
-    Example,
-    ExampleFormat,
-    check_format,
-    collate_examples,
-    make_example,
-)
+from aligner.data.readers import Row
+from aligner.data.supervised import Example, check_section, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import DataError
 
-FOREIGN = "foreign_"  # begins the columns of prompts with foreign responses
+MISMATCHED = "mismatched_"  # begins the columns of prompts with mismatched responses
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A response, whether it is desirable, and its prompt with a foreign response."""
+    """A response, whether it is desirable, and its prompt with a mismatched response."""
 
     example: Example
     desirable: bool
-    foreign: Example
+    mismatched: Example
 
     @property
     def length(self) -> int:
         """Tokens of the longer sequence."""
-        return max(self.example.length, self.foreign.length)
+        return max(self.example.length, self.mismatched.length)
 
     @property
     def examples(self) -> tuple[Example, Example]:
-        """The response and the foreign one."""
-        return self.example, self.foreign
+        """The response and the mismatched one."""
+        return self.example, self.mismatched
 
     def with_examples(self, examples: Sequence[Example]) -> "Labelled":
         """The same label of two other examples."""
-        example, foreign = examples
-        return replace(self, example=example, foreign=foreign)
+        example, mismatched = examples
+        return replace(self, example=example, mismatched=mismatched)
 
 
 class LabelledDataset(Dataset[Labelled]):
@@ -57,48 +52,39 @@ class LabelledDataset(Dataset[Labelled]):
 
     @classmethod
     def load(
-        cls,
-        source: Source,
-        tokenizer: Tokenizer,
-        example_format: ExampleFormat,
-        label_column: str = "label",
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        limit: int | None = None,
-    ) -> "LabelledDataset":
-        """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`."""
-        check_format(example_format, tokenizer)
+        cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PreferenceDataConfig
+    ) -> Self:
+        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`."""
+        check_section(data, tokenizer)
         labels: dict[int, bool] = {}
 
         def make(row: Row, index: int) -> Example:
-            labels[index] = _label(row, label_column)
-            return make_example(row, index, tokenizer, example_format)
+            labels[index] = _label(row, data.label_column)
+            return make_example(row, index, tokenizer, data)
 
-        longest = example_format.max_length
-        examples, dropped = read_items(
-            source, make, longest=longest, what="examples", arguments=arguments, limit=limit
-        )
+        longest = data.max_length
+        examples, dropped = read_items(source, make, longest=longest, what="examples")
         rows = [
-            Labelled(example, labels[example.id], _foreign(examples, place, longest, source))
+            Labelled(example, labels[example.id], _mismatched(examples, place, longest, source))
             for place, example in enumerate(examples)
         ]
         return cls(rows, dropped_too_long=dropped)
 
 
 def collate_labelled(rows: Sequence[Labelled], pad_id: int) -> BatchedDataDict:
-    """Columns of `collate_examples`, and the same of the foreign responses with `FOREIGN` before.
+    """Columns of `collate_examples`, and of the mismatched responses with the prefix `MISMATCHED`.
 
     ``desirable`` float32 [B]: 1 where the response is good.
     """
     batch = collate_examples([row.example for row in rows], pad_id)
-    foreign = collate_examples([row.foreign for row in rows], pad_id)
-    batch.update({f"{FOREIGN}{name}": column for name, column in foreign.items()})
+    mismatched = collate_examples([row.mismatched for row in rows], pad_id)
+    batch.update({f"{MISMATCHED}{name}": column for name, column in mismatched.items()})
     batch["desirable"] = torch.tensor([float(row.desirable) for row in rows])
     return batch
 
 
-def _foreign(
-    examples: Sequence[Example], place: int, longest: int | None, source: Source
+def _mismatched(
+    examples: Sequence[Example], place: int, longest: int | None, source: PromptSourceConfig
 ) -> Example:
     """The prompt at ``place`` with the nearest earlier response to another prompt that fits."""
     prompt = _prompt(examples[place])
@@ -110,8 +96,9 @@ def _foreign(
             ids = [*prompt, *other.ids[start:end]]
             return Example(examples[place].id, ids, [(len(prompt), len(ids))])
     raise DataError(
-        f"data: {source}: row {examples[place].id + 1} has a prompt of {len(prompt)} tokens, and "
-        f"no row with another prompt has a response that fits max_length={longest} with it; raise "
+        f"data: {source.source}: row {examples[place].id + 1} has a prompt of {len(prompt)} "
+        "tokens, and no row with another prompt has a response that fits "
+        f"max_length={longest} with it; raise "
         "max_length, drop the row, or give rows with different prompts"
     )
 

@@ -6,22 +6,17 @@ the prompt may be missing or stand beside it. In a batch the two sequences of a 
 rows, the chosen one first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar, Self
 
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import PairDataConfig, PromptSourceConfig
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source, finite_number
-from aligner.data.supervised import (
-    Example,
-    ExampleFormat,
-    check_format,
-    collate_examples,
-    make_example,
-)
+from aligner.data.readers import Row, finite_number
+from aligner.data.supervised import Example, check_section, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import DataError
 
@@ -50,74 +45,44 @@ class Pair:
         return replace(self, chosen=chosen, rejected=rejected)
 
 
-@dataclass(frozen=True)
-class PairFormat:
-    """Format by which a row becomes a pair."""
-
-    prompt_column: str = "prompt"  # text, or a list of chat messages
-    chosen_column: str = "chosen"  # text, or the assistant's message, or a whole chat
-    rejected_column: str = "rejected"  # the same
-    chosen_reward_column: str | None = None  # a number; None: the data has none
-    rejected_reward_column: str | None = None
-    rewards_in_order: bool = False  # refuse rows whose chosen response has the lower reward
-    tools_column: str | None = "tools"  # functions that a chat's assistant may call; None: none
-    chat: bool = False  # a plain-text prompt becomes a user message; messages always use a template
-    system_prompt: str | None = None  # put before chat messages that have none
-    add_bos: bool = False  # begin with the BOS token, unless the text already does
-    max_length: int | None = None  # in tokens; pairs with a longer sequence are dropped and counted
-
-    def example_format(self, response_column: str) -> ExampleFormat:
-        """Format of one of the two sequences."""
-        return ExampleFormat(
-            prompt_column=self.prompt_column,
-            response_column=response_column,
-            response_key=f"data.{'chosen' if response_column == self.chosen_column else 'rejected'}"
-            "_column",
-            tools_column=self.tools_column,
-            chat=self.chat,
-            system_prompt=self.system_prompt,
-            add_bos=self.add_bos,
-            max_length=self.max_length,
-        )
-
-
 class PairDataset(Dataset[Pair]):
     """All pairs, in the order of their source."""
 
+    rewards_in_order: ClassVar[bool] = False  # refuse rows whose chosen one has the lower reward
+
     @classmethod
-    def load(
-        cls,
-        source: Source,
-        tokenizer: Tokenizer,
-        pair_format: PairFormat | None = None,
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        limit: int | None = None,
-    ) -> "PairDataset":
-        """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`."""
-        pair_format = pair_format or PairFormat()
-        check_format(pair_format.example_format(pair_format.chosen_column), tokenizer)
+    def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: PairDataConfig) -> Self:
+        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`."""
+        check_section(data, tokenizer)
         pairs, dropped = read_items(
             source,
-            lambda row, index: make_pair(row, index, tokenizer, pair_format),
-            longest=pair_format.max_length,
+            lambda row, index: make_pair(row, index, tokenizer, data, cls.rewards_in_order),
+            longest=data.max_length,
             what="pairs",
-            arguments=arguments,
-            limit=limit,
         )
         return cls(pairs, dropped_too_long=dropped)
 
 
-def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairFormat) -> Pair:
+class OrderedPairDataset(PairDataset):
+    """Pairs whose chosen response has no lower reward than the rejected one."""
+
+    rewards_in_order = True
+
+
+def make_pair(
+    row: Row,
+    index: int,
+    tokenizer: Tokenizer,
+    data: PairDataConfig,
+    rewards_in_order: bool = False,
+) -> Pair:
     """Turn one row into a pair; errors name its place and content."""
-    chosen, rejected = (
-        make_example(row, index, tokenizer, pair_format.example_format(column))
-        for column in (pair_format.chosen_column, pair_format.rejected_column)
-    )
+    chosen = make_example(row, index, tokenizer, data, "chosen_column")
+    rejected = make_example(row, index, tokenizer, data, "rejected_column")
     if _asked(chosen) != _asked(rejected):
         raise DataError(
-            f"{row.place}: the chats of columns {pair_format.chosen_column!r} and "
-            f"{pair_format.rejected_column!r} differ before their last message; a preference is "
+            f"{row.place}: the chats of columns {data.chosen_column!r} and "
+            f"{data.rejected_column!r} differ before their last message; a preference is "
             "between two answers to the same messages"
         )
     if chosen.ids == rejected.ids:
@@ -125,14 +90,14 @@ def make_pair(row: Row, index: int, tokenizer: Tokenizer, pair_format: PairForma
             f"{row.place}: the chosen and the rejected response are the same; remove the row"
         )
     rewards = (
-        _reward(row, pair_format.chosen_reward_column, 1.0),
-        _reward(row, pair_format.rejected_reward_column, 0.0),
+        _reward(row, data.chosen_reward_column, 1.0),
+        _reward(row, data.rejected_reward_column, 0.0),
     )
-    if pair_format.rewards_in_order and rewards[0] < rewards[1]:
+    if rewards_in_order and rewards[0] < rewards[1]:
         raise DataError(
             f"{row.place}: the chosen response has the reward {rewards[0]:g} "
-            f"({pair_format.chosen_reward_column!r}) and the rejected one {rewards[1]:g} "
-            f"({pair_format.rejected_reward_column!r}); swap the columns or remove the row: a "
+            f"({data.chosen_reward_column!r}) and the rejected one {rewards[1]:g} "
+            f"({data.rejected_reward_column!r}); swap the columns or remove the row: a "
             "preference of negative strength would be learned the wrong way round"
         )
     return Pair(chosen, rejected, rewards)
@@ -149,6 +114,22 @@ def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> BatchedDataDict:
     batch["ground_truth_rewards"] = rewards.flatten()
     batch["preference_strengths"] = (rewards[:, 0] - rewards[:, 1]).repeat_interleave(2)
     return batch
+
+
+def length_accuracy(train: Iterable[Pair], held_out: Iterable[Pair]) -> float:
+    """Share of ``held_out`` that "the longer is better" ranks right, or "the shorter is better".
+
+    Which of the two rules, the training pairs decide. A pair of equal lengths counts half. A reward
+    model has to beat it.
+    """
+    longer_is_better = _longer_chosen(train) >= 0.5
+    share = _longer_chosen(held_out)
+    return share if longer_is_better else 1 - share
+
+
+def _longer_chosen(pairs: Iterable[Pair]) -> float:
+    gaps = [pair.chosen.length - pair.rejected.length for pair in pairs]
+    return sum(0.5 if gap == 0 else float(gap > 0) for gap in gaps) / len(gaps)
 
 
 def _asked(example: Example) -> list[int]:

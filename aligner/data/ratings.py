@@ -1,22 +1,17 @@
 """Rated responses: sequences with a number for each of some attributes, which may be missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 from torch.nn import functional
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import PromptSourceConfig, RewardDataConfig
 from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source, finite_number
-from aligner.data.supervised import (
-    Example,
-    ExampleFormat,
-    check_format,
-    collate_examples,
-    make_example,
-)
+from aligner.data.readers import Row, finite_number
+from aligner.data.supervised import Example, check_section, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import DataError
 
@@ -38,32 +33,21 @@ class RatedDataset(Dataset[Rated]):
     """All rated responses, in the order of their source."""
 
     @classmethod
-    def load(
-        cls,
-        source: Source,
-        tokenizer: Tokenizer,
-        example_format: ExampleFormat,
-        attribute_columns: Sequence[str],
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        limit: int | None = None,
-    ) -> "RatedDataset":
-        """Read, check and tokenize; see `aligner.data.supervised.ExampleDataset.load`.
+    def load(cls, source: PromptSourceConfig, tokenizer: Tokenizer, data: RewardDataConfig) -> Self:
+        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`.
 
-        ``attribute_columns``: each holds a number, or null where it was not rated. A row without
-        any rating is refused.
+        ``data.attribute_columns``: each holds a number, or null where it was not rated. A row
+        without any rating is refused.
         """
-        check_format(example_format, tokenizer)
+        check_section(data, tokenizer)
         rated, dropped = read_items(
             source,
             lambda row, index: Rated(
-                make_example(row, index, tokenizer, example_format),
-                _ratings(row, attribute_columns),
+                make_example(row, index, tokenizer, data),
+                _ratings(row, data.attribute_columns),
             ),
-            longest=example_format.max_length,
+            longest=data.max_length,
             what="rated responses",
-            arguments=arguments,
-            limit=limit,
         )
         return cls(rated, dropped_too_long=dropped)
 

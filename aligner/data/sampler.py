@@ -1,7 +1,6 @@
 """Order of the prompts: decided by seed and epoch only, never by the number of ranks.
 
-Every rank draws the same global batches; who works on which part is decided later, when the
-fronts shard a batch.
+Every rank gets the same global batches; handles shard a batch later.
 """
 
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ class PromptSampler:
         shuffle: bool = True,
         last_batch: LastBatch = "wrap",
     ) -> None:
-        """Draw ``batch_size`` of ``size`` prompts at a time, from the first epoch on."""
+        """Take ``batch_size`` of ``size`` prompts at a time, from the first epoch on."""
         if size < 1:
             raise DataError("data: the data set is empty")
         if batch_size < 1:
@@ -80,7 +79,7 @@ class PromptSampler:
             yield self.next_batch()
 
     def left_in(self, epochs: int) -> int:
-        """Number of indices of the first ``epochs`` epochs that have not been drawn."""
+        """Number of indices of the first ``epochs`` epochs that are left."""
         return max(0, (epochs - self.epoch) * self.size - self.position)
 
     def batches_in(self, epochs: int) -> int:
@@ -90,7 +89,7 @@ class PromptSampler:
         return -(-epochs * self.size // self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue after the last batch drawn."""
+        """Everything needed to continue after the last batch."""
         return {
             "epoch": self.epoch,
             "position": self.position,

@@ -1,19 +1,20 @@
 """Worked examples: sequences of which some tokens are to be learned.
 
 A row is a prompt and its response, or a chat whose assistant messages are the responses. A response
-may itself be a list of chat messages: the assistant's only, or the whole chat. What is
-learned is the response and the token that ends it, so that a model which learned it also stops;
-never the prompt, and never what a chat template puts behind the end.
+may itself be a list of chat messages: the assistant's only, or the whole chat. The response and the
+token that ends it are learned, so that a model which learned it also stops; never the prompt, and
+never the text that a chat template puts behind the end.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.chat import (
     Message,
     Tools,
@@ -26,10 +27,10 @@ from aligner.data.chat import (
     with_system,
 )
 from aligner.data.collate import pad_right
-from aligner.data.dataset import Dataset, read_items
-from aligner.data.readers import Row, Source, take
+from aligner.data.dataset import Dataset, check_bos, read_items
+from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.errors import ConfigError, DataError, TokenizerError
+from aligner.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,9 @@ class Example:
         return sum(end - start for start, end in self.learned)
 
 
-@dataclass(frozen=True)
-class ExampleFormat:
-    """Format by which a row becomes an example."""
-
-    prompt_column: str = "prompt"  # text, or a list of chat messages
-    response_column: str = "response"  # text, or the assistant's message, or a whole chat
-    messages_column: str | None = None  # a whole chat instead of the two columns above
-    chat: bool = False  # a plain-text prompt becomes a user message; messages always use a template
-    system_prompt: str | None = None  # put before chat messages that have none
-    add_bos: bool = False  # begin with the BOS token, unless the text already does
-    tools_column: str | None = "tools"  # functions that a chat's assistant may call; None: none
-    response_key: str = "data.response_column"  # the setting that response_column comes from
-    learn: Literal["last", "all"] = "all"  # which assistant messages of a chat are learned
-    max_length: int | None = None  # in tokens; longer examples are dropped and counted
+# Sections that say how a row becomes an example, and their keys that name a response's column.
+ExampleSection = ExampleDataConfig | PairDataConfig
+ResponseKey = Literal["response_column", "chosen_column", "rejected_column"]
 
 
 class ExampleDataset(Dataset[Example]):
@@ -74,50 +64,46 @@ class ExampleDataset(Dataset[Example]):
     @classmethod
     def load(
         cls,
-        source: Source,
+        source: PromptSourceConfig,
         tokenizer: Tokenizer,
-        example_format: ExampleFormat | None = None,
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        limit: int | None = None,
-    ) -> "ExampleDataset":
-        """Read, check and tokenize; arguments as in `aligner.data.prompts.PromptDataset.load`.
-
-        Raises:
-            DataError: no rows, a bad row (with its place and the columns found), or nothing left
-                after dropping what is too long.
-        """
-        example_format = example_format or ExampleFormat()
-        check_format(example_format, tokenizer)
+        data: ExampleDataConfig,
+    ) -> Self:
+        """Read, check and tokenize; see `aligner.data.dataset.Dataset.load`."""
+        check_section(data, tokenizer)
         examples, dropped = read_items(
             source,
-            lambda row, index: make_example(row, index, tokenizer, example_format),
-            longest=example_format.max_length,
+            lambda row, index: make_example(row, index, tokenizer, data),
+            longest=data.max_length,
             what="examples",
-            arguments=arguments,
-            limit=limit,
         )
         return cls(examples, dropped_too_long=dropped)
 
 
 def make_example(
-    row: Row, index: int, tokenizer: Tokenizer, example_format: ExampleFormat
+    row: Row,
+    index: int,
+    tokenizer: Tokenizer,
+    data: ExampleSection,
+    response_key: ResponseKey = "response_column",
 ) -> Example:
-    """Turn one row into an example; errors name its place and content."""
+    """Turn one row into an example; errors name its place and content.
+
+    ``response_key``: the key of ``data`` that names the column of the response.
+    """
     try:
-        chat, learn = _conversation(row, example_format)
+        chat, learn = _conversation(row, data, response_key)
         if chat is None:
-            prompt = take(row, example_format.prompt_column, str, "data.prompt_column")
-            response = take(row, example_format.response_column, str, example_format.response_key)
+            prompt = take(row, data.prompt_column, str, "data.prompt_column")
+            response = take(row, getattr(data, response_key), str, f"data.{response_key}")
             ids, learned = encode_pair(tokenizer, prompt, response)
         else:
-            chat = with_system(chat, example_format.system_prompt)
-            tools = parse_tools(row.columns, example_format.tools_column)
+            chat = with_system(chat, data.system_prompt)
+            tools = parse_tools(row.columns, data.tools_column)
             check_all_used(tokenizer, chat, tools)
             ids, learned = encode_chat(tokenizer, chat, learn, tools)
     except DataError as error:
         raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
-    if example_format.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+    if data.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids = [tokenizer.bos_id, *ids]
         learned = [(start + 1, end + 1) for start, end in learned]
     return Example(index, ids, learned)
@@ -128,7 +114,7 @@ def encode_pair(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids of ``prompt + response + EOS`` and the span of the response.
 
-    The prompt keeps the tokens it has on its own, for those are what a model is asked with.
+    The prompt keeps the tokens it has on its own, for those are what a model is prompted with.
     """
     before = tokenizer.encode(prompt)
     if not before:
@@ -156,8 +142,8 @@ def encode_chat(
 
     Raises:
         DataError: the template does not keep what came before a message as it was (some drop
-            earlier reasoning); learn the last message only. Or its opening has no place in front
-            of the answer.
+            earlier reasoning); learn the last message only. Or its opening has no place before
+            the answer.
     """
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     text = ""
@@ -192,7 +178,7 @@ def _behind_tag(opening: str, message: Message) -> str:
     if tag is None:
         raise DataError(
             f"the chat template opens an answer with {opening[-40:]!r}, and finished messages do "
-            "not begin so: what a model is asked with and what it would learn do not fit; use "
+            "not begin so: a model's prompt and the text it would learn do not fit; use "
             "plain-text prompts"
         )
     closing, content = f"</{tag[1:]}", message["content"]
@@ -247,46 +233,48 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
 
 
 def _conversation(
-    row: Row, example_format: ExampleFormat
+    row: Row, data: ExampleSection, response_key: ResponseKey
 ) -> tuple[list[Message] | None, Literal["last", "all"]]:
     """A row's chat and which answers of it are learned; None: it is plain text."""
-    form = example_format
-    if form.messages_column is not None:
-        chat = take(row, form.messages_column, list, "data.messages_column")
-        return parse_conversation(chat), form.learn
-    response = take(row, form.response_column, (str, list), form.response_key)
-    prompt = row.columns.get(form.prompt_column)
+    if isinstance(data, ExampleDataConfig) and data.messages_column is not None:
+        chat = take(row, data.messages_column, list, "data.messages_column")
+        return parse_conversation(chat), data.learn
+    column = getattr(data, response_key)
+    response = take(row, column, (str, list), f"data.{response_key}")
+    prompt = row.columns.get(data.prompt_column)
     if isinstance(response, list):
-        return _answered(prompt, response, form), "last"
-    prompt = take(row, form.prompt_column, (str, list), "data.prompt_column")
-    if isinstance(prompt, str) and not form.chat:
+        return _answered(prompt, response, data.prompt_column, column), "last"
+    prompt = take(row, data.prompt_column, (str, list), "data.prompt_column")
+    if isinstance(prompt, str) and not data.chat:
         return None, "last"
     return [*_asked(prompt), {"role": "assistant", "content": response}], "last"
 
 
-def _answered(prompt: Any, response: list[Any], form: ExampleFormat) -> list[Message]:
+def _answered(
+    prompt: Any, response: list[Any], prompt_column: str, response_column: str
+) -> list[Message]:
     """A chat out of a response that is a list of messages: the answer only, or all of it."""
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):
             raise DataError(
-                f"column {form.response_column!r} begins with the assistant's message, so column "
-                f"{form.prompt_column!r} must hold what it answers; name it with "
+                f"column {response_column!r} begins with the assistant's message, so column "
+                f"{prompt_column!r} must hold what it answers; name it with "
                 "data.prompt_column"
             )
         return parse_conversation([*_asked(prompt), *response])
     chat = parse_conversation(response)
     if isinstance(prompt, list) and chat[: len(prompt)] != _asked(prompt):
         raise DataError(
-            f"column {form.response_column!r} is a whole chat that does not begin with the "
-            f"messages of column {form.prompt_column!r}; set data.prompt_column to another name, "
+            f"column {response_column!r} is a whole chat that does not begin with the "
+            f"messages of column {prompt_column!r}; set data.prompt_column to another name, "
             "or correct the row"
         )
     asked = [message["content"].strip() for message in chat if message["role"] == "user"]
     if isinstance(prompt, str) and prompt.strip() not in asked:
         raise DataError(
-            f"column {form.response_column!r} is a whole chat in which no user says what column "
-            f"{form.prompt_column!r} holds ({prompt[:40]!r}); set data.prompt_column to another "
+            f"column {response_column!r} is a whole chat in which no user says what column "
+            f"{prompt_column!r} holds ({prompt[:40]!r}); set data.prompt_column to another "
             "name, or correct the row"
         )
     return chat
@@ -298,12 +286,11 @@ def _asked(prompt: str | list[Any]) -> list[Message]:
     )
 
 
-def check_format(example_format: ExampleFormat, tokenizer: Tokenizer) -> None:
-    """Refuse a format that no row can have."""
-    if example_format.max_length is not None and example_format.max_length < 2:
+def check_section(data: ExampleSection, tokenizer: Tokenizer) -> None:
+    """Refuse a section of which no row can become an example."""
+    if data.max_length is not None and data.max_length < 2:
         raise ConfigError(
-            f"data: max_length={example_format.max_length} must be at least 2 tokens, a prompt's "
+            f"data: max_length={data.max_length} must be at least 2 tokens, a prompt's "
             "and a response's"
         )
-    if example_format.add_bos and tokenizer.bos_id is None:
-        raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
+    check_bos(data, tokenizer)

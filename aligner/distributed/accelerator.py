@@ -1,6 +1,6 @@
 """The device seam: the only file that knows whether there is a GPU.
 
-Everything else asks here for the device, the collective backend, memory figures and RNG state.
+All other modules get the device, the collective backend, memory figures and RNG state from here.
 It also holds what megatron-core needs to run on a machine without a GPU: the few CUDA calls that
 its GPT path makes unconditionally are answered by the CPU (`prepare_megatron`), and literal
 ``device="cuda"`` arguments in its optimizer are redirected while that optimizer runs
@@ -48,9 +48,9 @@ def has_gpu() -> bool:
 
 @contextlib.contextmanager
 def gpus_left_to_others() -> Iterator[None]:
-    """A block in which this process computes on the CPU, whatever is there.
+    """A block in which this process computes on the CPU, GPU or not.
 
-    To ask a GPU anything makes a context on it, half a GiB that the worker who owns it lacks.
+    Any query of a GPU makes a context on it, half a GiB that the worker who owns it lacks.
     """
     global _left_to_others
     _left_to_others = True
@@ -85,7 +85,7 @@ def nccl_version() -> tuple[int, ...] | None:
 
 
 def activate() -> None:
-    """Make `device` the current one of this process, and its operations repeatable if asked."""
+    """Make `device` the current one of this process, and its operations repeatable if chosen."""
     if not has_gpu():
         return
     torch.cuda.set_device(device())
@@ -113,7 +113,7 @@ def release_memory() -> None:
 def release_shared_memory() -> None:
     """`release_memory` where other processes take turns on the device (`SHARED_DEVICE`).
 
-    A single process uses its cached blocks again, which is quicker than to ask for them anew.
+    A single process uses its cached blocks again, which is quicker than allocating them anew.
     """
     if os.environ.get(SHARED_DEVICE) == "1":
         release_memory()
@@ -134,7 +134,7 @@ def description() -> str:
 
 
 @dataclass(frozen=True)
-class DeviceFacts:
+class DeviceInfo:
     """Description of a worker's device, for the start-up report."""
 
     description: str
@@ -142,9 +142,9 @@ class DeviceFacts:
     free_bytes: int
 
 
-def device_facts() -> DeviceFacts:
+def device_info() -> DeviceInfo:
     """Description of this process's device, now."""
-    return DeviceFacts(description(), has_gpu(), free_memory_bytes())
+    return DeviceInfo(description(), has_gpu(), free_memory_bytes())
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def set_generator_state(state: Tensor | None) -> None:
 def rng_state() -> dict[str, Any]:
     """`generator_state` under ``generator``; states that megatron-core keeps under ``tracker``.
 
-    From the latter, uint8 [n] each, it draws the dropout of what tensor-parallel ranks have
-    different parts of.
+    The latter, uint8 [n] each, are for dropout of tensors that tensor-parallel ranks have different
+    parts of.
     """
     return {"generator": generator_state(), "tracker": dict(_rng_tracker().get_states())}
 
@@ -239,15 +239,15 @@ def _rng_tracker() -> Any:
 
 
 def make_deterministic() -> None:
-    """Ask for operations whose results repeat, of this process and those that it starts.
+    """Choose operations whose results repeat, for this process and those that it starts.
 
-    Heard by `activate`, before anything is computed.
+    `activate` reads the choice, before anything is computed.
     """
     os.environ[_DETERMINISTIC] = "1"
 
 
 def is_deterministic() -> bool:
-    """Return whether operations were chosen that repeat; on CPU all do."""
+    """Return whether operations whose results repeat were chosen; on CPU all are such."""
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
@@ -314,14 +314,14 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
     must be launched one after the other, and leave nothing there for one another.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as those that watch over collectives, may go on asking the driver.
+    # Other threads, such as those that watch over collectives, may go on calling the driver.
     with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
         function()
     return graph.replay
 
 
 def sharing_key() -> str:
-    """Names what processes must have in common to share memory: the GPU, or the machine."""
+    """Name of the GPU, or of the machine, which processes must have in common to share memory."""
     if has_gpu():
         return f"GPU {torch.cuda.get_device_properties(device()).uuid}"
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -377,10 +377,10 @@ def cuda_literals() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Let megatron-core run where it is; call before its first use. Idempotent.
+    """Let megatron-core run on this machine, GPU or not; call before its first use. Idempotent.
 
-    megatron-core asks for the current CUDA device, synchronises and keeps CUDA random states even
-    where tensors live on the CPU. These calls are answered by their CPU counterparts. Its router
+    megatron-core queries the current CUDA device, synchronises and keeps CUDA random states even
+    where tensors live on the CPU. Their CPU counterparts stand in for these calls. Its router
     reads a name that only exists beside Transformer Engine, on a GPU too.
     """
     megatron_substitutes.define_router_gemm()

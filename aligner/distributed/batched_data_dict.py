@@ -1,4 +1,4 @@
-"""NeMo-RL's place of what is in `aligner.batches.batched_data_dict`."""
+"""`aligner.batches.batched_data_dict` under NeMo-RL's name."""
 
 from aligner.batches.batched_data_dict import (
     BatchedDataDict,

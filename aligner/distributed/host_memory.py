@@ -39,7 +39,7 @@ def keep_freed_memory() -> bool:
 def private_memory(size: int) -> memoryview:
     """``size`` bytes of zeros from the system itself; they go back when their last view is gone.
 
-    Large pages are not asked for: where memory is fragmented, waiting for them takes longer.
+    Large pages are not requested: where memory is fragmented, waiting for them takes longer.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return memoryview(mmap.mmap(-1, max(1, size), flags=flags))

@@ -1,6 +1,6 @@
 """Log-probs over sharded vocabularies and sequences, under their published names.
 
-Functions here keep the published frame: targets are already shifted, or come out as [B, S-1].
+Functions here keep the published convention: targets are already shifted, or results are [B, S-1].
 Groups are explicit arguments and devices those of the tensors. Arithmetic is float32 (float64 for
 float64 inputs) without a float32 copy of the logits, and gradients are written by hand.
 """

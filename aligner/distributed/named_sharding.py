@@ -1,4 +1,4 @@
-"""NeMo-RL's place of what is in `aligner.cluster.named_sharding`."""
+"""`aligner.cluster.named_sharding` under NeMo-RL's name."""
 
 from aligner.cluster.named_sharding import NamedSharding
 

@@ -1,7 +1,7 @@
-"""Process groups: who shares what with whom.
+"""Process groups of every axis of the layout.
 
 `initialize_parallel` starts torch.distributed (from torchrun's environment, or for this process
-alone without a port) and megatron-core's model-parallel groups, and returns them as one value that
+only, without a port) and megatron-core's model-parallel groups, and returns them as one value that
 is passed on explicitly.
 """
 
@@ -54,7 +54,7 @@ class ParallelState:
 
 
 def describe_layout(config: ParallelConfig, world_size: int) -> str:
-    """Number of processes and size of every axis; what decides who holds which state."""
+    """Number of processes and size of every axis, which decide the state that each rank holds."""
     sizes = {
         "tensor": config.tensor,
         "pipeline": config.pipeline,

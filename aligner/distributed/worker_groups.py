@@ -1,4 +1,4 @@
-"""NeMo-RL's place of what is in `aligner.cluster.worker_groups`."""
+"""`aligner.cluster.worker_groups` under NeMo-RL's name."""
 
 from typing import Any
 

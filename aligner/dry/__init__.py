@@ -2,7 +2,7 @@
 
 Tensors are PyTorch's fake tensors with ``device="cuda"``, process groups are PyTorch's fake groups
 of any size; megatron-core, the optimizer and every role run as they would on a GPU, in one process,
-on a machine without one. What is on another device than its neighbour fails as it would there.
+on a machine without one. An operation on tensors of two devices fails as it would there.
 
     from aligner.dry.guard import load_guard
     load_guard()                                     # before torch is imported

@@ -1,4 +1,4 @@
-"""The dry device: fake tensors on ``cuda``, fake process groups, and what is counted of them.
+"""The dry device: fake tensors on ``cuda``, fake process groups, and counts of their operations.
 
 What a real GPU computes is unknown here, except for what follows from values of the host (`known`).
 A value that the host reads and that is unknown is 1.0, 1 or False: a finite loss, no end of a
@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from aligner.distributed import accelerator
-from aligner.dry.driver import gpu_replacements
+from aligner.dry.driver import RememberedKernel, gpu_replacements
 from aligner.dry.files import file_calls
 from aligner.dry.graphs import Capturing
-from aligner.dry.kernels import RememberedKernel
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.operations import Operations
 from aligner.dry.record import Kind, Memory, Record, running_place
@@ -29,7 +28,7 @@ from aligner.dry.replacements import Replacement, common_replacements
 from aligner.dry.streams import Order, Process
 
 DeviceKind = Literal["gpu", "cpu"]
-# Type of the tensors that are counted, and what the allocator gives memory in multiples of, bytes.
+# Type of the tensors that are counted, and the allocator's granularity in bytes.
 _MEMORY: dict[DeviceKind, tuple[str, int]] = {"gpu": ("cuda", 512), "cpu": ("cpu", 1)}
 
 
@@ -110,7 +109,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             there = (_local(each) for each in gradients if each is not None)
             self.memory.name(Kind.GRADIENTS, there)
 
-    # What operations say (`aligner.dry.operations.Observer`) --------------------------------------
+    # Calls of operations (`aligner.dry.operations.Observer`) --------------------------------------
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operation."""
@@ -217,7 +216,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self._count(lambda record: record.saw_collective(name, ranks, size))
 
     def _replacements(self) -> Iterator[Replacement]:
-        """Everything that asks a driver, a process or a kernel that is not there."""
+        """Replacements of all calls of a driver, a process or a kernel that is not there."""
         if self.kind == "gpu":
             yield from gpu_replacements(self)
         else:  # made without an operation; a GPU's stands in host memory

@@ -1,8 +1,9 @@
-"""The driver of the GPU that is not there: what `torch.cuda` and the kernels of a GPU are asked."""
+"""The driver of the GPU that is not there: `torch.cuda`, its kernels, memory between processes."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing import reductions
 
 from aligner.dry.graphs import Capturing, graph_class
-from aligner.dry.known import KnownValues
+from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.record import Record
 from aligner.dry.replacements import Replacement, answers
-from aligner.dry.sharing import Exports
-from aligner.dry.streams import Order, stream_classes
+from aligner.dry.streams import Order, Process, stream_classes
+from aligner.errors import DryDeviceError
 from aligner.models.gpt.layers import fusions
 
 _aten = torch.ops.aten
+_OTHER_NUMBER = 7  # the device's, where it was exported
+_PARAMETERS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 
 
 class Gpu(Protocol):
@@ -153,3 +156,86 @@ def _attend(
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
     )[0]
+
+
+class Exports:
+    """CUDA IPC: memory of the device that one process exports and another opens.
+
+    It is kept until it is opened, as on a GPU, where memory that is not opened is never freed. The
+    device has number 0 in every process; an export names another, for numbers are each process's
+    own.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._count = 0
+        self._unopened: dict[int, tuple[Tensor, Process]] = {}
+
+    def reduce(self, tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        """Stand-in for `torch.multiprocessing.reductions.reduce_tensor`, of any shape and dtype."""
+        if not tensor.is_cuda:
+            raise DryDeviceError(f"a tensor on {tensor.device} is no memory of the device")
+        self._count += 1
+        self._unopened[self._count] = tensor.detach(), self._order.process
+        given = {"storage_device": _OTHER_NUMBER, "storage_handle": self._count}
+        return self.open, tuple(given.get(name) for name in _PARAMETERS)
+
+    def open(self, *arguments: Any) -> Tensor:
+        """Stand-in for `torch.multiprocessing.reductions.rebuild_cuda_tensor`."""
+        given = dict(zip(_PARAMETERS, arguments, strict=True))
+        if given["storage_device"] != 0:
+            raise DryDeviceError(f"this process has no device {given['storage_device']}, only 0")
+        tensor, exporter = self._unopened.pop(given["storage_handle"])
+        # Its host has sent this one the place of the memory.
+        self._order.process.host.wait_for(exporter.host.moment())
+        return tensor
+
+
+class _Made(NamedTuple):
+    """A tensor that a function made."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RememberedKernel:
+    """A function that `torch.compile` would make one kernel of, run once for given shapes.
+
+    Its result has the same shape whenever its arguments have, and on the dry device shapes are all
+    there is: calls with tensors of shapes that it was called with before only allocate.
+    Where gradients are followed, a value is known, or the result is a view, it is run.
+    """
+
+    def __init__(self, function: Callable[..., Any], known: KnownValues) -> None:
+        self._function, self._known = function, known
+        self._made: dict[Hashable, _Made] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Output of the function, as far as its shape goes."""
+        operands = tensors_in((args, kwargs))
+        if (torch.is_grad_enabled() and any(each.requires_grad for each in operands)) or not any(
+            self._known.of(each) is None for each in operands
+        ):
+            return self._function(*args, **kwargs)
+        given = (tuple(map(_given, args)), tuple((key, _given(kwargs[key])) for key in kwargs))
+        if given in self._made:
+            made = self._made[given]
+            return torch.empty_strided(
+                made.shape, made.stride, dtype=made.dtype, device=made.device
+            )
+        result = self._function(*args, **kwargs)
+        if isinstance(result, Tensor):
+            storage = result.untyped_storage()
+            if all(each.untyped_storage()._cdata != storage._cdata for each in operands):
+                self._made[given] = _Made(
+                    tuple(result.shape), result.stride(), result.dtype, result.device
+                )
+        return result
+
+
+def _given(argument: Any) -> Hashable:
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    return argument if isinstance(argument, Hashable) else repr(argument)

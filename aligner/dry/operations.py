@@ -17,7 +17,7 @@ from aligner.dry.known import KnownValues, tensors_in
 from aligner.errors import DryDeviceError
 
 _aten = torch.ops.aten
-# What every process is taken to have the same values of, where one has known ones.
+# Operations whose operands are assumed to have the same values in every process, where known.
 _REDUCED = {torch.ops.c10d.allreduce_, torch.ops.c10d.broadcast_, torch.ops.c10d.send}
 _GATHERED = {torch.ops.c10d._allgather_base_}
 # Those that make their results, by those that count as much.
@@ -70,7 +70,7 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it asks for operations on what it is made of
+            return NotImplemented  # it dispatches operations on its parts
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         if func.overloadpacket in _FUNCTIONAL:
@@ -198,7 +198,7 @@ class Operations(TorchDispatchMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _communicate_functionally(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """As `_communicate`, of a collective that makes its result, as DTensor's do."""
+        """Count a collective that makes its result, as DTensor's do; else as `_communicate`."""
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         group = _resolve_process_group({**named, **kwargs}["group_name"])
         out = func(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Replacements of calls that the dry device cannot make, with a GPU and without one.
 
-They ask another process, read values without an operation, or move tensors as fake ones cannot be.
+These calls need another process, read values without an operation, or move tensors as fake ones
+cannot be.
 """
 
 import contextlib

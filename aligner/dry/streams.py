@@ -1,8 +1,8 @@
-"""Streams on the dry device: whoever uses memory has waited for those who used it before.
+"""Streams on the dry device: every use of memory must wait for the uses before it.
 
 A stream, and the host of a process, does one thing after the other. The host launches what streams
-do. What it has seen the end of is over for what it launches next, and a stream sees the end of
-another's work by waiting for the stream or for an event. Memory that was written on one and is used
+do. Work whose end it has seen is over for its next launches, and a stream sees the end of another's
+work by waiting for the stream or for an event. Memory that was written on one and is used
 on another without such a wait is an error that names both; so is memory that a stream gave up and
 takes again while another may still use it. Collectives run on the stream that launches them, as
 those do in PyTorch that are not asynchronous.
@@ -27,7 +27,7 @@ _COPIES = {_aten._to_copy, _aten.copy_}  # that may cross between host and devic
 
 
 class Lane:
-    """A stream, or the host of a process: what it does, it does in order."""
+    """A stream, or the host of a process, whose operations are in order."""
 
     def __init__(self, name: str, process: "Process") -> None:
         self.name, self.process = name, process
@@ -35,7 +35,7 @@ class Lane:
         self._seen: Moment = {}  # number of the last thing of others that is over before the next
 
     def moment(self) -> "Moment":
-        """All that is over when what it does now is over."""
+        """All that is over when its present operation is over."""
         return {**self._seen, self: self.steps}
 
     def wait_for(self, moment: "Moment") -> None:
@@ -45,7 +45,7 @@ class Lane:
                 self._seen[lane] = step
 
     def knows(self, use: "Use") -> bool:
-        """Return whether a use of memory is over before what it does next."""
+        """Return whether a use of memory is over before its next operation."""
         return use.lane is self or self._seen.get(use.lane, 0) >= use.step
 
     def act(self, what: str) -> "Use":
@@ -278,7 +278,7 @@ class Order:
             weakref.finalize(tensor.untyped_storage(), self._note_freed, memory)
 
     def _note_freed(self, memory: _Memory) -> None:
-        """Its owner may take the memory again, whoever else still uses it."""
+        """Return memory to its owner, which may take it again while others still use it."""
         for use in (memory.written, *memory.read.values()):
             if use is not None and use.lane not in memory.shared:
                 self._freed.append((memory.owner, use))

@@ -1,7 +1,7 @@
 """A hash of 64-bit integers that torch computes alike on every device.
 
-What is drawn from it depends on the numbers that are hashed and on nothing else: not on how often
-something was drawn before, nor where.
+A random number made of it depends on the hashed numbers only, not on how many were made before, nor
+on the device.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 torch gives products of float32 matrices to MKL. For the shapes of a transformer's linear layers
 oneDNN takes a sixth to a third less time on the processors tried (figures: benchmarks/LOG.md), but
-adds up all terms of a sum one after the other, which rounds twice as much where they are many. So
-it makes the gradients of inputs, and outputs of few terms. The gradient of the weight, a product
-over rows, stays with MKL, which is the faster one there.
+adds up all terms of a sum one after the other, which rounds twice as much where they are many. It
+is used for gradients of inputs, and for outputs of few terms. The gradient of the weight, a product
+over rows, stays with MKL, which is faster there.
 """
 
 from typing import Any
@@ -39,6 +39,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        # A frozen weight, as under an adapter, needs no input in the backward pass.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         few = weight.shape[1] <= _MOST_TERMS
         return multiply(x, weight) if few else torch.matmul(x, weight.t())

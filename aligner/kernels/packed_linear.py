@@ -51,7 +51,7 @@ class Product:
 
     @functools.cached_property
     def ready(self) -> Tensor:
-        """The weight as it is multiplied with."""
+        """The weight as the product reads it."""
         if self.packed:
             return torch.ops.mkldnn._reorder_linear_weight(self.weight, _EXPECTED_ROWS)
         return self.weight.t().contiguous() if self._in_cache else self.weight
@@ -68,7 +68,7 @@ class Product:
             return product if bias is None else product + bias
         if not self.packed:
             return F.linear(x, self.ready, bias)
-        if x.numel() == x.shape[-1]:
+        if x.numel() == x.shape[-1]:  # one row
             return self(_accompanied(x.reshape(1, -1)), bias)[:1].view(*x.shape[:-1], -1)
         return torch.ops.mkldnn._linear_pointwise.default(x, self.ready, bias, "none", [], "")
 

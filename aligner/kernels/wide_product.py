@@ -1,12 +1,12 @@
 """Products of matrices whose sums and results are float32, of bfloat16 matrices too.
 
 A GPU multiplies bfloat16 numbers exactly, adds them up in float32 and can hand that out as it is
-(`torch.mm` with ``out_dtype``): the same numbers as of float32 copies of the matrices, at the speed
-of its bfloat16 units. Elsewhere the matrices are converted.
+(`torch.mm` with ``out_dtype``): the same numbers as with float32 copies of the matrices, at the
+speed of its bfloat16 units. Elsewhere the matrices are converted.
 
 In gradients one factor is float32 itself: the gradient of the logits. It is rounded to bfloat16
 once, relative error 2^-9 of each number, as the logits' gradient has in every library that keeps
-bfloat16 logits; what is summed from it is float32 again.
+bfloat16 logits; sums over it are float32 again.
 """
 
 from typing import Any

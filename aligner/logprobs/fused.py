@@ -34,7 +34,8 @@ from aligner.logprobs.sampling_params import TrainingSamplingParams
 from aligner.logprobs.top_k_top_p import keep_thresholds
 from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
-# Stands for a logit outside the kept set. Not -inf: 0 · -inf would be NaN in the entropy.
+# Stands for a logit that the top-k/top-p filter excludes. Not -inf: 0 · -inf would be NaN in the
+# entropy.
 _EXCLUDED = -1e30
 
 
@@ -42,7 +43,7 @@ class RowStatistics(NamedTuple):
     """Statistics of each token over the whole vocabulary; float32 [N] (float64 for float64)."""
 
     logprobs: Tensor
-    log_normalizer: Tensor  # log Σ exp(l) over the kept set
+    log_normalizer: Tensor  # log Σ exp(l) over the tokens that the filter keeps
     entropy: Tensor | None
 
 
@@ -82,6 +83,7 @@ def row_statistics(
             _rescale(maximum, total, weighted, rows, higher)
             _add_tile(tiles, logits, total, weighted, rows, higher)
     if shard.group is not None:
+        # Sums of ranks may be added only once all of them are relative to the same maximum.
         everything = slice(None)
         _rescale(maximum, total, weighted, everything, shard.maximum(maximum.clone()))
         sums = torch.stack([total] if weighted is None else [total, weighted])
@@ -129,6 +131,7 @@ def _add_tile(
     maximum: Tensor,
 ) -> None:
     """Add one tile [n, v] to the running sums of ``rows``; overwrites the tile."""
+    # In place and into one buffer, which stay in the cache; fresh memory would not.
     shifted = logits.sub_(maximum.unsqueeze(1))
     if weighted is None:
         total[rows] += shifted.exp_().sum(dim=1)
@@ -159,7 +162,7 @@ def _add_targets(shifted: Tensor, total: Tensor, weighted: Tensor | None) -> Non
     """Count the targets, their logits relative to the maximum, in place."""
     exponential = shifted.exp()
     total += exponential
-    if weighted is not None:
+    if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
         weighted += exponential * shifted.clamp(min=_EXCLUDED)
 
 
@@ -193,12 +196,14 @@ def logit_gradient(
     local, owned = shard.localize(target)
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(logprobs)
-    # With a kept set the target is left out of the tiles: p_target is added here.
+    # With a filter the target is left out of the tiles: p_target is added here.
     probability = logprobs.exp() if restricted else torch.zeros_like(logprobs)
     if grad_entropy is None or entropy is None:
+        # dl = -g·(p - [v = target]): the tile is p itself, and -g is applied to [N, H].
         row_factor, offset, scale = -grad_logprobs, None, None
         target_value = probability - 1
     else:
+        # The factor of p_v depends on v, so nothing is left to apply to [N, H].
         row_factor, scale = torch.ones_like(logprobs), grad_entropy
         offset = grad_logprobs + grad_entropy * entropy
         surprise = grad_entropy * logprobs.clamp(min=_EXCLUDED)
@@ -208,6 +213,7 @@ def logit_gradient(
         row_factor,
         scale,
         offset,
+        # A target at -inf is excluded like any other token: its logit has no gradient.
         torch.where(owned & ~logprobs.isneginf(), target_value, 0),
         local,
         owned,
@@ -248,7 +254,7 @@ def input_gradients(
                 tile = torch.mul(tile, row_factor[rows], out=rounded)
             if grad_hidden is not None:
                 _accumulate(grad_hidden[rows], tile, weight_tile)
-            if need_weight:
+            if need_weight:  # over all tokens in float32, and rounded once, below
                 accumulated = _accumulate(accumulated, tile.t(), scaled[rows])
         if grad_weight is not None:
             grad_weight[columns] = 0 if accumulated is None else accumulated
@@ -286,6 +292,7 @@ def _gradient_tile(
     if gradient.entropy_scale is None or gradient.offset is None:
         tile.exp_()
     else:
+        # The tile is log p here, and becomes -p·(e·log p + g + e·entropy).
         probability = torch.exp(tile, out=tiles.buffer("exponential", *tile.shape))
         tile.mul_(-gradient.entropy_scale[rows].unsqueeze(1))
         tile.sub_(gradient.offset[rows].unsqueeze(1)).mul_(probability)
@@ -372,7 +379,7 @@ def hidden_states_to_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution it was drawn from.
+    """Log-prob of each target, and the entropy of the distribution it was sampled from.
 
     ``hidden``: float [N, H], the states that predict the targets (the caller selects and shifts).
     ``weight``: float [V_local, H], the output layer; with ``tp_group`` the local rows of it.
@@ -380,14 +387,14 @@ def hidden_states_to_logprobs(
     without padding rows; those take no part in the softmax and get gradient 0.
 
     ``temperature`` divides the logits. ``top_k`` (0, -1: off), then ``top_p`` (1: off) restrict the
-    distribution, renormalised over what is kept; the target always counts as kept, so that a token
-    which left the set since it was sampled has a finite log-prob instead of -inf (NeMo-RL's -inf).
+    distribution, renormalised over the tokens that are kept; the target always counts as kept, so
+    that a token which the filter would exclude by now has a finite log-prob (NeMo-RL's is -inf).
     ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.
 
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
-    Gradients are exact, through the kept set held fixed, but that bfloat16 inputs on a GPU take the
-    gradient of each logit rounded to bfloat16. Under tensor parallelism every rank
-    returns the same values, the gradient of ``weight`` is that of the local rows, and the gradient
+    Gradients are exact for a fixed set of kept tokens, except that bfloat16 inputs on a GPU take
+    the gradient of each logit rounded to bfloat16. Under tensor parallelism every rank returns the
+    same values, the gradient of ``weight`` is that of the local rows, and the gradient
     of ``hidden`` is the *local part*: the caller sums it over the group (megatron-core's
     copy-to-region or gather-from-sequence-region does).
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class OutputLayerBypass(nn.Module):
     """Stands where the output layer was and hands the hidden states through.
 
-    ``weight``: what megatron-core asks the last pipeline stage for when embeddings are tied.
+    ``weight``: megatron-core reads it on the last pipeline stage when embeddings are tied.
     """
 
     def __init__(self, original: nn.Module | None = None) -> None:
@@ -55,7 +55,7 @@ class CapturingOutputLayer(nn.Module):
         self.captured_hidden = captured_hidden
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Float ``[S, B, H]`` in, ``[S, B, 1]`` out, which speaks of nothing."""
+        """Float ``[S, B, H]`` in, ``[S, B, 1]`` out, whose numbers nothing reads."""
         del args, kwargs
         self.captured_hidden["hidden_states"] = hidden_states
         return hidden_states[..., :1], None

@@ -7,14 +7,14 @@ from aligner.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainingSamplingParams:
-    """Sampling parameters under which tokens were drawn, for log-probs of the same distribution.
+    """Sampling parameters of a rollout, for log-probs of the same distribution.
 
     ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides the logits here,
     so logits must not have been divided before.
 
-    ``keep_target``: what becomes of a token outside the kept set. False, the published behaviour:
-    its log-prob is -inf. True, that of this library's own trainers: it counts as kept, so that a
-    token which left the set since it was sampled has a finite log-prob.
+    ``keep_target``: treatment of a target that the filter excludes. False, the published
+    behaviour: its log-prob is -inf. True, that of this library's own trainers: it counts as kept,
+    so that a token which the filter would exclude by now has a finite log-prob.
     """
 
     top_k: int | None = None

@@ -1,4 +1,4 @@
-"""Top-k and top-p (nucleus) sampling as one threshold per token.
+"""Top-k and top-p (nucleus) filters as one threshold per token.
 
 The tokens kept are those whose logit is at least the threshold, so a pass over the vocabulary in
 tiles can apply it without sorting again. Tokens of equal logit are kept or dropped together.
@@ -36,6 +36,7 @@ def keep_thresholds(
     rows = max(1, budget // (weight.shape[0] * dtype.itemsize))
     thresholds = [hidden.new_empty(0, dtype=dtype)]
     for chunk in hidden.split(rows) if hidden.shape[0] else ():
+        # As wide as the weight, padding rows included: ranks exchange as many columns each.
         logits = hidden.new_full((chunk.shape[0], weight.shape[0]), -torch.inf, dtype=dtype)
         tiles = Tiles(chunk, weight, shard.columns, None)
         states = tiles.factor(chunk)
@@ -76,6 +77,7 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     count = torch.full_like(ordered[:, :1], kept, dtype=torch.int64)
     if top_p < 1.0:
         probabilities = ordered.softmax(dim=1)
+        # The token that crosses top_p is kept too, so each counts what comes before it.
         before = probabilities.cumsum(dim=1) - probabilities
         count = (before < top_p).sum(dim=1, keepdim=True).clamp(min=1)
     smallest = ordered.gather(1, count - 1)

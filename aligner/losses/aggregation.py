@@ -56,7 +56,7 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_aggregation(aggregation: str, max_response_length: int | None) -> None:
-    """Refuse an unknown aggregation and a length that is missing or has no use."""
+    """Refuse an unknown aggregation, and a length that is missing or has no effect."""
     known = get_args(Aggregation)
     if aggregation not in known:
         raise ConfigError(f"aggregation={aggregation!r} is unknown; use one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Distillation: the student's next-token distribution comes to be the teacher's."""
+"""Distillation: the student learns the teacher's next-token distribution."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class DistillationLoss:
 
     With the teacher ``q``, always renormalised over its k tokens, and the student ``p``::
 
-        forward    Σ_k q·(log q - log p)             covers all that the teacher might say
-        backward   Σ_k p·(log p - log q) + rest      says nothing that the teacher would not
+        forward    Σ_k q·(log q - log p)             covers every mode of the teacher
+        backward   Σ_k p·(log p - log q) + rest      avoids tokens that the teacher would not choose
         mixed      w·forward + (1 - w)·backward      w = mixed_weight
 
     ``zero_outside_topk`` takes p over the whole vocabulary, as if the teacher gave everything else
     probability 0: the rest is then ``Σ_outside p·(log p - log ε)`` with ``log ε`` = -100 (nats per
     unit of probability; the true KL is infinite). Without it p is renormalised over the k tokens
-    and there is no rest: nothing is said of what the student does elsewhere. With k the whole
+    and there is no rest: the loss does not depend on the other tokens. With k the whole
     vocabulary both are the KL divergence itself.
 
     The formulas, the constant and the names are NeMo-RL's (`DistillationLossFn`, there ``reverse``
@@ -36,7 +36,7 @@ class DistillationLoss:
     2023 (GKD) for backward and mixed.
 
     Metrics are shares of global token means: ``loss``, ``forward_kl``, ``backward_kl`` (where the
-    loss has it) and ``topk_probability``, what the student gives to the k tokens.
+    loss has it) and ``topk_probability``, the student's probability of the k tokens.
     """
 
     kl: KLDirection = "forward"
@@ -60,14 +60,14 @@ class DistillationLoss:
         ``teacher_topk_logits`` [B, S, k], ``token_mask`` [B, S] and ``sample_mask`` [B].
         """
         counted = (batch["token_mask"] * batch["sample_mask"][:, None]) > 0
-        counted[:, 0] = False  # nothing precedes it, so nobody predicts it
+        counted[:, 0] = False  # nothing precedes it, so no position predicts it
         whole = _only(outputs.values_or_logprobs, counted)
         teacher = _only(batch["teacher_topk_logits"], counted).to(whole).log_softmax(dim=-1)
         student = whole if self.zero_outside_topk else whole.log_softmax(dim=-1)
         forward = (teacher.exp() * (teacher - student)).sum(dim=-1)
         backward = (student.exp() * (student - teacher)).sum(dim=-1)
         if self.needs_entropy:
-            assert outputs.entropy is not None, "this loss asked for the entropy"
+            assert outputs.entropy is not None, "this loss needs the entropy"
             backward = backward + _rest(student, _only(outputs.entropy, counted))
         per_token = {
             "forward": forward,

@@ -1,4 +1,4 @@
-"""Advantages without a critic: what a response is worth beside the others.
+"""Advantages without a critic: a response's reward relative to other responses' rewards.
 
 ================================  =================================================================
 ``reinforce``                     r, or with ``batch_baseline`` r minus the mean of the batch
@@ -14,7 +14,7 @@
 
 ``B`` responses, ``S`` tokens. ``rewards`` float [B]; ``groups`` int64 [B], equal where the prompt
 is the same (in any order, groups of any size); ``sample_mask`` [B], 1 where the sample counts. A
-sample that does not count gets advantage 0, is in nobody's baseline, and its reward may hold
+sample that does not count gets advantage 0, is in no baseline, and its reward may hold
 anything.
 
 A KL penalty (``penalty``) comes off the reward before the baseline, and decides neither whether a
@@ -59,8 +59,8 @@ def group_advantages(
     """One advantage per response, float [B] in the dtype of ``rewards``; see the module.
 
     A group whose rewards are all equal gets exactly 0 from every estimator with a group baseline.
-    ``penalty``: float [B], what comes off each reward. ``batch_baseline`` is an option of
-    ``reinforce`` alone.
+    ``penalty``: float [B], subtracted from each reward. ``batch_baseline`` is an option of
+    ``reinforce`` only.
     """
     check_critic_free(estimator, batch_baseline=batch_baseline)
     assert rewards.ndim == 1, rewards.shape
@@ -77,6 +77,7 @@ def group_advantages(
     if estimator == "reinforce":
         baseline = charged.sum() / counts.sum().clamp(min=1) if batch_baseline else 0.0
         return torch.where(counts, charged - baseline, 0).to(rewards.dtype)
+    # Samples that do not count weigh 0 in every sum, so they are in no baseline.
     size = _sum_of_group(counts.double(), groups)
     deviation = charged - _sum_of_group(charged, groups) / size.clamp(min=1)
     if estimator == "rloo":
@@ -87,8 +88,8 @@ def group_advantages(
         squares = _sum_of_group(torch.where(counts, apart, 0).square(), groups)
         std = (squares / (size - 1).clamp(min=1)).sqrt()
         deviation = deviation / (std + GRPO_EPSILON)
-    signal = has_signal(rewards, groups, sample_mask)
-    return torch.where(signal, deviation, 0).to(rewards.dtype)
+    varies = has_reward_variance(rewards, groups, sample_mask)
+    return torch.where(varies, deviation, 0).to(rewards.dtype)
 
 
 def token_advantages(
@@ -126,7 +127,7 @@ def token_advantages(
     return masked_whiten(spread, generated) if whitened else spread
 
 
-def has_signal(rewards: Tensor, groups: Tensor, sample_mask: Tensor) -> Tensor:
+def has_reward_variance(rewards: Tensor, groups: Tensor, sample_mask: Tensor) -> Tensor:
     """bool [B]: the sample counts and its group holds two different rewards among those that do.
 
     The others learn nothing from a group baseline; DAPO (Yu et al., 2025) samples other prompts in
@@ -160,7 +161,7 @@ def check_critic_free(
         )
     if discount != 1 and estimator != "reinforce_plus_plus":
         raise ConfigError(
-            f"discount={discount} needs rewards per token, which reinforce_plus_plus alone has; "
+            f"discount={discount} needs rewards per token, which only reinforce_plus_plus has; "
             f"use 1 with {estimator}"
         )
 

@@ -1,4 +1,4 @@
-"""Losses as NeMo-RL publishes them, and how a role of this library learns from one.
+"""Losses as NeMo-RL publishes them, adapted to the roles of this library.
 
 A published loss is any callable ``(input, data, global_valid_seqs, global_valid_toks)`` that
 returns ``(loss, metrics)``. `as_loss` makes it an `aligner.types.LossFunction`, so that ``train``
@@ -65,16 +65,16 @@ class PublishedLoss:
     @property
     def input_type(self) -> LossInputType:
         """``input_type`` of the function, else by its parameter's name, else ``LOGIT``."""
-        said = getattr(self.function, "input_type", None)
-        if said is None:
+        given = getattr(self.function, "input_type", None)
+        if given is None:
             is_logprob = self._input_name() == "next_token_logprobs"
             return LossInputType.LOGPROB if is_logprob else LossInputType.LOGIT
         try:  # another library's enumeration has the same values
-            return LossInputType(getattr(said, "value", said))
+            return LossInputType(getattr(given, "value", given))
         except ValueError:
             known = ", ".join(kind.name for kind in LossInputType)
             raise ConfigError(
-                f"loss_fn.input_type={said}: use one of {known}; distillation is "
+                f"loss_fn.input_type={given}: use one of {known}; distillation is "
                 "aligner.losses.distillation"
             ) from None
 
@@ -121,8 +121,8 @@ class PublishedLoss:
             return None
         for name, parameter in parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                said = getattr(self.function, "input_type", LossInputType.LOGIT)
-                is_logprob = getattr(said, "value", said) == LossInputType.LOGPROB.value
+                given = getattr(self.function, "input_type", LossInputType.LOGIT)
+                is_logprob = getattr(given, "value", given) == LossInputType.LOGPROB.value
                 return "next_token_logprobs" if is_logprob else "logits"
             if name not in _GIVEN:
                 return None if parameter.kind is parameter.POSITIONAL_ONLY else name
@@ -153,5 +153,5 @@ def metric_tensor(name: str, value: Any, loss: Tensor) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         number = None
     if number is None or number.ndim:
-        raise DataError(f"loss_fn: metric {name}={value!r} is no number; return scalars alone")
+        raise DataError(f"loss_fn: metric {name}={value!r} is no number; return only scalars")
     return number

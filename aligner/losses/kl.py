@@ -1,6 +1,6 @@
 """KL divergence between the policy and its reference, token by token, and its coefficient.
 
-With ``k1 = log p(token) - log p_ref(token)`` of a token drawn from the policy (Schulman,
+With ``k1 = log p(token) - log p_ref(token)`` of a token sampled from the policy (Schulman,
 "Approximating KL divergence", 2020):
 
 ========  ==================  ==================================================
@@ -10,13 +10,13 @@ With ``k1 = log p(token) - log p_ref(token)`` of a token drawn from the policy (
 ``abs``   ``|k1|``            a distance, not an estimate
 ========  ==================  ==================================================
 
-As a term of a loss the estimate is differentiated pathwise, through the log-prob of the token that
-was drawn, and that is the gradient of another quantity than the value: of ``k1`` nothing (its mean
-is 0), of ``k2`` KL(policy || reference), of ``k3`` KL(reference || policy), of ``abs`` neither (it
-pulls with the same force however far the two are apart).
+As a term of a loss the estimate is differentiated pathwise, through the log-prob of the sampled
+token, and that is the gradient of another quantity than the value: of ``k1`` nothing (its mean is
+0), of ``k2`` KL(policy || reference), of ``k3`` KL(reference || policy), of ``abs`` neither (its
+size is the same however far the two are apart).
 
-No value is clamped unless asked: verl, OpenRLHF and NeMo-RL each clamp other quantities by
-default, TRL and NeMo-Aligner none.
+No value is clamped by default: verl, OpenRLHF and NeMo-RL each clamp other quantities, TRL and
+NeMo-Aligner none.
 """
 
 from collections.abc import Callable, Mapping
@@ -117,7 +117,7 @@ class FixedKLController:
         if state:
             raise ConfigError(
                 f"the run state holds an adaptive KL coefficient ({dict(state)}) but the "
-                "configuration asks for a fixed one; ask for the adaptive one, or start a new run"
+                "configuration has a fixed one; configure the adaptive one, or start a new run"
             )
 
 
@@ -144,7 +144,7 @@ class AdaptiveKLController:
         return self._coefficient
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Move β towards what brings ``current_kl`` to the target."""
+        """Move β so that ``current_kl`` approaches the target."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self._coefficient *= 1 + error * n_samples / self.horizon
 
@@ -157,6 +157,6 @@ class AdaptiveKLController:
         if "coefficient" not in state:
             raise ConfigError(
                 "the run state holds no KL coefficient: it was saved by a run with a fixed one; "
-                "ask for the fixed controller, or start a new run"
+                "configure the fixed controller, or start a new run"
             )
         self._coefficient = float(state["coefficient"])

@@ -14,7 +14,7 @@ from aligner.types import Denominators, TokenOutputs
 
 @dataclass(frozen=True)
 class KTOLoss:
-    """A response is to be likelier (or less likely) than the policy has drifted (Ethayarajh, 2024).
+    """A response's log-ratio is compared with the policy's mean drift (Ethayarajh et al., 2024).
 
     With ``r = log π - log π_ref`` of a row, summed over its response, and the baseline ``z``::
 
@@ -90,10 +90,10 @@ def kto_kl_baseline(
     """``z = max(0, mean over rows of Σ mask·(logprob - ref_logprob))``, a scalar.
 
     The rows, of a whole global batch, are *mismatched*: each prompt is followed by the response to
-    another one (TRL: that of the row before), so that they tell what the policy has come to prefer
+    another one (TRL: that of the row before), so that they show what the policy has come to prefer
     whatever the prompt. Both log-probs are of the weights that the update starts from.
 
-    ``logprobs``, ``ref_logprobs``: float [B, S]; ``token_mask``: [B, S], 1 on the foreign
+    ``logprobs``, ``ref_logprobs``: float [B, S]; ``token_mask``: [B, S], 1 on the mismatched
     response's tokens; ``sample_mask``: [B].
     """
     assert logprobs.shape == ref_logprobs.shape == token_mask.shape, (

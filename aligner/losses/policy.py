@@ -147,10 +147,11 @@ class PPOPolicyLoss:
             loss = loss + self.kl_coefficient * average(kl)
             metrics["kl_loss"] = mean(kl.detach())
         if self.needs_entropy:
-            assert outputs.entropy is not None, "this loss asked for the entropy"
+            assert outputs.entropy is not None, "this loss needs the entropy"
             if self.entropy_bonus != 0:
                 loss = loss - self.entropy_bonus * average(outputs.entropy)
             metrics["entropy"] = mean(outputs.entropy.detach())
+        # k3 from the policy that sampled: its samples, so the ratio is this policy's over it.
         metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
         metrics["ppo_ratio"] = mean(ratio)
         metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
@@ -188,12 +189,14 @@ class PPOPolicyLoss:
         """The pessimistic bound of the objective, negated, float [B, S], and its metrics."""
         clamped = self._clipped(ratio)
         free, clipped = -advantages * ratio, -advantages * clamped
+        # Negated, the smaller objective is the larger loss.
         surrogate = torch.maximum(free, clipped)
         metrics = {
             "ppo_ratio_clamped": mean(clamped),
             "clip_fraction": mean((clipped > free).to(ratio.dtype)),
         }
         if self.dual_clip is not None:
+            # With A < 0 the loss grows with the ratio without bound: this is the bound.
             ceiling = -self.dual_clip * advantages
             cut = (advantages < 0) & (surrogate > ceiling)
             surrogate = torch.where(cut, ceiling, surrogate)

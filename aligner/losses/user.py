@@ -73,7 +73,7 @@ class UserPolicyLoss:
         """Import the class ``name`` and call it with ``options``.
 
         Raises:
-            ConfigError: it cannot be imported or constructed, or makes nothing that is a loss.
+            ConfigError: it cannot be imported or constructed, or does not make a loss.
         """
         self.name, self.options = name, dict(options)
         self._loss = _construct(load_function(name, key=KEY, kind="class"), name, self.options)
@@ -88,8 +88,8 @@ class UserPolicyLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metric shares of one micro-batch; see `PolicyLoss.__call__`."""
         logprobs = outputs.values_or_logprobs
-        told = {"prev_logprobs": logprobs.detach(), **batch}
-        result = self._loss(outputs, told, denominators)
+        columns = {"prev_logprobs": logprobs.detach(), **batch}
+        result = self._loss(outputs, columns, denominators)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ConfigError(
                 f"{KEY}={self.name}: returned a {type(result).__name__}; return a pair of the loss "
@@ -241,7 +241,7 @@ def _shares(
 
 def _made_up(has_reference: bool, uncounted: float = 0.0) -> tuple[TokenOutputs, dict[str, Tensor]]:
     """Four rows of up to six tokens; ``uncounted`` is added where tokens do not count."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     prompts, lengths = torch.tensor([2, 2, 1, 3]), torch.tensor([5, 4, 4, 6])
     position = torch.arange(6)
     token_mask = (position >= prompts[:, None]) & (position < lengths[:, None])
@@ -249,14 +249,14 @@ def _made_up(has_reference: bool, uncounted: float = 0.0) -> tuple[TokenOutputs,
     idle = ~(token_mask & sample_mask.bool()[:, None])
     reference = ["ref_logprobs"] if has_reference else []
     batch = {
-        name: -torch.rand(_ROWS, 6, generator=draw) - 0.5 + uncounted * idle
+        name: -torch.rand(_ROWS, 6, generator=generator) - 0.5 + uncounted * idle
         for name in ("logprobs", "prev_logprobs", "generation_logprobs", *reference)
     }
     logprobs = batch.pop("logprobs").requires_grad_()
-    entropy = torch.rand(_ROWS, 6, generator=draw) + 0.5 + uncounted * idle
-    batch["advantages"] = torch.randn(_ROWS, 6, generator=draw) + uncounted * idle
+    entropy = torch.rand(_ROWS, 6, generator=generator) + 0.5 + uncounted * idle
+    batch["advantages"] = torch.randn(_ROWS, 6, generator=generator) + uncounted * idle
     batch |= {
-        "input_ids": torch.randint(3, 9, (_ROWS, 6), generator=draw),
+        "input_ids": torch.randint(3, 9, (_ROWS, 6), generator=generator),
         "input_lengths": lengths,
         "token_mask": token_mask.float(),
         "sample_mask": sample_mask,

@@ -24,7 +24,7 @@ class PPOValueLoss:
         loss = ½ · Σ mask · max((V - R)², (V_prev + clip(V - V_prev, ±value_clip) - R)²)
                / global valid tokens
 
-    Values are in the one frame: ``values[:, t]`` is the value of the state *before* token ``t``,
+    Values are padded, [B, S]: ``values[:, t]`` is the value of the state *before* token ``t``,
     the head's output shifted right by one. ``value_clip=None`` is the plain squared error.
 
     Metrics are shares of global token means: ``loss`` and ``clip_fraction`` (tokens whose clipped
@@ -128,7 +128,7 @@ class MseValueLossFn:
 def right_shift_values(values: Tensor) -> Tensor:
     """Float numbers ``[B, S]`` read at each token as values of the states before each token.
 
-    Position t gets what was read up to t - 1, position 0 gets 0: the one frame's convention.
+    Position t gets the number read at t - 1, position 0 gets 0.
     """
     return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
 

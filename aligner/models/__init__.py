@@ -1,1 +1,1 @@
-"""Models: interfaces, fronts that a trainer talks to, workers, and the GPT itself."""
+"""Models: interfaces, handles that a trainer talks to, workers, and the GPT itself."""

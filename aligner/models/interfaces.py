@@ -1,7 +1,7 @@
 """Interfaces of the roles, on any backend.
 
 The Lightning-style roles (``SupervisedInterface`` and below) speak in the batches of one process;
-the fronts (``PolicyInterface`` and below) in global batches. Keys, shapes and masks are those of
+the handles (``PolicyInterface`` and below) in global batches. Keys, shapes and masks are those of
 `aligner.types`.
 """
 
@@ -16,13 +16,41 @@ from aligner.errors import DataError
 if TYPE_CHECKING:
     from aligner.batches.batched_data_dict import BatchedDataDict
     from aligner.cluster.worker_groups import WorkerFuture
-    from aligner.config import Drawing
+    from aligner.config import SamplingOptions
     from aligner.losses.interfaces import LossFunction as PublishedLossFunction
     from aligner.types import LossFunction
 
 
+class TrainingPhases(ABC):
+    """A role that enters and leaves training."""
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Enter training: optimizer state back on the device, training mode."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Leave training."""
+
+
+class InferencePhases(ABC):
+    """A role that enters and leaves inference."""
+
+    @abstractmethod
+    def prepare_for_inference(self) -> None:
+        """Enter inference: evaluation mode, optimizer state out of the way."""
+
+    @abstractmethod
+    def finish_inference(self) -> None:
+        """Leave inference."""
+
+
 class SupervisedInterface(ABC):
-    """A role that learns from a loss over a batch."""
+    """A role that learns from a loss over a batch.
+
+    The names are NeMo-Aligner's. Its trainers call the four hooks around a step; the trainers of
+    this library do not, and in its roles the hooks do nothing.
+    """
 
     @abstractmethod
     def get_loss_and_metrics(
@@ -36,44 +64,28 @@ class SupervisedInterface(ABC):
         """
 
     def prepare_for_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook before each training batch, for a caller's loop; the library does not call it."""
+        """Hook before each training batch, for a loop of a caller's own."""
 
     def finish_training_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook after each training batch, for a caller's loop; the library does not call it."""
+        """Hook after each training batch, for a loop of a caller's own."""
 
     def prepare_for_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook before each validation batch, for a caller's loop; the library does not call it."""
+        """Hook before each validation batch, for a loop of a caller's own."""
 
     def finish_validation_step(self) -> None:  # noqa: B027 - optional for a role
-        """Hook after each validation batch, for a caller's loop; the library does not call it."""
+        """Hook after each validation batch, for a loop of a caller's own."""
 
 
-class Inferrable(ABC):
+class Inferrable(InferencePhases):
     """A role that answers without learning."""
-
-    @abstractmethod
-    def prepare_for_inference(self) -> None:
-        """Enter inference: evaluation mode, optimizer state out of the way."""
 
     @abstractmethod
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a batch."""
 
-    @abstractmethod
-    def finish_inference(self) -> None:
-        """Leave inference."""
 
-
-class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
+class AlignableGenerativeInterface(SupervisedInterface, TrainingPhases, Inferrable):
     """A policy: generates, scores its own and the reference's tokens, and learns."""
-
-    @abstractmethod
-    def prepare_for_training(self) -> None:
-        """Enter training: optimizer state back on the device, training mode."""
-
-    @abstractmethod
-    def finish_training(self) -> None:
-        """Leave training."""
 
     @abstractmethod
     def get_inference_log_probs(self, response_tokens: Tensor) -> Tensor:
@@ -84,20 +96,12 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
         """float32 ``[B, S]`` log-probs under the weights that training began with."""
 
 
-class CriticModelInterface(SupervisedInterface, Inferrable):
+class CriticModelInterface(SupervisedInterface, TrainingPhases, Inferrable):
     """A critic: predicts the value of every state and learns from returns."""
 
     @abstractmethod
-    def prepare_for_training(self) -> None:
-        """Enter training: optimizer state back on the device, training mode."""
-
-    @abstractmethod
-    def finish_training(self) -> None:
-        """Leave training."""
-
-    @abstractmethod
     def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
-        """Rewards and values from one body, where a reward model shares it."""
+        """Rewards and values from one backbone, where a reward model shares it."""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -168,15 +172,15 @@ class GenerationInterface(ABC):
         greedy: bool = False,
         *,
         seed: int | None = None,
-        drawing: "Drawing | None" = None,
+        sampling_options: "SamplingOptions | None" = None,
     ) -> "BatchedDataDict":
         """Continue prompts; see `GenerationOutputSpec`.
 
-        Without a seed two calls draw differently, and a run anew draws the same.
-        ``drawing``: lengths and sampling of this call, in place of the configured ones.
+        Without a seed two calls differ, and the same run samples the same again.
+        ``sampling_options``: lengths and sampling of this call, in place of the configured ones.
         """
 
-    def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy's own weights draw
+    def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy itself samples
         """Mark the policy's weights as changed; the next `prepare_for_generation` fetches them."""
 
     @abstractmethod
@@ -185,7 +189,7 @@ class GenerationInterface(ABC):
 
 
 class PendingGeneration(Protocol):
-    """A batch that an engine is drawing."""
+    """A batch that an engine is sampling."""
 
     def result(self) -> "BatchedDataDict":
         """Wait for it; see `GenerationOutputSpec`."""
@@ -197,7 +201,7 @@ class PendingGeneration(Protocol):
 
 
 class BackgroundGeneration(GenerationInterface):
-    """A sampling engine that draws while the policy trains."""
+    """A sampling engine that works while the policy trains."""
 
     @abstractmethod
     def generate_in_background(
@@ -206,7 +210,7 @@ class BackgroundGeneration(GenerationInterface):
         """Begin to continue prompts; one batch at a time, and no other call until its end."""
 
 
-class RoleFrontInterface(ABC):
+class RoleHandleInterface(TrainingPhases):
     """A role that learns, over global batches."""
 
     @abstractmethod
@@ -221,28 +225,20 @@ class RoleFrontInterface(ABC):
         """One pass over ``data``; one optimizer step for every ``gbs`` samples."""
 
     @abstractmethod
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Enter training."""
-
-    @abstractmethod
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Leave training."""
-
-    @abstractmethod
     def save_checkpoint(
         self,
         weights_path: str,
         optimizer_path: str | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
-        """Write weights and, when asked, optimizer state and tokenizer."""
+        """Write weights and, where given a path, optimizer state and tokenizer."""
 
     @abstractmethod
     def shutdown(self) -> bool:
         """Stop the workers."""
 
 
-class PolicyInterface(RoleFrontInterface):
+class PolicyInterface(RoleHandleInterface):
     """A policy over global batches."""
 
     @abstractmethod
@@ -299,16 +295,8 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Take back what was offered."""
 
 
-class ValueInterface(RoleFrontInterface):
+class ValueInterface(RoleHandleInterface, InferencePhases):
     """A critic over global batches."""
-
-    @abstractmethod
-    def prepare_for_inference(self) -> None:
-        """Enter inference, the prediction of values."""
-
-    @abstractmethod
-    def finish_inference(self) -> None:
-        """Leave inference."""
 
     @abstractmethod
     def get_values(

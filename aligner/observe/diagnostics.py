@@ -1,10 +1,13 @@
-"""Numbers that tell a healthy run from a sick one. Pure functions; every denominator is stated.
+"""Diagnostics of a run's health. Pure functions; every denominator is stated.
 
 Shapes: ``B`` samples, ``S`` padded length. Masks are 1 where an entry counts and come from
-lengths. Scalars are 0-dimensional tensors; where a quantity is undefined the answer is NaN.
+lengths. Scalars are 0-dimensional tensors, NaN where a quantity is undefined.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,8 +73,8 @@ def repeated_ngram_fraction(
     return (1 - unique[counted] / every[counted]).mean()
 
 
-def fraction_properly_ended(is_end: Tensor, sample_mask: Tensor | None = None) -> Tensor:
-    """Share of the samples that count whose response ended by itself; ``is_end``: bool [B]."""
+def fraction_terminated(is_end: Tensor, sample_mask: Tensor | None = None) -> Tensor:
+    """Share of the samples that count whose response terminated; ``is_end``: bool [B]."""
     return is_end[_all_or(sample_mask, is_end)].float().mean()
 
 
@@ -94,8 +97,8 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
 
     ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
     ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Every row is a
-    generated sample and counts, also those that ``sample_mask`` keeps out of training: what is
-    watched is what the policy does.
+    generated sample and counts, also those that ``sample_mask`` keeps out of training: the metrics
+    describe the policy.
     """
     rewards, prompts = batch["rewards"], batch["prompt_lengths"]
     lengths = batch["input_lengths"] - prompts
@@ -106,7 +109,7 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         "generation_length": length.pop("mean"),
         **{f"generation_length_{name}": value for name, value in length.items()},
         "prompt_length": prompts.float().mean(),
-        "fraction_of_samples_properly_ended": fraction_properly_ended(batch["is_end"]),
+        "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
         "reward_length_correlation": reward_length_correlation(rewards, lengths),
         "repeated_ngram_fraction": repeated_ngram_fraction(
             batch["input_ids"], prompts, batch["input_lengths"]
@@ -114,6 +117,53 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     }
     counts = {"num_samples": len(rewards), "generated_tokens": int(lengths.sum())}
     return {name: value.item() for name, value in numbers.items()} | counts
+
+
+def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics over all updates of a step: the mean, or for ``*_max`` and ``*_min`` the extreme.
+
+    ``results``: one per pass over the rollout, in order. ``lr`` is that of the last update,
+    ``skipped_updates`` and ``empty_updates`` are counts; an update that was skipped because it was
+    not finite, and a mini-batch of which nothing counted, take no part in means.
+    """
+    series: dict[str, list[float]] = {}
+    empty = 0.0
+    for result in results:
+        found = dict(result["all_mb_metrics"])
+        flags = found.pop("empty", [])
+        empty += sum(flags)
+        for name, values in found.items():
+            kept = [value for value, flag in zip_longest(values, flags) if not flag]
+            series.setdefault(name, []).extend(values if name == "lr" else kept)
+    skipped = series.pop("skipped", [])
+    rates = series.pop("lr", [])
+    norms = series.pop("grad_norm", [])
+    metrics = {name: _combine(name, values) for name, values in series.items()}
+    return {
+        **metrics,
+        "grad_norm": _combine("grad_norm", norms),
+        "lr": rates[-1] if rates else 0.0,
+        "skipped_updates": sum(skipped),
+        "empty_updates": empty,
+    }
+
+
+def idle_roles(**passes: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The roles that were to be updated and whose every update was skipped as not finite.
+
+    ``passes``: for each role the results of a step.
+    """
+    skipped = {
+        role: [one for result in results for one in result["all_mb_metrics"].get("skipped", [])]
+        for role, results in passes.items()
+    }
+    return tuple(role for role, each in skipped.items() if each and all(each))
+
+
+def count_updates(results: Sequence[Mapping[str, Any]]) -> int:
+    """Optimizer updates that ``results`` stand for, skipped ones included, empty ones not."""
+    passes = [result["all_mb_metrics"] for result in results]
+    return sum(len(found.get("loss", [])) - int(sum(found.get("empty", []))) for found in passes)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -126,3 +176,14 @@ def _all_or(mask: Tensor | None, like: Tensor) -> Tensor:
 
 def _renumber(codes: Tensor) -> Tensor:
     return torch.unique(codes, return_inverse=True)[1]
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return math.nan
+    if name.endswith("_max"):
+        return max(finite)
+    if name.endswith("_min"):
+        return min(finite)
+    return sum(finite) / len(finite)

@@ -1,14 +1,16 @@
 """Estimates from several sampled responses to each prompt, and their confidence.
 
 Shapes: ``P`` prompts, ``n`` responses to each. Every estimate is a mean over prompts of a number
-that is unbiased for the prompt, and its standard error is that of this mean: prompts are what was
-drawn independently, responses to one prompt are not.
+that is unbiased for the prompt, and its standard error is that of this mean: prompts are
+independent samples, responses to one prompt are not.
 """
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
+
+Z95 = 1.959963984540054  # the normal distribution holds 95 % within this many deviations
 
 
 class Estimate(NamedTuple):
@@ -44,8 +46,8 @@ def majority_at_k(right: Sequence[float], answers: Sequence[Hashable | None], k:
     """Accuracy of the most frequent of ``k`` answers (self-consistency, Wang et al. 2022).
 
     Mean over the ``n // k`` groups of adjacent responses. Responses without an answer have no vote;
-    of several answers that are equally frequent each counts its share; where the verifier is of two
-    minds about responses with the same answer, their mean counts. No vote at all: 0.
+    of several answers that are equally frequent each counts its share; where the verdicts on one
+    answer differ, their mean counts. No vote at all: 0.
     """
     if not 1 <= k <= len(right):
         raise ValueError(f"maj@{k} of {len(right)} responses")
@@ -89,3 +91,17 @@ def answer_estimates(
             rows = zip(right, answers, strict=True)
             found[f"maj_at_{k}"] = mean_over_prompts([majority_at_k(*row, k) for row in rows])
     return found
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """95 % confidence interval of a share of ``count`` independent answers (Wilson, 1927).
+
+    Unlike the normal approximation it stays within 0 and 1 and has a width where ``share`` is
+    either.
+    """
+    if count < 1 or not 0 <= share <= 1:
+        raise ValueError(f"a share of {share} of {count} answers")
+    squared = Z95**2 / count
+    middle = (share + squared / 2) / (1 + squared)
+    half = Z95 * math.sqrt(share * (1 - share) / count + squared / count / 4) / (1 + squared)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,4 +1,4 @@
-"""Every metric the library writes: its name, its meaning, and what it is averaged over.
+"""Every metric the library writes: its name, its meaning, and its denominator.
 
 A metric that is not here and has none of the free prefixes cannot be written, so this page is
 complete. ``python -m aligner.observe.metric_names`` prints it as Markdown.
@@ -29,7 +29,8 @@ _ROLLOUT = {
     "rewards_min": MetricInfo("Smallest reward.", "minimum over samples"),
     "rewards_max": MetricInfo("Largest reward.", "maximum over samples"),
     "accuracy": MetricInfo(
-        "Share of responses the verifier calls right; where it does not say, reward of at least 1.",
+        "Share of responses that the verifier accepts; where it gives no verdict, reward of at "
+        "least 1.",
         _SAMPLES,
     ),
     "generation_length": MetricInfo("Tokens generated, end-of-sequence included.", _SAMPLES),
@@ -62,10 +63,12 @@ _TRAIN_ROLLOUT = {
         _TOKENS,
     ),
     "init_policy_kl_per_sample": MetricInfo(
-        "The same, summed over a response; what the adaptive controller holds.", _SAMPLES
+        "The same, summed over a response; the adaptive controller keeps it at its target.",
+        _SAMPLES,
     ),
     "kl_penalty": MetricInfo(
-        "What the KL takes off the reward: coefficient times KL, summed over a response.", _SAMPLES
+        "KL penalty subtracted from the reward: coefficient times KL, summed over a response.",
+        _SAMPLES,
     ),
     "kl_coefficient": MetricInfo("Weight of the KL penalty in the reward."),
     "rewards_with_kl": MetricInfo("Reward after shaping, less the KL penalty.", _SAMPLES),
@@ -81,7 +84,7 @@ _TRAIN_ROLLOUT = {
     "masked_samples": MetricInfo("Samples that do not count because they did not end.", "count"),
     "samples_with_signal": MetricInfo(
         "Without a critic: share of samples whose prompt has responses of different rewards, after "
-        "shaping and before any KL penalty. The others teach nothing where the prompt's other "
+        "shaping and before any KL penalty. The others give no gradient where the prompt's other "
         "responses are the baseline.",
         "the step's samples",
     ),
@@ -89,7 +92,7 @@ _TRAIN_ROLLOUT = {
         "Rejection sampling: reward of the responses that are learned.", "the responses kept"
     ),
     "samples_drawn": MetricInfo(
-        "With dynamic sampling: samples drawn to fill the step's rollout.", "count"
+        "With dynamic sampling: responses sampled to fill the step's rollout.", "count"
     ),
 }
 
@@ -146,17 +149,17 @@ _SAMPLER = {
     "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over trained tokens"),
 }
 
-_LESSON = {
+_SUPERVISED = {
     "loss": MetricInfo("The loss.", _TRAINED),
     "token_probability": MetricInfo("Probability of a token that is learned.", _TRAINED),
     "forward_kl": MetricInfo(
         "Distillation: KL(teacher ‖ student) over the teacher's top k tokens.", _TRAINED
     ),
     "backward_kl": MetricInfo(
-        "Distillation: KL(student ‖ teacher), with what the loss says of other tokens.", _TRAINED
+        "Distillation: KL(student ‖ teacher), with the loss's term for other tokens.", _TRAINED
     ),
     "topk_probability": MetricInfo(
-        "Distillation: what the student gives to the teacher's top k tokens.", _TRAINED
+        "Distillation: the student's probability of the teacher's top k tokens.", _TRAINED
     ),
     "preference_loss": MetricInfo("The preference loss, without other terms.", "pairs"),
     "rewards_chosen": MetricInfo("(Implicit) reward of the chosen response.", "pairs"),
@@ -174,7 +177,7 @@ _LESSON = {
     "rewards": MetricInfo("KTO: implicit reward.", "sequences"),
     "desirable_fraction": MetricInfo("KTO: share of good responses.", "sequences"),
     "kl_baseline": MetricInfo(
-        "KTO: drift from the reference on foreign responses, in nats, at least 0.",
+        "KTO: drift from the reference on mismatched responses, in nats, at least 0.",
         "rows of the global batch",
     ),
     "sft_loss": MetricInfo("The likelihood term on the chosen response, unweighted.", "pairs"),
@@ -183,16 +186,16 @@ _LESSON = {
     ),
 }
 
-_LESSON_DATA = {
+_SUPERVISED_DATA = {
     "tokens": MetricInfo("Tokens of the update's global batch.", "count"),
-    "learned_tokens": MetricInfo("Those of them that the loss speaks of.", "count"),
+    "learned_tokens": MetricInfo("Those of them that enter the loss.", "count"),
 }
 
 _PROGRESS = {
     "epoch": MetricInfo("Passes over the training prompts that have begun, from 0.", "count"),
     "consumed_samples": MetricInfo(
-        "Samples since the run began: responses drawn, also those that were replaced or not kept, "
-        "or examples learned from.",
+        "Samples since the run began: responses sampled, also those that were replaced or not "
+        "kept, or examples learned from.",
         "count",
     ),
 }
@@ -205,9 +208,9 @@ def _under(group: str, *tables: dict[str, MetricInfo]) -> dict[str, MetricInfo]:
 METRICS: dict[str, MetricInfo] = {
     **_under("train_rollouts", _ROLLOUT, _TRAIN_ROLLOUT),
     **_under("val_rollouts", _ROLLOUT),
-    **_under("train_optim", _LESSON, _OPTIMIZER, _ACTOR),
-    **_under("val_optim", _LESSON),
-    **_under("train_data", _LESSON_DATA),
+    **_under("train_optim", _SUPERVISED, _OPTIMIZER, _ACTOR),
+    **_under("val_optim", _SUPERVISED),
+    **_under("train_data", _SUPERVISED_DATA),
     **_under("critic", _OPTIMIZER, _CRITIC),
     **_under("sampler", _SAMPLER),
     **_under("progress", _PROGRESS),
@@ -233,11 +236,11 @@ PREFIXES: dict[str, MetricInfo] = {
         "mean over prompts",
     ),
     "val_rollouts/maj_at_": MetricInfo(
-        "How right the most frequent final answer of k responses is; `_stderr`.",
+        "Accuracy of the most frequent final answer of k responses; `_stderr`.",
         "mean over prompts",
     ),
     "val_sets/": MetricInfo(
-        "`val_sets/NAME/*`: what `val_rollouts/*` says, of the set of `validation.sets`.",
+        "`val_sets/NAME/*`: the metrics of `val_rollouts/*` for the set of `validation.sets`.",
         "as there",
     ),
     "custom/": MetricInfo("Written by code outside the library."),
@@ -252,7 +255,7 @@ def describe(name: str) -> MetricInfo | None:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse metrics that nobody has explained."""
+    """Refuse metrics without an explanation."""
     for name in names:
         if describe(name) is None:
             near = difflib.get_close_matches(name, METRICS, n=1)

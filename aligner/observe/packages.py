@@ -1,4 +1,4 @@
-"""Optional packages: which are there, and what each missing one takes away."""
+"""Optional packages: presence, and the effect of each missing one."""
 
 import importlib.metadata
 import importlib.util
@@ -18,7 +18,7 @@ class OptionalPackage:
     without: str  # what is different without it
     install: str
     gpu_only: bool = False
-    # A submodule that tells the real package from an unrelated one of the same name.
+    # A submodule that distinguishes the real package from an unrelated one of the same name.
     submodule: str | None = None
     alternative: str | None = None  # another top-level module that proves it is there
 

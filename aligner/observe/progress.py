@@ -131,7 +131,7 @@ class Progress:
 
 
 def _unsigned_zero(text: str) -> str:
-    """Without the sign of a number that is 0 at this precision."""
+    """Drop the sign of a number that is 0 at this precision."""
     return text.lstrip("-") if text.startswith("-") and not text.strip("-0.") else text
 
 

@@ -90,6 +90,6 @@ def print_samples(samples: Sequence[Sample], console: Console) -> None:
 
 
 def _visible(text: str) -> str:
-    """Line ends shown, since where a response ends is half of the story; control codes removed."""
+    """Line ends shown, for it matters where a response ends; control codes removed."""
     shown = text.replace("\n", "⏎\n")
     return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in shown)

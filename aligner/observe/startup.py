@@ -1,4 +1,4 @@
-"""The start-up report: what is going to happen, in words and numbers, before it does."""
+"""The start-up report: a summary of the run, in words and numbers, before it begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aligner.checkpoint.durable import readable_bytes
-from aligner.distributed.accelerator import DeviceFacts
+from aligner.distributed.accelerator import DeviceInfo
 from aligner.observe.memory import RoleMemory
 from aligner.observe.packages import PackageStatus
 
@@ -50,11 +50,11 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class StartupFacts:
-    """Everything the report is made from."""
+class StartupSummary:
+    """Content of the report."""
 
     processes: int
-    device: DeviceFacts  # of the workers
+    device: DeviceInfo  # of the workers
     algorithm: str  # its name
     model: str  # where the policy comes from
     log_dir: str
@@ -141,51 +141,51 @@ def supervised_arithmetic(
     ]
 
 
-def memory_estimate(facts: StartupFacts) -> dict[str, int]:
+def memory_estimate(summary: StartupSummary) -> dict[str, int]:
     """Bytes per process: ``<role> weights``, ``… gradients``, ``… optimizer``, working memory."""
     parts = {
         f"{role.name} {part}": getattr(role, part)
-        for role in facts.roles
+        for role in summary.roles
         for part in ("weights", "gradients", "optimizer")
     }
-    return {name: size for name, size in {**parts, **facts.working_bytes}.items() if size}
+    return {name: size for name, size in {**parts, **summary.working_bytes}.items() if size}
 
 
-def startup_report(facts: StartupFacts) -> Group:
+def startup_report(summary: StartupSummary) -> Group:
     """The report for the console; ``console.print`` it."""
     return Group(
-        Text(f"{facts.algorithm} on {_processes(facts)}: {facts.device.description}", "bold"),
-        Text(f"model from {facts.model}\n{_begins(facts)}"),
-        *(Text(line) for line in (facts.dropout, facts.repetition) if line),
-        *(Text(note, "yellow") for note in facts.notes),
+        Text(f"{summary.algorithm} on {_processes(summary)}: {summary.device.description}", "bold"),
+        Text(f"model from {summary.model}\n{_begins(summary)}"),
+        *(Text(line) for line in (summary.dropout, summary.repetition) if line),
+        *(Text(note, "yellow") for note in summary.notes),
         Text("\nBatches", "bold"),
-        *(_indented(Text(sentence)) for sentence in facts.batches),
+        *(_indented(Text(sentence)) for sentence in summary.batches),
         Text("\nModels, per process", "bold"),
-        _role_table(facts.roles),
-        _indented(_memory_line(facts)),
-        *(() if facts.is_dry else (_indented(Text(facts.run_states)),)),
+        _role_table(summary.roles),
+        _indented(_memory_line(summary)),
+        *(() if summary.is_dry else (_indented(Text(summary.run_states)),)),
         Text("\nOptional packages", "bold"),
-        *(_indented(_package_line(status, facts.device.has_gpu)) for status in facts.packages),
+        *(_indented(_package_line(status, summary.device.has_gpu)) for status in summary.packages),
         Text(),
     )
 
 
-def _processes(facts: StartupFacts) -> str:
-    return _count(facts.processes, "process", "processes")
+def _processes(summary: StartupSummary) -> str:
+    return _count(summary.processes, "process", "processes")
 
 
 def _indented(text: Text) -> Padding:
     return Padding(text, (0, 0, 0, 2))
 
 
-def _begins(facts: StartupFacts) -> str:
-    if facts.is_dry:
+def _begins(summary: StartupSummary) -> str:
+    if summary.is_dry:
         return "a dry run on the longest batch, of random tokens: no directory is read or written"
-    restored = facts.restored
+    restored = summary.restored
     if restored is None:
-        return f"results in {facts.log_dir}\na new run: no run state was found"
+        return f"results in {summary.log_dir}\na new run: no run state was found"
     return (
-        f"results in {facts.log_dir}\nresumed after step {restored.step} from {restored.path}: "
+        f"results in {summary.log_dir}\nresumed after step {restored.step} from {restored.path}: "
         f"{', '.join(restored.items)} restored"
     )
 
@@ -211,19 +211,19 @@ def _learning(role: RoleMemory) -> str:
     return ""
 
 
-def _memory_line(facts: StartupFacts) -> Text:
-    total = sum(memory_estimate(facts).values())
+def _memory_line(summary: StartupSummary) -> Text:
+    total = sum(memory_estimate(summary).values())
     working = "".join(
-        f" + {name} {readable_bytes(size)}" for name, size in facts.working_bytes.items()
+        f" + {name} {readable_bytes(size)}" for name, size in summary.working_bytes.items()
     )
-    models = readable_bytes(sum(role.total for role in facts.roles))
+    models = readable_bytes(sum(role.total for role in summary.roles))
     text = (
         f"models {models}{working} = about {readable_bytes(total)} of "
-        f"{readable_bytes(facts.device.free_bytes)} free"
+        f"{readable_bytes(summary.device.free_bytes)} free"
     )
-    if facts.device.has_gpu:
+    if summary.device.has_gpu:
         text += ", without the device's context, buffers of NCCL and fragmentation"
-    if total <= facts.device.free_bytes:
+    if total <= summary.device.free_bytes:
         return Text(text)
     advice = (
         ": this may not fit. Lower micro_batch_size or rollout_micro_batch_size, set "

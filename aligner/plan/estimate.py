@@ -1,4 +1,4 @@
-"""A run on its devices: what stands on the fullest card in every phase, how long a step takes."""
+"""A run on its devices: memory of the fullest card in every phase, time of a step."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.algorithms.run.startup import count_parameters
 from aligner.architecture import GPTArchitecture
-from aligner.config import BaseRunConfig
+from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
 from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.distributed.parallel import describe_layout
 from aligner.dry.record import Kind
@@ -16,13 +16,14 @@ from aligner.plan.devices import DeviceRates
 from aligner.plan.measure import MeasuredRole
 from aligner.plan.measurements import Measurements
 from aligner.plan.roles import HandOver, Phase, PlannedRole, PlannedRun
-from aligner.plan.runs import planned_run
+from aligner.plan.sampling import sampling_roles
+from aligner.plan.supervised import supervised_roles
 from aligner.plan.work import Least, bubble_of, least_of, work_of
 
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """One phase of one role, on the rank of the role where most stands on the card.
+    """One phase of one role, on the rank of the role whose card is fullest.
 
     ``peak``: the role's own bytes by kind; ``beside``: of other roles on that card meanwhile.
     """
@@ -33,7 +34,7 @@ class PlannedPhase:
     amounts: Amounts
     seconds: float
     time: Time
-    tokens: float  # of all ranks; drawn ones, or those that pass through the model
+    tokens: float  # of all ranks; sampled ones, or those that pass through the model
     model_flops: float  # of all ranks, without recomputation: 2 or 6 a parameter and token
     processes: int
 
@@ -71,12 +72,12 @@ class Estimate:
 
     @property
     def fullest(self) -> tuple[str, str]:
-        """Role and phase in which most stands on a card."""
+        """Role and phase in which a card is fullest."""
         return max(self.step, key=lambda each: self.phase(*each).card_bytes)
 
     @property
     def peak_bytes(self) -> float:
-        """Most that stands on a card."""
+        """Largest use of a card."""
         return self.phase(*self.fullest).card_bytes
 
     @property
@@ -238,7 +239,7 @@ class Estimator:
         return ranks
 
     def _with_reserve(self, role: PlannedRole, found: MeasuredRole) -> MeasuredRole:
-        """An engine takes its share while it draws, and keeps it unless it sleeps."""
+        """Memory of an engine: its share while it samples, and after that unless it sleeps."""
         given = role.engine
         if given is None:
             return found
@@ -325,3 +326,29 @@ def _resting(
 
 def _by_kind(kinds: Kinds) -> dict[str, int]:
     return {str(kind): round(size) for kind, size in kinds.items() if round(size)}
+
+
+def planned_run(
+    config: BaseRunConfig, plan: PlanConfig, architectures: Mapping[str, GPTArchitecture]
+) -> PlannedRun:
+    """Roles and phases of a training configuration.
+
+    ``architectures``: by the path of each model that the configuration names.
+
+    Raises:
+        ConfigError: a kind of run that cannot be looked at before, or lengths that do not fit.
+        LayoutError: a model cannot be cut so.
+    """
+    own = architectures[config.model.restore_from_path]
+    check_layout(own, config.model.parallel, config.trainer.world_size)
+    if isinstance(config, SamplingRunConfig):
+        roles = sampling_roles(config, plan, architectures)
+    else:
+        roles = supervised_roles(config, plan, architectures)
+    order = ("generate", "rewards", "teacher", "values", "logprobs", "reference_logprobs", "train")
+    rank = {name: place for place, name in enumerate((*order, "refit", "save"))}
+    step = sorted(
+        ((role.name, phase.name) for role in roles for phase in role.phases),
+        key=lambda each: (rank[each[1]], each[0] != "critic"),  # the critic learns first
+    )
+    return PlannedRun(config, {role.name: role for role in roles}, tuple(step))

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.cluster.sharded import micro_batching
+from aligner.cluster.dispatch import micro_batching
 from aligner.cluster.worker_groups import LocalCluster
-from aligner.config import Drawing, LengthParams, TrainedModelConfig
+from aligner.config import LengthParams, SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
@@ -32,7 +32,7 @@ from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller,
 from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
 
 _DEPTHS = (2, 4)  # layers of a pipeline stage that are run where there are more
-_TOKENS = 5  # of each response that are drawn: from the third on by a CUDA graph
+_TOKENS = 5  # of each response that are sampled: from the third on by a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> Measured
 
 
 def depths_of(role: PlannedRole) -> list[int]:
-    """Numbers of layers of a pipeline stage that tell what all of them take."""
+    """Numbers of layers of a pipeline stage from which all of them follow."""
     layers = role.architecture.num_layers // role.parallel.pipeline
     return [layers] if layers <= _DEPTHS[-1] else list(_DEPTHS)
 
@@ -95,8 +95,8 @@ def measure_at(
     dry = DryDevice(role.world, rank, kind=kind)
     with _little_garbage(), dry as device, without_weights(architecture, role.attributes):
         place = initialize_parallel(parallel)
-        front = role.start(LocalCluster(place), byte_level_tokenizer())
-        run = _RoleRun(device, front.worker_group.worker, role)  # type: ignore[attr-defined]
+        handle = role.start(LocalCluster(place), byte_level_tokenizer())
+        run = _RoleRun(device, handle.worker_group.worker, role)  # type: ignore[attr-defined]
         phases = {}
         for phase in role.phases:
             if names is None or phase.name in names:
@@ -165,7 +165,7 @@ def _little_garbage() -> Iterator[None]:
 
 
 class _Enough(Exception):
-    """Raised when as many tokens were drawn as are measured."""
+    """Raised when as many tokens were sampled as are measured."""
 
 
 class _RoleRun:
@@ -285,9 +285,9 @@ class _RoleRun:
     # Generation -------------------------------------------------------------------------------
 
     def _generate(self, phase: Generate) -> tuple[Amounts, dict[str, Kinds]]:
-        """The first tokens, and the last: what a token takes grows with what stands before it.
+        """The first tokens, and the last: the cost of a token grows with the length before it.
 
-        The step that is carried on is the last one drawn, which a CUDA graph launches where the
+        The step that is carried on is the last one sampled, which a CUDA graph launches where the
         generator has them. Captures, and first steps of a shape, are left out.
         """
         worker = self.worker
@@ -295,11 +295,11 @@ class _RoleRun:
             worker.prepare_for_generation()
         moved = Amounts.of(ready)
         self._name_memory()
-        if not worker.parallel.is_last_stage:  # which would receive the drawn tokens
+        if not worker.parallel.is_last_stage:  # which would receive the sampled tokens
             return moved, {"": self._alive()}
-        begin = self._draw(phase, phase.prompt, phase.response)
+        begin = self._sample(phase, phase.prompt, phase.response)
         late = phase.prompt + max(0, phase.response - _TOKENS)
-        end = self._draw(phase, late, phase.prompt + phase.response - late)
+        end = self._sample(phase, late, phase.prompt + phase.response - late)
         with self.device.record() as left:
             worker.finish_generation()
         moved = moved.plus(Amounts.of(left))
@@ -312,7 +312,7 @@ class _RoleRun:
             peaks = fuller(peaks, peaks_of(record))
         return moved.plus(amounts, waves), peaks
 
-    def _draw(self, phase: Generate, prompt: int, response: int) -> list[Record]:
+    def _sample(self, phase: Generate, prompt: int, response: int) -> list[Record]:
         """Prefill and the first token; each token after it."""
         prompts = -(-phase.slots // phase.per_prompt)
         numbers = torch.arange(prompts).repeat_interleave(phase.per_prompt)[: phase.slots]
@@ -327,16 +327,16 @@ class _RoleRun:
         )
         sampling = phase.sampling
         with contextlib.ExitStack() as stack:
-            drawn = 0
+            sampled = 0
             records = [stack.enter_context(self.device.record())]
 
             def listener(row: int, token: int) -> None:
-                nonlocal drawn
+                nonlocal sampled
                 del row, token
-                drawn += 1
-                if drawn == min(_TOKENS, response) * phase.slots:
+                sampled += 1
+                if sampled == min(_TOKENS, response) * phase.slots:
                     raise _Enough
-                if drawn % phase.slots == 0:
+                if sampled % phase.slots == 0:
                     stack.close()
                     records.append(stack.enter_context(self.device.record()))
 
@@ -344,7 +344,7 @@ class _RoleRun:
                 self.worker.generate(
                     data,
                     seed=1,
-                    drawing=Drawing(LengthParams(max_length=response), sampling),
+                    sampling_options=SamplingOptions(LengthParams(max_length=response), sampling),
                     listener=listener,
                 )
         return records
@@ -374,7 +374,7 @@ class _RoleRun:
 
 
 def share_of(model: TrainedModelConfig, phase: Train | Score, rows: Rows) -> SlicedDataDict:
-    """A rank's share of a global batch, with the micro-batches that a front would form."""
+    """A rank's share of a global batch, with the micro-batches that a handle would form."""
     data: BatchedDataDict = BatchedDataDict(columns(rows))
     batching = _batching(model, phase)
     shards: Any = data.shard_by_batch_size(1, batch_size=rows.count, **batching)

@@ -124,7 +124,7 @@ def _without_updates(role: PlannedRole, number: int) -> PlannedRole:
     options: Mapping[str, Any] = start.options
     if "model" in options:
         options = {**options, "model": _plain(options["model"])}
-    plain = Start(start.front, _plain(start.model), options)
+    plain = Start(start.handle, _plain(start.model), options)
     return replace(
         role,
         model=_plain(role.model),
@@ -157,7 +157,7 @@ def _measured(part: _Part) -> MeasuredRole:
 
 
 def _ready(parent: int) -> None:
-    """A process of its own, which ends with the one that asks."""
+    """Set up a measuring process, which ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.uname().sysname == "Linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

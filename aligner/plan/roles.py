@@ -15,7 +15,7 @@ from aligner.config import (
     VllmConfig,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.models.role_front import RoleFront
+from aligner.models.handle import RoleHandle
 from aligner.types import LossFunction
 
 Shape = tuple[str | int, ...]
@@ -23,18 +23,18 @@ Shape = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a role: its front with ``model``'s settings and ``options``.
+    """Start of a role: its handle with ``model``'s settings and ``options``.
 
-    Two that print alike start alike.
+    Two with the same representation start alike.
     """
 
-    front: Callable[..., RoleFront]
+    handle: Callable[..., RoleHandle]
     model: TrainedModelConfig | CriticConfig
     options: Mapping[str, Any]
 
-    def __call__(self, cluster: LocalCluster, tokenizer: Tokenizer) -> RoleFront:
+    def __call__(self, cluster: LocalCluster, tokenizer: Tokenizer) -> RoleHandle:
         """The role, on this process."""
-        return self.front(cluster, self.model, tokenizer, **self.options)
+        return self.handle(cluster, self.model, tokenizer, **self.options)
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class PlannedRun:
 
 
 def starting(
-    front: Callable[..., RoleFront], model: TrainedModelConfig | CriticConfig, /, **options: Any
+    handle: Callable[..., RoleHandle], model: TrainedModelConfig | CriticConfig, /, **options: Any
 ) -> Start:
     """`Start` with ``options`` as keywords."""
-    return Start(front, model, options)
+    return Start(handle, model, options)
 
 
 def policy_scores(name: str, rows: Rows, call: str, size: int, **options: int) -> Score:

@@ -1,4 +1,4 @@
-"""Roles of runs that learn from what they draw."""
+"""Roles of runs that learn from their own samples."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from aligner.algorithms.ppo.trainer import (
     sampler_is_exact,
 )
 from aligner.algorithms.rollout.reward_source import frozen_beside
-from aligner.algorithms.run.assembly import run_facts
+from aligner.algorithms.run.engine import run_settings
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     RSRunConfig,
@@ -51,19 +51,19 @@ def sampling_roles(
     length = prompt + response
     dp = model.parallel.data_size(config.trainer.world_size)
     share = -(-rollout.num_rollout_samples // dp)
-    facts = run_facts(config, config.loop)
+    run = run_settings(config)
     reference = isinstance(config, RunConfig) and needs_reference(config)
 
     start = starting(
         Policy,
         model,
-        run=facts,
+        run=run,
         backend=config.policy.backend,
         init_reference_model=reference,
         max_optimizer_steps=1,
     )
 
-    draws = Generate(
+    generate = Generate(
         "generate",
         share,
         min(rollout.rollout_micro_batch_size, share),
@@ -73,7 +73,7 @@ def sampling_roles(
         rollout.sampling_params,
     )
     engines = config.generation.backend == "vllm"
-    phases: list[Phase] = [] if engines else [draws]
+    phases: list[Phase] = [] if engines else [generate]
     if isinstance(config, RunConfig):
         phases += _ppo_phases(config, share, length, dp)
     elif isinstance(config, RSRunConfig):
@@ -93,7 +93,7 @@ def sampling_roles(
     if config.reward.model is not None and not config.reward.model.share_body_with_critic:
         found.append(_reward_model(config, architectures, length))
     if engines:
-        found.append(_engine(config, own, draws))
+        found.append(_engine(config, own, generate))
     return found
 
 
@@ -127,7 +127,7 @@ def _critic(
     architectures: Mapping[str, GPTArchitecture],
     length: int,
 ) -> PlannedRole:
-    critic, facts = config.critic, run_facts(config, config.trainer.ppo)
+    critic, run = config.critic, run_settings(config)
     assert critic is not None
     model = critic.laid_out(config.model)
     world = config.value_world_size
@@ -150,7 +150,7 @@ def _critic(
         Value,
         critic,
         model=config.model,
-        run=facts,
+        run=run,
         backend=config.policy.backend,
         max_optimizer_steps=1,
     )
@@ -179,7 +179,7 @@ def _reward_model(
     start = starting(
         RewardModel,
         model,
-        run=run_facts(config, config.loop),
+        run=run_settings(config),
         attributes=(),
         init_optimizer=False,
         offload_weights=reward.offload_weights,
@@ -194,9 +194,9 @@ def _reward_model(
 
 
 def _engine(
-    config: SamplingRunConfig, architecture: GPTArchitecture, draws: Generate
+    config: SamplingRunConfig, architecture: GPTArchitecture, generate: Generate
 ) -> PlannedRole:
-    """vLLM, as our own generator draws in its layout, with the memory that vLLM is given."""
+    """vLLM, as our own generator samples in its layout, with the memory that vLLM is given."""
     vllm = config.generation.vllm.on_device(has_gpu=True, ahead=config.generation.async_rollouts)
     model = replace(
         config.model,
@@ -212,7 +212,7 @@ def _engine(
     start = starting(
         Policy,
         model,
-        run=run_facts(config, config.loop),
+        run=run_settings(config),
         init_optimizer=False,
         init_reference_model=False,
     )
@@ -224,7 +224,7 @@ def _engine(
         vllm.workers,
         "policy" if vllm.refit == "colocated" else "engine",
         start,
-        (replace(draws, rows=rows, slots=min(draws.slots, rows)),),
+        (replace(generate, rows=rows, slots=min(generate.slots, rows)),),
         engine=vllm,
     )
 

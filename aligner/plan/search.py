@@ -1,4 +1,4 @@
-"""Layouts, recomputation and offload: which fit, which is fastest, and how many cards it takes."""
+"""Search over layouts, recomputation and offload: the fastest that fits, and the fewest cards."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _WORTH = 0.7  # share of the least devices' tokens a second and device, below wh
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what it does."""
+    """A change, and its effect."""
 
     changes: Mapping[str, Any]
     saved_bytes: float
@@ -140,16 +140,16 @@ def fastest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text:
                 f"the smallest peak of {search.tried} that were tried is "
                 f"{search.closest / _GIB:.1f} GiB"
                 if search.tried
-                else "weights, gradients and optimizer alone are too much"
+                else "weights, gradients and optimizer are too much by themselves"
             )
-            + "; take more devices (plan.devices=auto says how many), larger ones, LoRA, or "
+            + "; take more devices (plan.devices=auto finds how many), larger ones, LoRA, or "
             "shorter responses"
         )
     return replace(search.best, tried=search.tried)
 
 
 class _Search:
-    """The best so far, and what it is compared with."""
+    """The best so far, and the trials behind it."""
 
     def __init__(self, estimator: Estimator, config: BaseRunConfig, say: Say) -> None:
         self.estimator, self.config, self.say = estimator, config, say

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from aligner.algorithms.distill.build import teacher_config
 from aligner.algorithms.ppo.trainer import TRAIN_COLUMNS
 from aligner.algorithms.preference.build import preference_loss
-from aligner.algorithms.run.assembly import run_facts
+from aligner.algorithms.run.engine import run_settings
 from aligner.architecture import GPTArchitecture
 from aligner.config import (
     BaseRunConfig,
     DistillRunConfig,
     DPORunConfig,
-    LoopConfig,
     RewardRunConfig,
     SFTRunConfig,
     check_layout,
@@ -70,7 +69,7 @@ def supervised_roles(
     prompt, response = with_length(config, plan, own.max_position_embeddings)
     length = prompt + response
     if isinstance(config, SFTRunConfig):
-        start = _start_policy(config, config.trainer.sft)
+        start = _start_policy(config)
         learner = _Learner(start, NegativeLogLikelihoodLoss())
     elif isinstance(config, RewardRunConfig):
         learner = _reward_model(config)
@@ -89,11 +88,11 @@ def supervised_roles(
     return [role, *learner.others]
 
 
-def _start_policy(config: BaseRunConfig, loop: LoopConfig) -> Start:
+def _start_policy(config: BaseRunConfig) -> Start:
     return starting(
         Policy,
         config.model,
-        run=run_facts(config, loop),
+        run=run_settings(config),
         backend=config.policy.backend,
         init_reference_model=False,
         max_optimizer_steps=1,
@@ -112,7 +111,7 @@ def _reward_model(config: RewardRunConfig) -> _Learner:
     start = starting(
         RewardModel,
         config.model,
-        run=run_facts(config, loop),
+        run=run_settings(config),
         attributes=attributes,
         max_optimizer_steps=1,
     )
@@ -129,13 +128,13 @@ def _reward_model(config: RewardRunConfig) -> _Learner:
 def _preferences(config: DPORunConfig, share: int, length: int) -> _Learner:
     loop = config.trainer.dpo
     before: tuple[Phase, ...] = ()
-    if not loop.is_paired:  # the baseline's log-probs, of as many foreign responses
-        foreign = Rows(share, length, LOGPROB_COLUMNS)
+    if not loop.is_paired:  # the baseline's log-probs, of as many mismatched responses
+        mismatched = Rows(share, length, LOGPROB_COLUMNS)
         batch_size = config.model.rollout.forward_micro_batch_size
-        before = (policy_scores("logprobs", foreign, "get_logprobs", batch_size),)
+        before = (policy_scores("logprobs", mismatched, "get_logprobs", batch_size),)
     of_rows = ("ground_truth_rewards", "desirable", "kl_baseline")
     return _Learner(
-        _start_policy(config, loop),
+        _start_policy(config),
         preference_loss(loop),
         columns=(*TRAIN_COLUMNS, "ref_logprobs"),
         trailing=dict.fromkeys(of_rows, _ROWS),
@@ -162,7 +161,7 @@ def _distillation(
     shape: Shape = ("B", "S", loop.top_k)
     rows = Rows(share, prompt + response, LOGPROB_COLUMNS)
     return _Learner(
-        _start_policy(config, loop),
+        _start_policy(config),
         DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk),
         trailing=dict.fromkeys(top, shape),
         before=before,
@@ -181,7 +180,7 @@ def _teacher(
     start = starting(
         Policy,
         model,
-        run=run_facts(config, loop),
+        run=run_settings(config),
         name_prefix="teacher",
         init_optimizer=False,
         init_reference_model=False,

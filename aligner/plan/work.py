@@ -9,7 +9,7 @@ import torch
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.config import CriticConfig
-from aligner.config.roles.model import RolloutConfig
+from aligner.config.roles.sampling import RolloutConfig
 from aligner.observe.memory import RoleMemory
 from aligner.plan.devices import MEMORY_REACHED, DeviceRates
 from aligner.plan.roles import Generate, Phase, PlannedRole, PlannedRun, Score, Train
@@ -48,7 +48,7 @@ def matrix_parameters(architecture: GPTArchitecture) -> int:
 def bubble_of(role: PlannedRole, phase: Phase) -> float:
     """Factor by which waiting stages lengthen a phase: (m + p - 1) / m with m micro-batches.
 
-    Narayanan et al. 2021. A token is drawn once it has passed every stage.
+    Narayanan et al. 2021. A token is sampled once it has passed every stage.
     """
     stages = role.parallel.pipeline
     match phase:

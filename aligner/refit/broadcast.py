@@ -49,7 +49,8 @@ class WeightBroadcast:
             self._group = _process_group(
                 dist.PrefixStore("weights", store), rank, world_size, limit
             )
-            self._send(torch.zeros(1, device=accelerator.device()))  # who is missing is missed now
+            # A member that is missing is noticed here, not in the first broadcast of weights.
+            self._send(torch.zeros(1, device=accelerator.device()))
         except RuntimeError as error:
             raise WorkerError(
                 f"rank {rank} of {world_size} did not meet the others of the weight broadcast "

@@ -1,4 +1,4 @@
-"""Weights from a policy to the engines that draw for it: the controller's side.
+"""Weights from a policy to the engines that sample for it: the controller's side.
 
 ::
 
@@ -14,9 +14,10 @@ budget. Names and shapes are those of a Hugging Face state dict.
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from aligner.cluster.sharded import run_on_all
+from aligner.cluster.dispatch import on_all_workers, phase, run_on_all, start_on_all
 from aligner.cluster.worker_groups import WorkerFuture, WorkerGroup
 from aligner.refit.ends import RefitEnd
+from aligner.refit.worker import RefitWorker
 
 
 class RefitSource:
@@ -26,11 +27,9 @@ class RefitSource:
 
     def refit_ends(self) -> list[RefitEnd]:
         """Places of the workers and the versions they send with, by rank."""
-        return run_on_all(self.worker_group, "refit_end")
+        return run_on_all(self.worker_group, RefitWorker.refit_end)
 
-    def prepare_refit_info(self) -> dict[str, Any]:
-        """Shape and dtype of every weight, by its Hugging Face name, in depth order."""
-        return run_on_all(self.worker_group, "prepare_refit_info")[0]
+    prepare_refit_info = on_all_workers(RefitWorker.prepare_refit_info)
 
     def prepare_weights_for_ipc(
         self, _refit_buffer_size_gb: float | None = None
@@ -39,7 +38,7 @@ class RefitSource:
 
         A tensor that is larger than the budget is a group of its own.
         """
-        results = run_on_all(self.worker_group, "prepare_weights_for_ipc")
+        results = run_on_all(self.worker_group, RefitWorker.prepare_weights_for_ipc)
         sizes, _ = results[0]
         budget = min(available for _, available in results)
         if _refit_buffer_size_gb is not None:
@@ -51,50 +50,42 @@ class RefitSource:
     ) -> dict[str, Any]:
         """Offer some weights; what opens them, by machine or device. See `RefitWorker`."""
         offers = run_on_all(
-            self.worker_group, "get_weights_ipc_handles", keys=list(keys), readers=readers
+            self.worker_group, RefitWorker.get_weights_ipc_handles, list(keys), readers
         )
         return {key: handle for offered in offers for key, handle in offered.items()}
 
     def offer_rendezvous(self, world_size: int, timeout_s: float) -> tuple[str, int]:
         """Address and port at which a group for broadcasts can meet."""
-        offers = run_on_all(
-            self.worker_group, "offer_rendezvous", world_size=world_size, timeout_s=timeout_s
-        )
+        offers = run_on_all(self.worker_group, RefitWorker.offer_rendezvous, world_size, timeout_s)
         return next(offer for offer in offers if offer is not None)
 
     def open_meeting_place(self, timeout_s: float) -> tuple[str, int]:
         """Address and port of a store where the processes of an engine find each other."""
-        places = run_on_all(self.worker_group, "open_meeting_place", timeout_s=timeout_s)
+        places = run_on_all(self.worker_group, RefitWorker.open_meeting_place, timeout_s)
         return next(place for place in places if place is not None)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float = 600.0
     ) -> WorkerFuture:
         """Begin to meet the engines; the caller waits, for the engines must come at once."""
-        return self.worker_group.run_all_workers_single_data(
-            "init_collective", ip=ip, port=port, world_size=world_size, timeout_s=timeout_s
+        return start_on_all(
+            self.worker_group, RefitWorker.init_collective, ip, port, world_size, timeout_s
         )
 
     def broadcast_weights_for_collective(self, keys: Sequence[str] | None = None) -> WorkerFuture:
         """Begin to send weights (default all); the caller waits, for the engines must receive."""
-        return self.worker_group.run_all_workers_single_data(
-            "broadcast_weights_for_collective", keys=None if keys is None else list(keys)
-        )
+        names = None if keys is None else list(keys)
+        return start_on_all(self.worker_group, RefitWorker.broadcast_weights_for_collective, names)
 
-    def offload_before_refit(self) -> None:
-        """Make room on devices that engines share."""
-        run_on_all(self.worker_group, "offload_before_refit")
-
-    def offload_after_refit(self) -> None:
-        """Take back what was offered."""
-        run_on_all(self.worker_group, "offload_after_refit")
+    offload_before_refit = phase(RefitWorker.offload_before_refit)
+    offload_after_refit = phase(RefitWorker.offload_after_refit)
 
 
 class RefitTarget(Protocol):
     """The engines' part of a refit."""
 
     def begin_refit(self) -> None:
-        """Stop drawing and expect weights."""
+        """Stop sampling and expect weights."""
         ...
 
     def sharing_keys(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Properties that the two ends of a refit must share, compared before an engine is started.
 
-A policy trains in one interpreter and an engine draws in another one, each with a torch of its own.
+A policy trains in one interpreter and an engine samples in another, each with a torch of its own.
 On GPUs weights cross between them in torch's own formats: memory handles of CUDA IPC, which a torch
 of another release refuses or misreads, and NCCL, whose members must be of one version.
 """

@@ -1,4 +1,4 @@
-"""The final answer of a response, by which a majority of responses is found."""
+"""The final answer of a response, for majority votes."""
 
 import re
 
@@ -6,7 +6,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def final_answer(response: str) -> str | None:
-    r"""The answer that a response comes to, spelt one way; None where it has none.
+    r"""The final answer of a response in a canonical spelling; None where it has none.
 
     The content of the last ``\boxed{}``; else what follows the last ``####`` on its line; else the
     last number; else the last line. Numbers lose separators and trailing zeros, other text the

@@ -1,4 +1,4 @@
-"""Exactly the number, properly ended: the verifier of the arithmetic task."""
+"""The verifier of the arithmetic task: exactly the number, terminated."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ def reward(
     *,
     prefix: str = "",
 ) -> list[dict[str, float]]:
-    r"""Reward 1 where the response is the ground truth and nothing else, and properly ended.
+    r"""Reward 1 where the response is the ground truth and nothing else, and terminated.
 
     Right for the ground truth 21: ``"21\n"``; ``"21\n\n"``; ``"21"`` with ``is_end`` (EOS, or a
     stop string that was cut off). Wrong: ``"21"`` cut off by the length limit, ``"21 "``,
@@ -31,7 +31,7 @@ def reward(
             without a space.
 
     Returns:
-        ``reward`` and ``accuracy`` (the same), and ``well_formed``: some number, properly ended.
+        ``reward`` and ``accuracy`` (the same), and ``well_formed``: some number, terminated.
     """
     scores = []
     for response, ground_truth, ended in zip(responses, ground_truths, is_end, strict=True):

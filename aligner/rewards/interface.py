@@ -1,8 +1,8 @@
-"""`Reward`: the controller's front of a scorer of responses.
+"""`Reward`: the controller's handle of a scorer of responses.
 
 Here that is a Python function. Only rank 0 calls it and sends on the result, so that a function
 with side effects, or one that is not deterministic, is called once. A trained reward model
-(`rewards.model`) or a server (`rewards.server.client`) takes this front's place with the same
+(`rewards.model`) or a server (`rewards.server.client`) takes this handle's place with the same
 method.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.agreement import is_rank_zero, on_rank_zero
+from aligner.distributed.object_collectives import is_rank_zero, on_rank_zero
 from aligner.errors import RewardError
 from aligner.rewards.function.runner import RewardFunction, RewardOutput
 from aligner.rewards.protocol import Samples

@@ -1,12 +1,18 @@
-"""Rewards of a rollout from a trained reward model, and the verifier that looks on."""
+"""Rewards of a rollout from a reward model, also on the critic's backbone; a verifier beside."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.dispatch import on_all_workers, phase, run_on_all, scored_rows
+from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
+from aligner.models.reward.workers.reward_worker import RewardScorer
+from aligner.models.value.lm_value import Value
+from aligner.models.value.workers.value_worker import ValueWorker
 from aligner.rewards.attributes import attribute_parts, weighted
 from aligner.rewards.interface import (
     Reward,
@@ -17,31 +23,31 @@ from aligner.rewards.interface import (
 from aligner.rewards.sequences import SequenceEncoder, response_texts, scored_texts
 
 
-class ScoringModel(Protocol):
-    """A reward model on the run's workers: `RewardModel`, or one in the critic's body."""
+class SharedBackboneReward:
+    """Scores whole sequences, as `RewardModel` does, with weights that are swapped in."""
 
-    attributes: tuple[str, ...]
+    def __init__(
+        self, value: Value, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
+    ) -> None:
+        """Have the critic's workers load ``config.restore_from_path`` beside their own weights.
 
-    def prepare_for_inference(self) -> None:
-        """Ready the workers to score."""
-        ...
+        ``config``: how sequences are cut into micro-batches, as for a separate reward model.
+        """
+        self.worker_group, self.model = value.worker_group, config
+        run_on_all(self.worker_group, ValueWorker.share_backbone, config, tokenizer, run)
+        self.attributes = self.reward_attributes()
 
-    def get_rewards(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``rewards`` float32 [B], or [B, K] where K attributes are rated."""
-        ...
-
-    def finish_inference(self) -> None:
-        """Leave scoring."""
-        ...
+    prepare_for_inference = phase(ValueWorker.prepare_for_inference)
+    finish_inference = phase(ValueWorker.finish_inference)
+    get_rewards = scored_rows(RewardScorer.get_rewards, REWARD_COLUMNS)
+    reward_attributes = on_all_workers(RewardScorer.reward_attributes)
 
 
 class ModelReward:
     """Scores responses with a reward model on the run's workers.
 
     Args:
-        model: the front; it only scores.
+        model: the handle; it only scores.
         encoder: texts to the model's sequences.
         tokenizer: the policy's.
         weights: float32 [K] of the K attributes that the model rates; None: it gives one number.
@@ -51,7 +57,7 @@ class ModelReward:
 
     def __init__(
         self,
-        model: ScoringModel,
+        model: RewardModel | SharedBackboneReward,
         encoder: SequenceEncoder,
         tokenizer: Tokenizer,
         *,
@@ -84,7 +90,7 @@ class VerifiedReward:
     """Rewards of one source, beside a function that verifies how often they are deserved.
 
     The function's ``accuracy`` (where it gives none, whether its reward is at least 1) becomes the
-    metric of that name, its reward ``reward_parts/verified``. Nobody learns from either. Where the
+    metric of that name, its reward ``reward_parts/verified``. Neither is trained on. Where the
     source rates something under a name that the verifier has, too, its number is
     ``reward_parts/rated_<name>``.
     """

@@ -202,7 +202,7 @@ def _as_number(value: Any, what: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """``repr`` of what somebody gave us, for a message: its beginning."""
+    """Beginning of the ``repr`` of a user's value, for a message."""
     try:
         text = repr(value)
     except Exception:  # of an integer of thousands of digits, or of a class that cannot do it

@@ -13,7 +13,7 @@ def reward(
     *,
     answer_tag: str | None = None,
 ) -> list[dict[str, float]]:
-    """Reward what the task's own verifier gives, from 0 to 1.
+    """The verdict of the task's own verifier, from 0 to 1.
 
     Args:
         prompts: not looked at.

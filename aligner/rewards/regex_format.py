@@ -14,7 +14,7 @@ def reward(
 ) -> list[dict[str, float]]:
     r"""Reward responses that match ``pattern`` from the first to the last character.
 
-    A pattern with a group named ``answer`` also asks for the right answer: the group's text
+    A pattern with a group named ``answer`` also requires the right answer: the group's text
     without surrounding blanks must equal the ground truth's. Example::
 
         pattern: '<think>.*?</think>\s*<answer>(?P<answer>[^<]*)</answer>\s*'

@@ -1,8 +1,8 @@
 """Sequence that a reward model reads of a response: the same form as in its training data.
 
 That is ``prompt + response + EOS`` in the reward model's own tokens, whatever tokens the policy
-drew; in place of EOS the token that ended all sequences of its training, where its file names one
-(the end of a turn in a chat template). Its score stands there. A stop string that ended the
+sampled; in place of EOS the token that ended all sequences of its training, where its file names
+one (the end of a turn in a chat template). The score is read there. A stop string that ended the
 response is no part of it. A response that ran into the length limit gets that token too, for a
 score elsewhere would mean nothing: PPO can charge for it by ``trainer.ppo.improper_end``; rejection
 sampling cannot.

@@ -6,8 +6,8 @@
 
 Every command is a process of its own with a time limit, and so has every part. Lines of JSON go to
 ``OUT/results.jsonl``, everything else that is printed to ``OUT/log.txt``; at the end stands which
-commands failed. The status is not 0 where one did. What ``--device dry`` said is put beside what a
-GPU says, as ``predicted``.
+commands failed. The status is not 0 where one did. Results of ``--device dry`` are put beside those
+of a GPU, as ``predicted``.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def run(text: str, limit_s: float, options: argparse.Namespace) -> dict[str, obj
             )
             code, printed = done.returncode, done.stdout or ""
         except subprocess.TimeoutExpired as late:
-            code, raw = 124, late.stdout or b""  # bytes, whatever was asked for
+            code, raw = 124, late.stdout or b""  # bytes, whatever the mode
             printed = raw.decode() if isinstance(raw, bytes) else raw
         lines = [line for line in printed.splitlines() if line.startswith("{")]
         output.write("".join(f"{x}\n" for x in printed.splitlines() if x not in lines))

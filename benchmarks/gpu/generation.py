@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.generation --in-flight 16 64 256 512
 
-One line for each number of sequences in flight, all of which draw exactly ``--new-tokens`` at
+One line for each number of sequences in flight, all of which sample exactly ``--new-tokens`` at
 temperature 1. ``step_s`` and what is counted a step are differences of a long and a short rollout,
 so prefill and set-up are not in them. ``floor_s`` is what reading weights and cache once takes at
 the card's memory rate. Aim: 30,000 tokens/s at 64 in flight on one H200.
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import torch
 
-from aligner.config import Drawing, LengthParams, SamplingParams
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.distributed import accelerator
 from aligner.models.gpt import MegatronGPTActorModel
 from benchmarks.gpu import rates, roles
@@ -33,7 +33,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     shape = SHAPES[options.shape]
     sampling = SamplingParams(top_p=options.top_p)
     plans = {
-        rows: machine.asked_of_plan(
+        rows: machine.planned_amounts(
             options,
             "generation",
             in_flight=rows,
@@ -61,8 +61,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             lengths = torch.full((rows,), options.prompt_tokens).to(prompts.device)
             ids = torch.arange(rows).to(prompts.device)
             length = LengthParams(max_length=new_tokens, min_length=new_tokens)
-            drawing = Drawing(length, sampling)
-            return lambda: actor.generate(prompts, lengths, ids, seed=1, drawing=drawing)
+            sampling_options = SamplingOptions(length, sampling)
+            return lambda: actor.generator.sample(
+                prompts, lengths, ids, seed=1, sampling_options=sampling_options
+            )
 
         lines = []
         for rows in options.in_flight:

@@ -1,10 +1,10 @@
-"""The output layer alone: log-probs from hidden states, forward and backward.
+"""The output layer by itself: log-probs from hidden states, forward and backward.
 
     python -m benchmarks.gpu.head --tokens 8192
 
 `hidden_states_to_logprobs`, which never holds the logits: a product in the forward pass and three
 in the backward pass, one of which computes the logits again. ``tflops`` counts all four. Beside it
-the same four products alone, in bfloat16 with float32 sums, which is as fast as the card is.
+the same four products by themselves, in bfloat16 with float32 sums: as fast as the card is.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from aligner.distributed.model_utils import hidden_states_to_logprobs
 from benchmarks.gpu import rates
 from benchmarks.shapes import SHAPES
 
-_COLUMNS = 8192  # of the weight, for the products alone
+_COLUMNS = 8192  # of the weight, for the products by themselves
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a benchmark of this folder runs, and how it reads time, memory and kernels there.
+"""The machine of a benchmark of this folder: time, memory and kernels there.
 
 ``--device cuda``: times, memory and kernels of a GPU. ``--device dry``: the same calls at full size
 on the dry device, which counts instead of timing. ``--device cpu``: times of this machine, for
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.shapes import SHAPES
 
 DEVICES = ("cuda", "dry", "cpu")
-PREDICTED = Path(__file__).parent / "dry" / "results.jsonl"  # what `--device dry` said
+PREDICTED = Path(__file__).parent / "dry" / "results.jsonl"  # results of `--device dry`
 
 
 def choose_device(arguments: Sequence[str] | None = None) -> None:
@@ -79,10 +79,10 @@ class Machine:
     def measure(
         self, function: Callable[[], object], plan: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What one call of ``function`` costs: on the dry device counts, else seconds.
+        """Cost of one call of ``function``: on the dry device counts, else seconds.
 
         ``peak_bytes`` are those of tensors, what was alive before included. ``plan``: what
-        `asked_of_plan` says of it; None: the dry device's counts at the rates that `plan` takes.
+        `planned_amounts` gives; None: the dry device's counts at the rates that `plan` takes.
         """
         if self._dry is not None:
             function()  # what only the first call allocates, such as moments
@@ -117,14 +117,14 @@ class Machine:
         return found
 
     def holds(self, model: Any) -> None:
-        """Tell the dry device which memory is a model's weights and gradients."""
+        """Name the memory of a model's weights and gradients for the dry device."""
         if self._dry is not None:
             self._dry.holds(model)
 
     def kernels(self, function: Callable[[], object], most: int = 12) -> dict[str, Any]:
         """Kernels of one call: how many ran, how many calls launched them, the longest by name.
 
-        On the dry device the launches alone, a CUDA graph being one; empty on the CPU.
+        On the dry device only the launches, a CUDA graph being one; empty on the CPU.
         """
         if self._dry is not None:
             with self._dry.record() as record:
@@ -170,23 +170,23 @@ class Machine:
         return torch.cuda.memory_allocated()
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Wait until the device has done all its work."""
         from aligner.distributed import accelerator
 
         accelerator.synchronize()
 
 
-def asked_of_plan(options: argparse.Namespace, phase: str, **facts: Any) -> dict[str, Any]:
-    """What `plan` says of the parts of a benchmark, by name; nothing but on the dry device.
+def planned_amounts(options: argparse.Namespace, phase: str, **fields: Any) -> dict[str, Any]:
+    """Estimates of `plan` for the parts of a benchmark, by name; empty but on the dry device.
 
-    ``phase`` and ``facts``: a function of `benchmarks.gpu.planned` and what it takes. Call it
+    ``phase`` and ``fields``: a function of `benchmarks.gpu.planned` and what it takes. Call it
     outside of `Machine.running`.
     """
     if options.device != "dry":
         return {}
     from benchmarks.gpu import planned
 
-    found: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **facts)
+    found: dict[str, Any] = getattr(planned, phase)(options.shape, options.card, **fields)
     return found
 
 
@@ -196,15 +196,15 @@ def _at_rates(record: Any, card: str) -> dict[str, Any]:
     from aligner.plan.devices import device_named
 
     time_ = time_of(Amounts.of(record), device_named(card))
-    facts = {"seconds": time_.total, "bound": time_.bound, "peak_bytes": record.peak_bytes}
-    return {"card": card, **facts}
+    fields = {"seconds": time_.total, "bound": time_.bound, "peak_bytes": record.peak_bytes}
+    return {"card": card, **fields}
 
 
 def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[str, Any]:
     """Print one line of JSON: the command, the machine, what was found, what was predicted.
 
     ``predicted`` is the line of the same command on the dry device, where there is one, and
-    ``over_plan`` what was found over what `plan` says there.
+    ``over_plan`` the result over the estimate of `plan` there.
     """
     import torch
 
@@ -229,7 +229,7 @@ def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[st
 
 
 def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
-    """What the dry device said of the same command; None: nothing."""
+    """Result of the dry device for the same command; None: there is none."""
     if not PREDICTED.exists():
         return None
     skipped = ("device", "torch", "megatron_core")
@@ -243,7 +243,7 @@ def _prediction(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _over_plan(found: dict[str, Any], said: dict[str, Any], at: str = "") -> Iterator[Any]:
-    """By part of the benchmark: seconds and peak over those that `plan` says."""
+    """Seconds and peak over those of `plan`, by part of the benchmark."""
     for name, part in said.items():
         here = found.get(name)
         if not isinstance(part, dict) or not isinstance(here, dict):

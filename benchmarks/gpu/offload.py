@@ -1,4 +1,4 @@
-"""What leaves the device between phases, and how fast: bytes per second there and back.
+"""Offload between phases: bytes per second to the host and back.
 
     python -m benchmarks.gpu.offload
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
-from aligner.models.role_worker import RoleWorker
+from aligner.models.worker import RoleWorker
 from benchmarks.gpu import roles
 from benchmarks.shapes import SHAPES
 

@@ -1,23 +1,22 @@
-"""What `plan` says of a phase that a benchmark of this folder runs: seconds and peak on a card.
+"""Estimates of `plan` for a phase that a benchmark of this folder runs: seconds, peak on a card.
 
-The role stands alone on the card, as in the benchmark: `aligner.plan.estimate.Estimator` measures
-it on the dry device with few layers and carries that on. So it is asked in a process of
-``--device dry``, before the benchmark's own role is built on a dry device of its own.
+The role is by itself on the card, as in the benchmark: `aligner.plan.estimate.Estimator` measures
+it on the dry device with few layers and extrapolates. So it runs in a process of ``--device dry``,
+before the benchmark's own role is built on a dry device of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from aligner.algorithms.run.assembly import run_facts
+from aligner.algorithms.run.engine import run_settings
 from aligner.config.commands.plan import PlanConfig, varied
 from aligner.config.load import parse_config
 from aligner.config.run import RunConfig
 from aligner.models.policy.lm_policy import Policy
 from aligner.plan.devices import device_named
-from aligner.plan.estimate import Estimator
+from aligner.plan.estimate import Estimator, planned_run
 from aligner.plan.roles import HandOver, Phase, PlannedRole, PlannedRun, Score, Train, starting
-from aligner.plan.runs import planned_run
 from benchmarks.shapes import SHAPES
 
 _RUN = {"reward": {"function": "not.read:reward"}, "data": {"train": {"source": "not-read.jsonl"}}}
@@ -85,8 +84,8 @@ def generation(
             "data.max_prompt_length": prompt,
         },
     )
-    draws = next(phase for phase in run.roles["policy"].phases if phase.name == "generate")
-    return {"rollout": _estimated(run, _frozen(run, draws), shape, card)["generate"]}
+    generate = next(phase for phase in run.roles["policy"].phases if phase.name == "generate")
+    return {"rollout": _estimated(run, _frozen(run, generate), shape, card)["generate"]}
 
 
 def refit(shape: str, card: str, *, buffer_bytes: int) -> Planned:
@@ -123,7 +122,7 @@ def _frozen(run: PlannedRun, phase: Phase) -> PlannedRole:
     start = starting(
         Policy,
         config.model,
-        run=run_facts(config, config.loop),
+        run=run_settings(config),
         init_optimizer=False,
         init_reference_model=False,
     )
@@ -131,7 +130,7 @@ def _frozen(run: PlannedRun, phase: Phase) -> PlannedRole:
 
 
 def _estimated(run: PlannedRun, role: PlannedRole, shape: str, card: str) -> Planned:
-    """The role alone: by phase what it takes of the card and how long."""
+    """The role by itself: memory of the card and seconds, by phase."""
     estimator = Estimator(PlanConfig(), device_named(card), {shape: SHAPES[shape]})
     step = tuple((role.name, phase.name) for phase in role.phases)
     estimate = estimator.estimate_run(PlannedRun(run.config, {role.name: role}, step))

@@ -1,4 +1,4 @@
-"""What the card does by itself: products at the model's shapes, copies, launches, allocations.
+"""Rates of the card by itself: products at the model's shapes, copies, launches, allocations.
 
     python -m benchmarks.gpu.rates
 
@@ -38,7 +38,7 @@ def data_sheet() -> tuple[float, float] | None:
 
 
 def share_of_peak(flops_per_s: float) -> float | None:
-    """Of the card's dense bfloat16 peak; None: not known."""
+    """Share of the card's dense bfloat16 peak; None: not known."""
     card = data_sheet()
     return None if card is None else flops_per_s / (card[0] * 1e12)
 
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _copies(here: machine.Machine, size: int) -> dict[str, float]:
-    """On the device (read and written counted), to it, and from it; the host's memory pinned."""
+    """Rates of copies on the device (read and written counted), to it, and from it; host pinned."""
     pinned = here.device == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     there, other = (torch.empty(size, dtype=torch.uint8, device=accelerator.device()) for _ in "ab")

@@ -54,7 +54,7 @@ RECEIVER = """
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
     shape = SHAPES[options.shape]
-    plan = machine.asked_of_plan(options, "refit", buffer_bytes=options.buffer_mb << 20)
+    plan = machine.planned_amounts(options, "refit", buffer_bytes=options.buffer_mb << 20)
 
     class RandomPolicyWorker(MegatronPolicyWorker):
         """Its policy is not read from a file."""
@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         sizes, _ = worker.prepare_weights_for_ipc()
         groups = group_by_bytes(sizes, options.buffer_mb << 20)
         size = sum(each for _, each in sizes)
-        facts = {"bytes": size, "groups": len(groups), "tensors": len(sizes)}
+        fields = {"bytes": size, "groups": len(groups), "tensors": len(sizes)}
         if here.device == "dry":  # there is no other process to open what it offers
 
             def gather() -> None:
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     del held
 
             gathered, refit_plan = here.measure(gather), {"plan": plan["refit"]}
-            return machine.report(options, "refit", **facts, gather=gathered, refit=refit_plan)
+            return machine.report(options, "refit", **fields, gather=gathered, refit=refit_plan)
         receiver = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(RECEIVER)],
             cwd=ROOT,
@@ -117,7 +117,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             receiver.wait()
         rate = size / cost["seconds"]
         return machine.report(
-            options, "refit", **facts, refit=cost, bytes_per_s=rate, level_bytes=level
+            options, "refit", **fields, refit=cost, bytes_per_s=rate, level_bytes=level
         )
 
 

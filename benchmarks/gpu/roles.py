@@ -16,7 +16,7 @@ Role = TypeVar("Role", bound=MegatronGPTModel)
 
 
 def build(cls: type[Role], architecture: GPTArchitecture, **settings: Any) -> Role:
-    """A role on the device, in bfloat16 unless ``settings`` say otherwise; it can train."""
+    """A role on the device, in bfloat16 by default; it can train."""
     given: dict[str, Any] = {"precision": "bf16", "optim": OptimConfig(lr=1e-6), **settings}
     role = cls(
         {"vocab_size": architecture.vocab_size},
@@ -58,7 +58,7 @@ def batch(rows: int, length: int, prompt: int, vocab: int) -> dict[str, Tensor]:
 
 
 def generation_settings(in_flight: int, new_tokens: int) -> dict[str, Any]:
-    """Settings of an actor that draws exactly ``new_tokens`` for each of ``in_flight`` prompts."""
+    """Settings of an actor: exactly ``new_tokens`` for each of ``in_flight`` prompts."""
     return {
         "length_params": LengthParams(max_length=new_tokens, min_length=new_tokens),
         "rollout_micro_batch_size": in_flight,

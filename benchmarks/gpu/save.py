@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
-from aligner.models.role_worker import RoleWorker
+from aligner.models.worker import RoleWorker
 from benchmarks.gpu import roles
 from benchmarks.shapes import SHAPES
 
@@ -31,7 +31,7 @@ _TOKENS = 16
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """One line."""
     shape = SHAPES[options.shape]
-    plan = machine.asked_of_plan(options, "save")
+    plan = machine.planned_amounts(options, "save")
     with machine.Machine(options).running() as here:
         role = roles.build(MegatronGPTActorModel, shape, micro_batch_size=1)
         role.loss_fn = PPOPolicyLoss(needs_entropy=False)

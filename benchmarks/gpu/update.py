@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cls, loss, score = ROLES[options.role]
     rows = options.tokens // options.sequence
     shape = SHAPES[options.shape]
-    plan = machine.asked_of_plan(
+    plan = machine.planned_amounts(
         options,
         "update",
         role=options.role,

@@ -1,12 +1,27 @@
-"""Docstrings are written for a terminal; these are the few forms that Markdown reads otherwise.
+"""Docstrings for the site: a terminal's forms in Markdown, and those of declared methods.
 
-Griffe, which reads the sources for mkdocstrings, calls `TerminalForms` (mkdocs.yml names it).
+Griffe, which reads the sources for mkdocstrings, calls the extensions (mkdocs.yml names this file).
 """
 
+import copy
 import re
+from collections.abc import Iterator
 
-from griffe import Extension, GriffeLoader, Object
+from griffe import (
+    Attribute,
+    Class,
+    Docstring,
+    ExprCall,
+    Extension,
+    Function,
+    GriffeLoader,
+    Module,
+    Object,
+    Parameters,
+)
 
+# Of `aligner.cluster.dispatch`: each makes a method of a handle from a method of its workers.
+DECLARATIONS = ("on_all_workers", "phase", "scored_rows")
 RULE = re.compile(r"(=+)(?: +=+)+")
 DRAWN = re.compile(r"[─│►▲▼◄┘└┐┌┬┴├]|\S {4,}\S")
 
@@ -18,6 +33,50 @@ class TerminalForms(Extension):
         """Rewrite the docstring of one object."""
         if obj.docstring is not None and not obj.is_alias:
             obj.docstring.value = markdown(obj.docstring.value)
+
+
+class DeclaredMethods(Extension):
+    """What a handle declares in one line has signature and docstring of the workers' method."""
+
+    def on_package(self, *, pkg: Module, loader: GriffeLoader, **kwargs: object) -> None:
+        """Replace the attributes that are declarations by methods."""
+        for owner, name, declaration in declarations(pkg):
+            method = method_at(declaration.arguments[0].canonical_path, loader)
+            assert method.docstring is not None, method.path
+            found = owner.members[name]
+            declared = Function(
+                name,
+                lineno=found.lineno,
+                endlineno=found.endlineno,
+                parameters=Parameters(*map(copy.copy, method.parameters)),
+                returns=method.returns,
+            )
+            declared.docstring = Docstring(method.docstring.value, parent=declared)
+            owner.set_member(name, declared)
+
+
+def method_at(path: str, loader: GriffeLoader) -> Function:
+    """The method of that path: inherited, or under another name, too."""
+    found = loader.modules_collection[path]
+    if found.is_alias:
+        found = found.final_target
+    return found if isinstance(found, Function) else method_at(found.value.canonical_path, loader)
+
+
+def declarations(place: Module | Class) -> Iterator[tuple[Class, str, ExprCall]]:
+    """Class, name and call of every declaration in ``place``."""
+    for name, member in list(place.members.items()):
+        if member.is_alias:
+            continue
+        if isinstance(member, Module | Class):
+            yield from declarations(member)
+        elif (
+            isinstance(place, Class)
+            and isinstance(member, Attribute)
+            and isinstance(member.value, ExprCall)
+            and str(member.value.function) in DECLARATIONS
+        ):
+            yield place, name, member.value
 
 
 def markdown(text: str) -> str:

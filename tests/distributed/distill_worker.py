@@ -12,15 +12,18 @@ import torch
 
 torch.set_num_threads(1)
 
-from aligner.algorithms.distill.build import distill_task, load_taught, teacher_config
-from aligner.algorithms.distill.distillation import Teaching
+from aligner.algorithms.distill.build import distill_task, teacher_config
+from aligner.algorithms.distill.distillation import TeacherTargets
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DistillRunConfig, parse_config
+from aligner.data.dataset import Split
+from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
+from aligner.data.supervised import ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.timers import PhaseTimers
 
@@ -72,8 +75,8 @@ def learn(model: str, teacher: str, layout: str) -> dict[str, object]:
     config = configuration(model, teacher, layout)
     tokenizer = byte_level_tokenizer()
     cluster = LocalCluster(initialize_parallel(config.model.parallel))
-    run = RunFacts(gradient_clip_val=0.0)
-    student, front = (
+    run = RunSettings(gradient_clip_val=0.0)
+    student, handle = (
         Policy(
             cluster,
             role,
@@ -84,13 +87,11 @@ def learn(model: str, teacher: str, layout: str) -> dict[str, object]:
         )
         for role, learns in ((config.model, True), (teacher_config(config), False))
     )
-    sets = [
-        load_taught(config, source, tokenizer)
-        for source in (config.data.train, config.data.validation)
-    ]
+    kind = PromptDataset if config.trainer.distill.on_policy else ExampleDataset
+    examples = Split.load(kind, config.data, tokenizer)
     seed = config.seed if config.trainer.distill.on_policy else None
-    teaching = Teaching(front, TOP_K, vocab_size=259, seed=seed)
-    task = distill_task(config, sets, tokenizer.pad_id, teaching)
+    targets = TeacherTargets(handle, TOP_K, vocab_size=259, seed=seed)
+    task = distill_task(config, examples, tokenizer.pad_id, targets)
     sampler = PromptSampler(len(task.train), ROWS, seed=3)
     trainer, timers = SupervisedTrainer(student, task, sampler), PhaseTimers()
     steps = [trainer.step(step, timers).metrics for step in (1, 2)]

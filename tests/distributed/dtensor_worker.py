@@ -66,9 +66,9 @@ def generated(policy: Policy, batch: BatchedDataDict) -> list[torch.Tensor]:
     return [tokens[:length] for tokens, length in rows]
 
 
-def whole_weights(front: Policy | Value) -> dict[str, torch.Tensor]:
+def whole_weights(handle: Policy | Value) -> dict[str, torch.Tensor]:
     """On rank 0."""
-    weights = front.worker_group.worker.model.whole_weights()
+    weights = handle.worker_group.worker.model.whole_weights()
     return {name: value.clone() for name, value in weights.items()}
 
 

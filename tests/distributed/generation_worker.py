@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
-from aligner.distributed.agreement import gather_objects, is_rank_zero
+from aligner.distributed.object_collectives import gather_objects, is_rank_zero
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.errors import NonFiniteError
 from aligner.models.gpt.decode.generator import Generator
@@ -69,12 +69,12 @@ def generate(model: str, parallel: ParallelConfig) -> dict[str, object]:
             sampling=sampling,
             max_batch_size=4,
         )
-        seen[name] = generator.generate(prompts, lengths, torch.arange(ROWS), 3)._asdict()
+        seen[name] = generator.sample(prompts, lengths, torch.arange(ROWS), 3)._asdict()
     assert gpt.config.sequence_parallel == parallel.sequence_parallel
     if state.is_last_stage:
         output_weight(gpt).data.fill_(torch.nan)
     try:
-        generator.generate(prompts, lengths, torch.arange(ROWS), 3)
+        generator.sample(prompts, lengths, torch.arange(ROWS), 3)
     except NonFiniteError as error:
         seen["raised"] = str(error)
     return seen

@@ -27,12 +27,12 @@ from aligner.config import (
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 
 ROWS, WIDTH = 8, 40
-RUN = RunFacts(gradient_clip_val=0.0)
+RUN = RunSettings(gradient_clip_val=0.0)
 OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
 
 
@@ -83,14 +83,14 @@ def model_config(model: str, layout: str) -> ModelConfig:
     )
 
 
-def weights_of(front: Policy | Value) -> dict[str, torch.Tensor]:
-    weights = front.worker_group.worker.model.whole_weights()
+def weights_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
+    weights = handle.worker_group.worker.model.whole_weights()
     return {name: value.clone() for name, value in weights.items()}
 
 
-def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
+def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
     """The last update's gradient, whole: it is left in the buffers, each rank's share there."""
-    role = front.worker_group.worker.model
+    role = handle.worker_group.worker.model
     if role.model.ddp_config.use_distributed_optimizer:
         for buffer in (*role.model.buffers, *role.model.expert_parallel_buffers):
             for bucket in buffer.buckets:
@@ -101,7 +101,7 @@ def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
     values = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradient = weights_of(front)
+    gradient = weights_of(handle)
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
     return gradient

@@ -38,9 +38,9 @@ def config_of(model: str, adapters: str, layout: str) -> ModelConfig:
     )
 
 
-def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
+def gradient_of(handle: Policy | Value) -> dict[str, torch.Tensor]:
     """The last update's gradient of what is trained, whole."""
-    role = front.worker_group.worker.model
+    role = handle.worker_group.worker.model
     if role.model.ddp_config.use_distributed_optimizer:
         for buffer in role.model.buffers:
             for bucket in buffer.buckets:
@@ -57,16 +57,16 @@ def gradient_of(front: Policy | Value) -> dict[str, torch.Tensor]:
     return gradient
 
 
-def learn(front: Policy | Value, batch: object, loss: object) -> dict[str, object]:
+def learn(handle: Policy | Value, batch: object, loss: object) -> dict[str, object]:
     """Two updates: what was reported, the first gradient, the weights they led to."""
-    role = front.worker_group.worker.model
-    front.prepare_for_training()
-    first = front.train(batch, loss)
-    seen = {"first": reported(first), "gradient": gradient_of(front)}
-    seen["second"] = reported(front.train(batch, loss))
+    role = handle.worker_group.worker.model
+    handle.prepare_for_training()
+    first = handle.train(batch, loss)
+    seen = {"first": reported(first), "gradient": gradient_of(handle)}
+    seen["second"] = reported(handle.train(batch, loss))
     seen["trained"] = {name: value.clone() for name, value in role.adapters.whole().items()}
     seen["merged"] = {name: value.clone() for name, value in role.whole_weights().items()}
-    front.prepare_for_inference()
+    handle.prepare_for_inference()
     return seen
 
 

@@ -15,15 +15,18 @@ torch.set_num_threads(1)
 
 from rich.console import Console
 
-from aligner.algorithms.preference.build import load_labelled, load_pairs, preference_task
+from aligner.algorithms.preference.build import preference_task
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
+from aligner.data.dataset import Split
+from aligner.data.labelled import LabelledDataset
+from aligner.data.preferences import PairDataset
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.timers import PhaseTimers
 
@@ -66,17 +69,14 @@ def learn(model: str, layout: str, folder: Path) -> dict[str, object]:
     with open_nemo(model) as checkpoint:
         tokenizer = checkpoint.tokenizer
     cluster = LocalCluster(initialize_parallel(config.model.parallel))
-    run = RunFacts(gradient_clip_val=0.0)
+    run = RunSettings(gradient_clip_val=0.0)
     policy = Policy(cluster, config.model, tokenizer, run=run, init_reference_model=False)
-    load = load_labelled if config.trainer.dpo.loss == "kto" else load_pairs
-    sets = {
-        "training": load(config.data, config.data.train, tokenizer),
-        "validation": load(config.data, config.data.validation, tokenizer),
-    }
+    kind = LabelledDataset if config.trainer.dpo.loss == "kto" else PairDataset
+    sets = Split.load(kind, config.data, tokenizer).named
     path = folder / f"{torch.distributed.get_world_size()},{layout}.pt"
     asking = ReferenceLogprobs(policy, path, tokenizer.pad_id, Console(quiet=True))
     task = preference_task(config, asking.of(sets, config), tokenizer.pad_id)
-    sampler = PromptSampler(len(task.train), ROWS // task.rows_per_example, seed=3)
+    sampler = PromptSampler(len(task.train), ROWS // config.rows_per_example, seed=3)
     trainer, timers = SupervisedTrainer(policy, task, sampler), PhaseTimers()
     steps = [trainer.step(step, timers).metrics for step in (1, 2)]
     weights = policy.worker_group.worker.model.whole_weights()

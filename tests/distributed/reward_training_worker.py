@@ -15,15 +15,22 @@ torch.set_num_threads(1)
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.cluster.worker_groups import LocalCluster
-from aligner.config import OptimConfig, ParallelConfig, SequencePackingConfig, TrainedModelConfig
+from aligner.config import (
+    OptimConfig,
+    PairDataConfig,
+    ParallelConfig,
+    PromptSourceConfig,
+    SequencePackingConfig,
+    TrainedModelConfig,
+)
 from aligner.data.form_pairs import form_pairs
-from aligner.data.preferences import PairFormat, collate_pairs, make_pair
+from aligner.data.preferences import collate_pairs, make_pair
 from aligner.data.ratings import Rated, collate_rated
 from aligner.data.readers import Row
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
 
 ATTRIBUTES = ("form", "length", "nothing")
@@ -32,9 +39,9 @@ PAIRS = 6
 
 def batch_of(loss: str) -> BatchedDataDict:
     """12 rows of different lengths; of some ratings one or two are missing, and one row is out."""
-    tokenizer, wide = byte_level_tokenizer(), PairFormat()
+    tokenizer, data = byte_level_tokenizer(), PairDataConfig(PromptSourceConfig(""))
     rows = form_pairs(size=PAIRS, shots=1, longest=12)
-    pairs = [make_pair(Row("", row), n, tokenizer, wide) for n, row in enumerate(rows)]
+    pairs = [make_pair(Row("", row), n, tokenizer, data) for n, row in enumerate(rows)]
     if loss == "pairs":
         return collate_pairs(pairs, tokenizer.pad_id)
     examples = [example for pair in pairs for example in (pair.chosen, pair.rejected)]
@@ -66,27 +73,27 @@ def trained(model: str, layout: str, state: Path, saves: bool) -> dict[str, torc
     )
     cluster = LocalCluster(initialize_parallel(parallel))
     attributes = () if loss == "pairs" else ATTRIBUTES
-    front = RewardModel(
+    handle = RewardModel(
         cluster,
         config,
         byte_level_tokenizer(),
-        RunFacts(gradient_clip_val=0),
+        RunSettings(gradient_clip_val=0),
         attributes=attributes,
     )
-    head = getattr(front.worker_group.worker.model.gpt, "rm_head", None)
+    head = getattr(handle.worker_group.worker.model.gpt, "rm_head", None)
     head.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
-    front.worker_group.worker.model.optimizer.take_over_weights()
+    handle.worker_group.worker.model.optimizer.take_over_weights()
     batch = batch_of(loss)
     loss_fn = BradleyTerryLoss() if loss == "pairs" else AttributeRegressionLoss()
-    front.prepare_for_training()
-    losses = [front.train(batch, loss_fn)["loss"] for _ in range(3)]
-    front.finish_training()
-    seen = {"loss": torch.tensor(losses), "rewards": front.get_rewards(batch)["rewards"]}
+    handle.prepare_for_training()
+    losses = [handle.train(batch, loss_fn)["loss"] for _ in range(3)]
+    handle.finish_training()
+    seen = {"loss": torch.tensor(losses), "rewards": handle.get_rewards(batch)["rewards"]}
     if saves:
-        front.save_state(state)
+        handle.save_state(state)
         torch.distributed.barrier()
-    front.load_state(state)
-    return {**seen, "restored": front.get_rewards(batch)["rewards"]}
+    handle.load_state(state)
+    return {**seen, "restored": handle.get_rewards(batch)["rewards"]}
 
 
 def main() -> None:

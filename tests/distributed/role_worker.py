@@ -1,4 +1,4 @@
-"""One rank of tests of layouts (moe, recompute, kept pass): actor and critic in each layout.
+"""One rank of tests of layouts (moe, recompute, forward reuse): actor and critic in each layout.
 
     torchrun --nproc-per-node N role_worker.py MODEL OUTPUT LAYOUT [LAYOUT ...]
 
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
-from aligner.distributed.agreement import gather_objects
+from aligner.distributed.object_collectives import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
@@ -66,7 +66,7 @@ def generate(role: MegatronGPTActorModel, whole: dict[str, torch.Tensor]) -> lis
     rank, ranks = role.parallel.dp_rank, role.parallel.dp_size
     rows = torch.arange(ROWS).chunk(ranks)[rank]
     prompts = whole["input_ids"][rows, :5]
-    output = generator.generate(prompts, torch.full_like(rows, 5), rows, seed=3)
+    output = generator.sample(prompts, torch.full_like(rows, 5), rows, seed=3)
     mine = [tokens[:length] for tokens, length in zip(output.tokens, output.lengths, strict=True)]
     by_rank = dict(gather_objects((rank, mine)))
     return [tokens for rank in range(ranks) for tokens in by_rank[rank]]

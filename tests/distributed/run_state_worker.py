@@ -20,7 +20,7 @@ from rich.console import Console
 
 torch.set_num_threads(1)
 
-from aligner.algorithms.run.loop import Outcome, RunLoop, Schedule
+from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.worker_state import (
@@ -32,13 +32,13 @@ from aligner.checkpoint.run_state.worker_state import (
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.agreement import gather_objects
+from aligner.distributed.object_collectives import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.errors import DamagedStateError, StorageError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
-from aligner.models.gpt.megatron import state as role_state
+from aligner.models.gpt.megatron import state as sharded_state
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.settings import RoleSettings
 
@@ -220,14 +220,14 @@ def a_rank_reads_its_own(folder: Path, case: str, layout: str, before: str) -> N
     role = build(folder, case, PAIRS[layout])
     path = store(folder / case / before, role).latest() / "role"
     rank, asked = role.parallel.rank, []
-    real = role_state._SavedRole._saved
+    real = sharded_state._SavedRole._saved
 
     def counting(saved, name: str, kind: str, index: int, place: range) -> torch.Tensor:
         asked.append((kind, len(place)))
         return real(saved, name, kind, index, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(role_state._SavedRole, "_saved", counting)
+        patch.setattr(sharded_state._SavedRole, "_saved", counting)
         gc.collect()  # earlier restores have mapped the same files
         shares = SavedShares(path, rank)
         role.load_run_state(shares)
@@ -265,8 +265,8 @@ class Idle:
 
     is_out_of_data = False
 
-    def step(self, step: int, timers: object) -> Outcome:
-        return Outcome({})
+    def step(self, step: int, timers: object) -> StepResult:
+        return StepResult({})
 
     validate = step
 

@@ -18,10 +18,10 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import gather_objects
+from aligner.distributed.object_collectives import gather_objects
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.value.lm_value import Value
 
 DATA, TENSOR = "1,1,1,0,padded", "2,1,1,1,padded"
@@ -37,7 +37,7 @@ def start(model: str, layout: str, **kwargs: object) -> Value:
         offload_weights=bool(kwargs.pop("offload", False)),
     )
     cluster = LocalCluster(initialize_parallel(config.parallel))
-    run = RunFacts(precision="bf16", gradient_clip_val=0.0)
+    run = RunSettings(precision="bf16", gradient_clip_val=0.0)
     with open_nemo(model) as checkpoint:
         return Value(cluster, section, checkpoint.tokenizer, model=config, run=run, **kwargs)
 

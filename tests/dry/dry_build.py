@@ -76,7 +76,7 @@ def actor(biased, fusions):
     return {"update": facts(update), "scoring": facts(scoring)}
 
 
-def residence(offload):
+def placement(offload):
     """Bytes that training keeps, those while others work, and those after it goes on."""
     with DryDevice() as device:
         role, data = updated(
@@ -91,7 +91,7 @@ def residence(offload):
         }
         role.prepare_for_inference()
         found["rollout"] = device.memory.alive_bytes
-        role.generate(
+        role.generator.sample(
             data["input_ids"][:, :8].contiguous(),
             torch.full((ROWS,), 8).to("cuda"),
             torch.arange(ROWS).to("cuda"),

@@ -18,8 +18,8 @@ from aligner.dry.device import DryDevice
 from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError
 from aligner.generation.vllm import worker as vllm_worker
-from aligner.models.gpt.megatron.phases import RolePhases
-from aligner.models.role_worker import RoleWorker
+from aligner.models.gpt.role.model import RoleModel
+from aligner.models.worker import RoleWorker
 from aligner.refit.controller import Refit, group_by_bytes
 from aligner.refit.ends import RefitEnd
 from aligner.refit.worker import RefitWorker
@@ -230,7 +230,7 @@ def leaving_out(place):
         yield
 
 
-class Trained(RolePhases):
+class Trained(RoleModel):
     """A role that has no weights."""
 
     optimizer = None

@@ -16,10 +16,9 @@ from aligner.dry.device import DryDevice
 from aligner.plan import measure
 from aligner.plan.amounts import total
 from aligner.plan.devices import DEVICES
-from aligner.plan.estimate import Estimator
+from aligner.plan.estimate import Estimator, planned_run
 from aligner.plan.measurements import Measurements
 from aligner.plan.roles import Train
-from aligner.plan.runs import planned_run
 from aligner.plan.search import fastest, fewest
 from benchmarks.shapes import QWEN_1_5B
 
@@ -151,8 +150,8 @@ def adam_step():
     found = {}
     with DryDevice() as device, measure.without_weights(SIX):
         place = initialize_parallel(policy.parallel)
-        front = policy.start(LocalCluster(place), byte_level_tokenizer())
-        optimizer = front.worker_group.worker.model.optimizer
+        handle = policy.start(LocalCluster(place), byte_level_tokenizer())
+        optimizer = handle.worker_group.worker.model.optimizer
         optimizer.zero_grad()
         optimizer.step()
         inner = optimizer.inner.chained_optimizers[0].optimizer

@@ -37,9 +37,9 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
-from aligner.models.gpt.megatron.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.megatron.shared_reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.role_worker import micro_batches_of, tensors_on_device
+from aligner.models.worker import micro_batches_of, tensors_on_device
 
 TOKENIZER = byte_level_tokenizer()
 ROWS, LENGTH, PROMPT, NEW_TOKENS, TOP_K = 8, 48, 8, 4, 5
@@ -208,7 +208,7 @@ def rollout(role, batch):
     prompts = batch["input_ids"][:, :PROMPT].contiguous()
     lengths = torch.full((prompts.shape[0],), PROMPT, device="cuda")
     numbers = torch.arange(prompts.shape[0], device="cuda")
-    return role.generate(prompts, lengths, numbers, seed=1)
+    return role.generator.sample(prompts, lengths, numbers, seed=1)
 
 
 def phases(**case):
@@ -221,7 +221,7 @@ def phases(**case):
         found["parameters"] = role.num_parameters()
         before = device.memory.alive_bytes
         if case["role"] == "shared reward":
-            lent = SharedBodyRewardModel.in_critic(
+            lent = SharedBackboneRewardModel.in_critic(
                 role,
                 source(role.architecture, head=True),
                 settings=dataclasses.replace(role.settings, optim=None),
@@ -247,9 +247,9 @@ def phases(**case):
         found["scoring"] = facts(scoring)
         # Earlier pipeline stages are told what the last one drew, which nobody does here.
         if case["role"] not in VALUED and place.is_last_stage:
-            with device.record() as drawing:
+            with device.record() as sampling_options:
                 rollout(role, batch)
-            found["rollout"] = facts(drawing)
+            found["rollout"] = facts(sampling_options)
         getattr(role, "finish_generation", role.finish_inference)()
         if "update" in found:
             with device.record() as back:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.worker_state import seal
 from aligner.dry.device import DryDevice
-from aligner.models.role_worker import RoleWorker
+from aligner.models.worker import RoleWorker
 
 
 def round_trip(folder, in_background=True, **case):

@@ -50,7 +50,7 @@ def test_operations_repeat_where_it_is_asked(dry):
 
 
 def test_gradients_and_float32_weights_are_away_while_it_draws(dry):
-    stays, goes = (dry("dry_build:residence", offload=offload) for offload in (False, True))
+    stays, goes = (dry("dry_build:placement", offload=offload) for offload in (False, True))
     assert goes["training"] == stays["training"]
     gone = stays["rollout"] - goes["rollout"]
     assert gone == pytest.approx(8 * goes["parameters"], rel=0.02)

@@ -169,7 +169,7 @@ def drawn(folder, greedy, **settings):
     text = data["input_ids"][:, : max(PROMPTS)].contiguous()
     role.prepare_for_inference()
     rows = torch.arange(len(PROMPTS), device=text.device)
-    output = role.generate(text, prompts, rows, seed=11, greedy=greedy)
+    output = role.generator.sample(text, prompts, rows, seed=11, greedy=greedy)
     position = torch.arange(output.tokens.shape[1], device=text.device)
     mask = (position >= prompts[:, None]) & (position < output.lengths[:, None])
     trained = role.get_logprobs(

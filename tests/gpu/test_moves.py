@@ -9,7 +9,7 @@ import torch
 from facts import ACTOR, batch, build
 
 from aligner.models.gpt import MegatronGPTActorModel
-from aligner.models.role_worker import RoleWorker
+from aligner.models.worker import RoleWorker
 
 PRECISIONS = ["32", pytest.param("bf16", marks=pytest.mark.extended)]
 

@@ -3,22 +3,18 @@
 The bounds are far from what a model reaches that learns nothing (see the recipes' headers).
 """
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from aligner.catalog import ALGORITHMS, imported
 from aligner.config import RSRunConfig, RunConfig, SFTRunConfig, load_config
 from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
-TRAIN = {
-    RunConfig: ("ppo.build", "train_ppo"),
-    RSRunConfig: ("rs.build", "train_rs"),
-    SFTRunConfig: ("supervised.build", "train_sft"),
-}
+BUILDERS = {entry.root_class: entry.builder for entry in ALGORITHMS.values()}
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (2, 3))]
 
 
@@ -42,8 +38,7 @@ def run(folder, nemo, recipe, root, *overrides):
         "exp_manager.create_tensorboard_logger=false",
         *overrides,
     ]
-    module, function = TRAIN[root]
-    train = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)
+    train = imported(BUILDERS[root])
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         train(load_config(compose(f"recipes/{recipe}", overrides=settings), root))
     return read_metrics(folder / "metrics.jsonl")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.catalog import ALGORITHMS
+from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
 from aligner.observe.metrics import read_metrics
 
@@ -33,7 +33,7 @@ def run(folder, nemo, recipe, backend):
     ]
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         tree = compose(f"recipes/{recipe}", overrides=settings)
-    algorithm.train(load_config(tree, algorithm.root_class))
+    imported(algorithm.builder)(load_config(tree, algorithm.root_class))
     lines = [
         {name: value for name, value in line.items() if not name.startswith("timers/")}
         for line in read_metrics(folder / "metrics.jsonl")

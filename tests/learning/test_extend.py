@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.catalog import ALGORITHMS
+from aligner.catalog import ALGORITHMS, imported
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import load_config
 from aligner.errors import CallbackError, ConfigError
@@ -47,7 +47,7 @@ def run(folder, nemo, recipe, steps, *overrides):
     ]
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         tree = compose(f"recipes/{recipe}", overrides=settings)
-    trainer.train(load_config(tree, trainer.root_class))
+    imported(trainer.builder)(load_config(tree, trainer.root_class))
     if "dry_run=true" in overrides:
         return None
     lines = [

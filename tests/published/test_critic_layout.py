@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms.run.engine import Clusters
 from aligner.config import CriticConfig, ModelConfig, ParallelConfig, load_config
 from aligner.errors import ConfigError, LayoutError
-from aligner.models.gpt.role.settings import RunFacts, critic_settings, policy_settings
+from aligner.models.gpt.role.settings import RunSettings, critic_settings, policy_settings
 
 CONF = Path(__file__).parents[2] / "conf"
 OWN = ["critic.tensor_model_parallel_size=2"]
@@ -45,7 +45,7 @@ def test_a_critic_with_adapters_has_them_in_its_own_layout():
     """Adapters are the policy's; how they are split is the critic's (`test_lora_layouts`)."""
     lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
     both = config(*RAY, *OWN, *lora)
-    run = RunFacts()
+    run = RunSettings()
     critic, policy = critic_settings(both.critic, both.model, run), policy_settings(both.model, run)
     assert critic.lora == policy.lora == both.model.peft.lora
     assert critic.lora is not None
@@ -111,10 +111,8 @@ def test_a_policy_of_transformers_says_what_to_use_for_long_sequences():
 
 
 def test_a_size_that_the_architecture_does_not_divide_by_names_the_critic(tiny_nemo):
-    from contextlib import ExitStack
-    from types import SimpleNamespace
-
-    from aligner.algorithms.ppo.build import load_inputs
+    from aligner.algorithms.ppo.build import check_roles
+    from aligner.algorithms.run.startup import describe_model
 
     odd = config(
         f"model.restore_from_path={tiny_nemo}",
@@ -127,5 +125,6 @@ def test_a_size_that_the_architecture_does_not_divide_by_names_the_critic(tiny_n
         "critic.micro_batch_size=4",
         "model.ppo.num_rollout_samples=12",
     )
-    with ExitStack() as closing, pytest.raises(LayoutError, match=r"critic\.tensor_model_parallel"):
-        load_inputs(odd, SimpleNamespace(worlds=(3, 3)), closing)
+    _, architecture = describe_model(odd.model)
+    with pytest.raises(LayoutError, match=r"critic\.tensor_model_parallel"):
+        check_roles(odd, architecture, (3, 3))

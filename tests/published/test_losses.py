@@ -94,15 +94,15 @@ def start(tiny_nemo):
             **options,
         )
         if role is Policy:
-            front = Policy(cluster, model, tokenizer, init_reference_model=False, backend=backend)
+            handle = Policy(cluster, model, tokenizer, init_reference_model=False, backend=backend)
         else:
             section = CriticConfig(**sizes)
-            front = Value(cluster, section, tokenizer, model=model, backend=backend)
-            head = front.worker_group.worker.model
+            handle = Value(cluster, section, tokenizer, model=model, backend=backend)
+            head = handle.worker_group.worker.model
             if backend == "megatron":
                 head.gpt.rm_head.weight.data.fill_(0.05)
-        front.prepare_for_training()
-        return front
+        handle.prepare_for_training()
+        return handle
 
     return start
 
@@ -128,9 +128,9 @@ def test_a_policy_learns_the_same_from_a_published_loss(start, theirs, backend, 
     """One and the same loss written in three ways: loss, gradient and update agree."""
     results = []
     for loss in (NegativeLogLikelihoodLoss(), theirs):
-        front = start(Policy, backend, **options)
-        first = front.train(batch(), loss)
-        results.append((first, front.train(batch(), loss)))
+        handle = start(Policy, backend, **options)
+        first = handle.train(batch(), loss)
+        results.append((first, handle.train(batch(), loss)))
     (ours, after_ours), (other, after_other) = results
     assert other["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert other["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)

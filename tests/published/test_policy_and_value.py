@@ -334,8 +334,8 @@ def test_an_output_that_lacks_a_column_is_a_value_error(policy, monkeypatch):
 def test_train_returns_the_published_keys(policy, value):
     policy.prepare_for_training()
     value.prepare_for_training()
-    for front, loss in ((policy, PPOPolicyLoss()), (value, PPOValueLoss(None))):
-        result = front.train(trained_batch(), loss)
+    for handle, loss in ((policy, PPOPolicyLoss()), (value, PPOValueLoss(None))):
+        result = handle.train(trained_batch(), loss)
         assert {"loss", "grad_norm", "all_mb_metrics"} <= result.keys()
         assert result["all_mb_metrics"]["loss"] == [result["loss"]]
         assert result["grad_norm"] > 0

@@ -107,7 +107,7 @@ def test_policy_and_value_with_layouts_of_their_own(cluster, ray, tiny_nemo):
         Policy(cluster, policy_config(tiny_nemo, tensor_model_parallel_size=4), tokenizer)
     policy = Policy(cluster, policy_config(tiny_nemo, **pair), tokenizer)
     value = Value(cluster, value_config(tiny_nemo), tokenizer)
-    sizes = [front.sharding_annotations.shape for front in (policy, value)]
+    sizes = [handle.sharding_annotations.shape for handle in (policy, value)]
     assert [size["tensor_parallel"] for size in sizes] == [2, 1]
     assert [size["data_parallel"] for size in sizes] == [1, 2]
     assert policy.get_logprobs(prompts())["logprobs"].shape == (4, 5)

@@ -34,7 +34,7 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
 from aligner.models.gpt.decode.sampling import counter_uniforms
-from aligner.models.gpt.role.settings import RoleSettings, RunFacts
+from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.value.lm_value import Value
 from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import read_samples
@@ -302,7 +302,7 @@ def test_an_error_while_the_critic_trains_reaches_the_trainer(tiny_nemo, tmp_pat
         CriticConfig(global_batch_size=4, micro_batch_size=2),
         byte_level_tokenizer(),
         model=model,
-        run=RunFacts(non_finite="stop", non_finite_dir=tmp_path),
+        run=RunSettings(non_finite="stop", non_finite_dir=tmp_path),
     )
     batch = BatchedDataDict(responses())
     batch["values"] = torch.zeros(4, 10)

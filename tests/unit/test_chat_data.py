@@ -7,14 +7,15 @@ KTO and reward models agree token by token.
 import json
 
 import pytest
+from loaded import load_set
 from tokenizers import AddedToken, decoders, models, normalizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.data.labelled import LabelledDataset
-from aligner.data.preferences import PairDataset, PairFormat
-from aligner.data.prompts import PromptDataset, PromptFormat
+from aligner.data.preferences import PairDataset
+from aligner.data.prompts import PromptDataset
 from aligner.data.ratings import RatedDataset
-from aligner.data.supervised import ExampleDataset, ExampleFormat, encode_chat, encode_pair
+from aligner.data.supervised import ExampleDataset, encode_chat, encode_pair
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.errors import DataError
@@ -97,13 +98,12 @@ def test_all_kinds_of_data_hold_the_sequence_that_a_model_is_asked_with(tokenize
     others = {"label": True, "good": 1.0, "ground_truth": "four"}
     second = {**row, **others, "prompt": CHAT[:3], "label": False}
     path = written(tmp_path, {**row, **others}, second)
-    form = ExampleFormat()
-    prompt = PromptDataset.load(path, tokenizer)[0]
+    prompt = load_set(PromptDataset, path, tokenizer)[0]
     learned_from = [
-        ExampleDataset.load(path, tokenizer, form)[0],
-        PairDataset.load(path, tokenizer)[0].chosen,
-        LabelledDataset.load(path, tokenizer, form)[0].example,
-        RatedDataset.load(path, tokenizer, form, ["good"])[0].example,
+        load_set(ExampleDataset, path, tokenizer)[0],
+        load_set(PairDataset, path, tokenizer)[0].chosen,
+        load_set(LabelledDataset, path, tokenizer)[0].example,
+        load_set(RatedDataset, path, tokenizer, attribute_columns=("good",))[0].example,
     ]
     closed = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=False)
     for example in learned_from:
@@ -145,8 +145,8 @@ def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, t
     tokenizer = chatml(R1)
     chat = [QUESTION, {"role": "assistant", **answer}]
     path = written(tmp_path, {"messages": chat}, {"messages": CHAT[:2] + chat})
-    form = ExampleFormat(messages_column="messages", learn="last")
-    alone, later = ExampleDataset.load(path, tokenizer, form)
+    form = {"messages_column": "messages", "learn": "last"}
+    alone, later = load_set(ExampleDataset, path, tokenizer, **form)
     asked = tokenizer.apply_chat_template([QUESTION])
     assert tokenizer.decode(alone.ids) == f"{asked}{text}<|im_end|>"
     assert learned(tokenizer, alone.ids, alone.learned) == [f"{text}<|im_end|>"]
@@ -159,7 +159,7 @@ def test_an_answer_is_learned_behind_the_tag_that_its_prompt_ends_with(answer, t
 def test_preferences_between_reasoned_answers(tmp_path):
     tokenizer = chatml(R1)
     row = {"prompt": [QUESTION], "chosen": "hm</think>4", "rejected": "<think>\nno</think>5"}
-    pair = PairDataset.load(written(tmp_path, row), tokenizer)[0]
+    pair = load_set(PairDataset, written(tmp_path, row), tokenizer)[0]
     for example, text in ((pair.chosen, "hm</think>4"), (pair.rejected, "no</think>5")):
         assert learned(tokenizer, example.ids, example.learned) == [f"{text}<|im_end|>"]
 
@@ -197,16 +197,16 @@ def test_tools_calls_and_reasoning_reach_the_template(tools, tmp_path):
     tokenizer = chatml(WITH_TOOLS)
     row = {"messages": USE, "prompt": USE[:3], "tools": tools, "ground_truth": 14}
     path = written(tmp_path, row)
-    example = ExampleDataset.load(path, tokenizer, ExampleFormat(messages_column="messages"))[0]
+    example = load_set(ExampleDataset, path, tokenizer, messages_column="messages")[0]
     assert tokenizer.decode(example.ids).startswith('TOOLS [{"type": "function"')
     assert learned(tokenizer, example.ids, example.learned) == [
         "<call>add7<|im_end|>",
         "<think>easy</think>14!<|im_end|>",
     ]
-    prompt = PromptDataset.load(path, tokenizer)[0]
+    prompt = load_set(PromptDataset, path, tokenizer)[0]
     assert prompt.text.startswith("TOOLS [")
     assert prompt.text.endswith("<|im_start|>tool\n14<|im_end|>\n<|im_start|>assistant\n")
-    without = PromptDataset.load(path, tokenizer, PromptFormat(tools_column=None))[0]
+    without = load_set(PromptDataset, path, tokenizer, tools_column=None)[0]
     assert not without.text.startswith("TOOLS")
     assert prompt.columns["tools"] == tools  # the reward function's, too
 
@@ -236,7 +236,7 @@ def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost
     )
     path = written(tmp_path, {"messages": chat, **further})
     with pytest.raises(DataError, match=rf"rows.jsonl, line 1: .*{lost}"):
-        ExampleDataset.load(path, chatml(plain), ExampleFormat(messages_column="messages"))
+        load_set(ExampleDataset, path, chatml(plain), messages_column="messages")
 
 
 # Responses that are messages ----------------------------------------------------------------
@@ -245,10 +245,11 @@ def test_what_a_template_makes_nothing_of_is_refused_by_name(chat, further, lost
 def test_preferences_in_every_public_form(tmp_path):
     tokenizer = byte_level_tokenizer()
     chosen, rejected = ({"role": "assistant", "content": text} for text in ("four", "five"))
-    text = PairDataset.load(
+    text = load_set(
+        PairDataset,
         written(tmp_path, {"prompt": "two and two", "chosen": "four", "rejected": "five"}),
         tokenizer,
-        PairFormat(chat=True),
+        chat=True,
     )[0]
     both = {"chosen": [QUESTION, chosen], "rejected": [QUESTION, rejected]}
     rows = [
@@ -259,14 +260,14 @@ def test_preferences_in_every_public_form(tmp_path):
         {"prompt": [QUESTION], **both},
         {"prompt": [QUESTION], "chosen": "four", "rejected": "five"},
     ]
-    for pair in PairDataset.load(written(tmp_path, *rows), tokenizer):
+    for pair in load_set(PairDataset, written(tmp_path, *rows), tokenizer):
         assert (pair.chosen.ids, pair.chosen.learned) == (text.chosen.ids, text.chosen.learned)
         assert pair.rejected.ids == text.rejected.ids
     row = {"prompt": [QUESTION], "response": [chosen], "label": True}
     other = {"prompt": "and one", "response": [rejected], "label": False}
     path = written(tmp_path, row, other)
-    assert ExampleDataset.load(path, tokenizer)[0].ids == text.chosen.ids
-    labelled = LabelledDataset.load(path, tokenizer, ExampleFormat())
+    assert load_set(ExampleDataset, path, tokenizer)[0].ids == text.chosen.ids
+    labelled = load_set(LabelledDataset, path, tokenizer)
     assert labelled[0].example.ids == text.chosen.ids
 
 
@@ -286,4 +287,4 @@ def test_preferences_in_every_public_form(tmp_path):
 def test_preferences_that_do_not_fit_are_refused(changes, message, tmp_path):
     row = {"chosen": CHAT[:2], "rejected": [QUESTION, {"role": "assistant", "content": "5"}]}
     with pytest.raises(DataError, match=rf"line 1: .*{message}"):
-        PairDataset.load(written(tmp_path, {**row, **changes}), byte_level_tokenizer())
+        load_set(PairDataset, written(tmp_path, {**row, **changes}), byte_level_tokenizer())

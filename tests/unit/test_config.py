@@ -10,6 +10,7 @@ import pytest
 from aligner.architecture import GPTArchitecture
 from aligner.config import DPORunConfig, ParallelConfig, RSRunConfig, check_layout, parse_config
 from aligner.config.cli import check_overrides, launch
+from aligner.config.defaults import defaults_of, without_new_defaults
 from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
@@ -39,6 +40,12 @@ def test_minimal_configuration_gets_documented_defaults():
     assert config.trainer.ppo.discount_factor == 1.0
     assert config.trainer.max_seconds is None
     assert config.critic.optim.lr == 1e-5
+
+
+def test_what_is_not_a_default_is_what_was_given():
+    given = tree(trainer__ppo__max_steps=7, data__train__arguments={"size": 3})
+    config = parse_config(given)
+    assert without_new_defaults(config.as_dict(), {}, defaults_of(config)) == given
 
 
 def test_the_best_state_is_told_by_what_tells_something():

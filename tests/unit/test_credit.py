@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.dynamic_sampling import fill_with_signal
+from aligner.algorithms.rollout.dynamic_sampling import fill_with_varied_groups
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
@@ -36,11 +36,11 @@ def rollout(rewards, lengths, ended=None, first=0):
     )
 
 
-def credit(estimator, *, charges_kl=False, **options):
+def credit(estimator, *, kl_in_reward=False, **options):
     trainer = TrainerPPOConfig(
         advantage=AdvantageConfig(estimator=estimator), normalize_advantages=False, **options
     )
-    return Credit(trainer, charges_kl, rollouts_per_prompt=2, max_length=4)
+    return Credit(trainer, kl_in_reward, rollouts_per_prompt=2, max_length=4)
 
 
 def assign(how, batch, beta=0.0):
@@ -65,7 +65,7 @@ def test_the_kl_is_part_of_the_reward():
     batch = rollout([1, 0], [3, 1])
     batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
     batch["ref_logprobs"] = torch.full((2, WIDTH), -1.1)
-    metrics, kl = assign(credit("rloo", charges_kl=True), batch, beta=2.0)
+    metrics, kl = assign(credit("rloo", kl_in_reward=True), batch, beta=2.0)
     assert batch["advantages"][0, PROMPT].item() == pytest.approx(0.4 - -0.2)
     assert batch["advantages"][1, PROMPT].item() == pytest.approx(-0.2 - 0.4)
     assert kl == pytest.approx(0.2)  # (3 + 1) · 0.1 / 2
@@ -109,7 +109,7 @@ def noisy_kl(batch, seed=0):
 def test_a_penalty_makes_no_signal(estimator):
     """Prompt A earns 1 and 0, prompt B twice the same, of which the KL's noise must not be made."""
     batch = noisy_kl(rollout([1, 0, 1, 1], [2, 2, 2, 2]))
-    metrics, _ = assign(credit(estimator, charges_kl=True), batch, beta=0.01)
+    metrics, _ = assign(credit(estimator, kl_in_reward=True), batch, beta=0.01)
     assert metrics["train_rollouts/samples_with_signal"] == 0.5
     raw = rollout([1, 0, 1, 1], [2, 2, 2, 2])
     assign(credit(estimator), raw)
@@ -123,7 +123,7 @@ def test_grpo_divides_by_the_deviation_of_the_rewards_alone():
     batch["ref_logprobs"] = torch.full((2, WIDTH), -1.0)
     batch["prev_logprobs"] = torch.full((2, WIDTH), -1.0)
     batch["prev_logprobs"][0] += 0.1
-    assign(credit("grpo", charges_kl=True), batch, beta=2.0)
+    assign(credit("grpo", kl_in_reward=True), batch, beta=2.0)
     expected = 0.4 / (math.sqrt(0.5) + 1e-6)
     assert batch["advantages"][:, PROMPT].tolist() == pytest.approx([expected, -expected])
 
@@ -148,7 +148,7 @@ def draws(*rewards, ended=None, how=None):
 
 
 def fill(draw, max_rollouts=3, left=None):
-    return fill_with_signal(
+    return fill_with_varied_groups(
         draw,
         prompts=2,
         rollouts_per_prompt=2,

@@ -28,7 +28,7 @@ from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, lo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import (
     RoleSettings,
-    RunFacts,
+    RunSettings,
     critic_settings,
     policy_settings,
 )
@@ -125,7 +125,7 @@ def test_roles_drop_what_they_are_told_and_files_keep_what_they_said(old_nemo):
     tuned = composed("gpt_sft", SFTRunConfig, *needed)
     ppo = composed("gpt_ppo", RunConfig, *needed, "reward.function=a.b:reward")
     half = composed("gpt_ppo", RunConfig, *needed, "reward.function=a:b", "model.dropout=0.5")
-    facts = RunFacts()
+    facts = RunSettings()
     for settings, cls, expected in [
         (policy_settings(tuned.model, facts), MegatronGPTActorModel, 0.1),
         (policy_settings(ppo.model, facts), MegatronGPTActorModel, 0.0),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.run.dry_run import dry_config, fullest, report
-from aligner.algorithms.run.longest import MadeUpRewards
+from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, report
+from aligner.algorithms.run.engine import Workers
 from aligner.batches.batched_data_dict import BatchedDataDict as Batch
-from aligner.catalog import ALGORITHMS
+from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse, is_out_of_memory
@@ -62,7 +62,7 @@ def algorithm_of(recipe):
 
 
 def train(config, recipe):
-    algorithm_of(recipe).train(config)
+    imported(algorithm_of(recipe).builder)(config)
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_too_little_memory_for_the_models(tmp_path, tiny_nemo, monkeypatch):
     def fails(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("aligner.algorithms.supervised.build.start_policy", fails)
+    monkeypatch.setattr(Workers, "start_policy", fails)
     config = config_of("sft_tiny_cpu", tiny_nemo, tmp_path / "run", "dry_run=true")
     with pytest.raises(DeviceMemoryError, match="out of memory in setting up"):
         train(config, "sft_tiny_cpu")

@@ -312,7 +312,7 @@ def test_generation_has_the_weights_of_the_moment(tiny_nemo):
     assert not torch.equal(second["output_ids"], first["output_ids"])
     worker.finish_generation()
     with pytest.raises(ConfigError, match="prepare_for_generation"):
-        worker.model.generate(*prompts.values(), seed=1)
+        worker.model.generator.sample(*prompts.values(), seed=1)
 
 
 # Refusals ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from aligner.algorithms.run.assembly import describe_model
+from aligner.algorithms.run.startup import describe_model
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
@@ -83,8 +83,8 @@ def test_they_travel_through_conversions(tmp_path):
 
 def test_a_run_knows_those_that_its_configuration_adds(base_nemo):
     ppo = PolicyPPOConfig(sampling_params=SamplingParams(end_tokens=("!",)))
-    assert ValidationConfig().drawing(ppo) is None  # validation is drawn as training is
-    assert ValidationConfig(max_length=5).drawing(ppo).sampling.end_tokens == ("!",)
+    assert ValidationConfig().sampling_options(ppo) is None  # validation is drawn as training is
+    assert ValidationConfig(max_length=5).sampling_options(ppo).sampling.end_tokens == ("!",)
     tokenizer, _ = describe_model(ModelConfig(restore_from_path=str(base_nemo), ppo=ppo))
     assert tokenizer.end_ids == (EOS, TURN, ord("!"))
 
@@ -116,7 +116,9 @@ def test_engines_end_at_any_of_them(build, base_nemo):
         actor.prepare_for_generation()  # gathers the weights
     else:
         actor.prepare_for_inference()
-    output = actor.generate(prompts, torch.ones(96, dtype=torch.int64), torch.arange(96), seed=3)
+    output = actor.generator.sample(
+        prompts, torch.ones(96, dtype=torch.int64), torch.arange(96), seed=3
+    )
     ends = {EOS, TURN, OTHER, ord("q")}
     lengths = output.lengths.tolist()
     rows = [row[1:length] for row, length in zip(output.tokens.tolist(), lengths, strict=True)]

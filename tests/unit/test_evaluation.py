@@ -11,19 +11,20 @@ import math
 
 import pytest
 import torch
+from loaded import load_set
 
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
-from aligner.algorithms.run.loop import Outcome
+from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
-from aligner.config import Drawing, LengthParams, SamplingParams, parse_config
+from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_config
 from aligner.config.cli import check_overrides
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.estimates import (
     answer_estimates,
@@ -148,7 +149,9 @@ def validator(request, tiny_nemo, tmp_path_factory):
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, rows[3:])))
     with open_nemo(tiny_nemo) as checkpoint:
         tokenizer = checkpoint.tokenizer
-    prompts = {name: PromptDataset.load(str(folder / f"{name}.jsonl"), tokenizer) for name in "ab"}
+    prompts = {
+        name: load_set(PromptDataset, str(folder / f"{name}.jsonl"), tokenizer) for name in "ab"
+    }
 
     def configured(**validation):
         return parse_config(
@@ -168,7 +171,7 @@ def validator(request, tiny_nemo, tmp_path_factory):
 
     config = configured()
     cluster = LocalCluster(initialize_parallel(config.model.parallel, seed=1))
-    facts = RunFacts()
+    facts = RunSettings()
     policy = Policy(
         cluster,
         config.model,
@@ -179,7 +182,7 @@ def validator(request, tiny_nemo, tmp_path_factory):
         init_reference_model=False,
     )
 
-    def validate(sets=(), **validation) -> Outcome:
+    def validate(sets=(), **validation) -> StepResult:
         config = configured(**validation)
         sampler = PromptSampler(6, 8, seed=1)
         rollouts = Rollouts(config, policy, prompts["a"], sampler, tokenizer.pad_id)
@@ -277,34 +280,34 @@ def test_keys_of_a_named_set_are_checked_on_the_command_line():
 
 
 def test_stop_strings_and_lengths_of_one_call(tiny_nemo):
-    """A call with a drawing of its own is what a generator set up so would give."""
+    """A call with sampling options of its own is what a generator set up so would give."""
     from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 
     actor = load_from_nemo(MegatronGPTActorModel, restore_path=tiny_nemo)
     prompts, rows = torch.arange(40, 52).view(3, 4), torch.arange(3)
     lengths = torch.full((3,), 4)
-    drawing = Drawing(
+    sampling_options = SamplingOptions(
         LengthParams(max_length=12, min_length=2),
         SamplingParams(temperature=0.7, end_strings=("e", "a", "1", " ")),
     )
     told: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    before = actor.generate(prompts, lengths, rows, seed=3)
-    asked = actor.generate(
+    before = actor.generator.sample(prompts, lengths, rows, seed=3)
+    asked = actor.generator.sample(
         prompts,
         lengths,
         rows,
         seed=3,
-        drawing=drawing,
+        sampling_options=sampling_options,
         listener=lambda row, token: told[row].append(token),
     )
-    after = actor.generate(prompts, lengths, rows, seed=3)
-    actor.configure_generation(drawing.length, drawing.sampling, 64)
-    configured = actor.generate(prompts, lengths, rows, seed=3)
+    after = actor.generator.sample(prompts, lengths, rows, seed=3)
+    actor.configure_generation(sampling_options.length, sampling_options.sampling, 64)
+    configured = actor.generator.sample(prompts, lengths, rows, seed=3)
     for one, two in ((before, after), (asked, configured)):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert told == {
         row: asked.tokens[row, 4 : int(asked.lengths[row])].tolist() for row in range(3)
     }
-    wrong = Drawing(LengthParams(max_length=3, min_length=4), SamplingParams())
+    wrong = SamplingOptions(LengthParams(max_length=3, min_length=4), SamplingParams())
     with pytest.raises(ConfigError, match="min_length=4 is above"):
-        actor.generate(prompts, lengths, rows, seed=3, drawing=wrong)
+        actor.generator.sample(prompts, lengths, rows, seed=3, sampling_options=wrong)

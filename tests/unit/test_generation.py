@@ -115,7 +115,7 @@ def make_generator(model, *, slots=4, length=None, eos_ids=(EOS,), tokenizer=Non
 
 def run(model, prompts, lengths, *, seed=11, ids=None, greedy=None, **options):
     ids = torch.arange(len(prompts)) if ids is None else ids
-    return make_generator(model, **options).generate(prompts, lengths, ids, seed, greedy=greedy)
+    return make_generator(model, **options).sample(prompts, lengths, ids, seed, greedy=greedy)
 
 
 def full_logits(model, tokens):
@@ -188,10 +188,10 @@ def test_new_weights_are_seen(llama):
     prompts, lengths = make_prompts(3)
     gpt, architecture = make_model(LLAMA)
     generator = make_generator((gpt, architecture))
-    first = generator.generate(prompts, lengths, torch.arange(3), 1, greedy=True)
+    first = generator.sample(prompts, lengths, torch.arange(3), 1, greedy=True)
     with torch.no_grad():
         gpt.decoder.layers[0].mlp.linear_fc2.weight.mul_(-2)
-    second = generator.generate(prompts, lengths, torch.arange(3), 1, greedy=True)
+    second = generator.sample(prompts, lengths, torch.arange(3), 1, greedy=True)
     assert not torch.equal(first.tokens, second.tokens)
 
 

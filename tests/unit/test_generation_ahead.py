@@ -100,7 +100,7 @@ def test_a_listener_hears_each_token_once_and_none_that_is_taken_back(llama, ahe
     ahead()
     prompts, lengths = make_prompts()
     generator = make_generator(llama, eos_ids=OPTIONS["many ends"]["eos_ids"])
-    found = generator.generate(prompts, lengths, torch.arange(len(prompts)), 5, listener=listen)
+    found = generator.sample(prompts, lengths, torch.arange(len(prompts)), 5, listener=listen)
     for row, tokens in enumerate(found.tokens):
         response = tokens[found.prompt_lengths[row] : found.lengths[row]]
         assert heard[row] == response.tolist()

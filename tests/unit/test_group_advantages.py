@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.losses.advantages import discounted_returns
+from aligner.losses.advantages import discounted_returns, soft_overlong_penalty
 from aligner.losses.group_advantages import (
     check_critic_free,
     group_advantages,
-    has_signal,
+    has_reward_variance,
     token_advantages,
 )
-from aligner.losses.overlong import soft_overlong_penalty
 
 NAN = float("nan")
 
@@ -95,10 +94,10 @@ def test_against_a_loop(estimator):
 def test_signal():
     """DAPO drops the others. A sample that does not count has none and lends none."""
     expected = [True, False, True, False, False, True, False]
-    assert has_signal(REWARDS, GROUPS, COUNTS).tolist() == expected
+    assert has_reward_variance(REWARDS, GROUPS, COUNTS).tolist() == expected
     lonely = torch.tensor([1.0, 1, 0, 0, 1, 0, 1])
-    assert not has_signal(REWARDS, GROUPS, lonely).any()
-    assert has_signal(REWARDS[:0], GROUPS[:0], COUNTS[:0]).tolist() == []
+    assert not has_reward_variance(REWARDS, GROUPS, lonely).any()
+    assert has_reward_variance(REWARDS[:0], GROUPS[:0], COUNTS[:0]).tolist() == []
 
 
 TOKENS = torch.tensor(

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from loaded import load_set
 
 from aligner.data.gsm8k import final_number, gsm8k_prompts
 from aligner.data.prompts import PromptDataset
@@ -78,7 +79,8 @@ def test_it_is_a_source_of_a_run(tmp_path, tiny_nemo):
     with open_nemo(tiny_nemo) as checkpoint:
         tokenizer = checkpoint.tokenizer
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    prompts = PromptDataset.load(
+    prompts = load_set(
+        PromptDataset,
         "aligner.data.gsm8k:gsm8k_prompts",
         tokenizer,
         arguments={"path": str(path), "prefix": "Q: ", "suffix": " A:"},

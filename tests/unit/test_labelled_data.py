@@ -1,12 +1,12 @@
-"""Labelled responses: the label, and the foreign response that every prompt brings."""
+"""Labelled responses: the label, and the mismatched response that every prompt brings."""
 
 import json
 
 import pytest
 import torch
+from loaded import load_set
 
 from aligner.data.labelled import LabelledDataset, collate_labelled
-from aligner.data.supervised import ExampleFormat
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
 
@@ -21,7 +21,7 @@ EOS = byte_level_tokenizer().eos_id
 def load(tmp_path, rows, **options):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return LabelledDataset.load(path, byte_level_tokenizer(), ExampleFormat(**options))
+    return load_set(LabelledDataset, path, byte_level_tokenizer(), **options)
 
 
 def encoded(text):
@@ -32,25 +32,25 @@ def test_a_prompt_is_joined_by_the_nearest_earlier_response_to_another_prompt(tm
     rows = load(tmp_path, ROWS)
     assert [row.desirable for row in rows] == [True, False, True]
     # The row before the second asks the same, so it too gets the last row's response.
-    foreign = [encoded("2+3=2"), encoded("2+3=2"), encoded("1+1=66")]
-    assert [row.foreign.ids for row in rows] == foreign
-    assert [row.foreign.learned for row in rows] == [[(4, 6)], [(4, 6)], [(4, 7)]]
+    mismatched = [encoded("2+3=2"), encoded("2+3=2"), encoded("1+1=66")]
+    assert [row.mismatched.ids for row in rows] == mismatched
+    assert [row.mismatched.learned for row in rows] == [[(4, 6)], [(4, 6)], [(4, 7)]]
     assert rows.max_length == 7
 
 
-def test_a_foreign_response_fits_the_limit_too(tmp_path):
+def test_a_mismatched_response_fits_the_limit_too(tmp_path):
     rows = [
         {"prompt": "long prompt=", "response": "5", "label": True},
         {"prompt": "b", "response": "1", "label": False},
         {"prompt": "a", "response": "a long response", "label": True},
     ]
     loaded = load(tmp_path, rows, max_length=17)  # of the last row's length
-    assert loaded[0].foreign.ids == encoded("long prompt=1")
+    assert loaded[0].mismatched.ids == encoded("long prompt=1")
     with pytest.raises(DataError, match=r"x\.jsonl: row 1 has a prompt of 12 tokens"):
         load(tmp_path, [rows[0], rows[2]], max_length=17)
 
 
-def test_without_another_prompt_there_is_no_foreign_response(tmp_path):
+def test_without_another_prompt_there_is_no_mismatched_response(tmp_path):
     with pytest.raises(DataError, match="give rows with different prompts"):
         load(tmp_path, ROWS[:2])
 
@@ -60,20 +60,20 @@ def test_columns_of_a_batch(tmp_path):
     batch = collate_labelled([rows[1], rows[2]], pad_id=EOS)
     assert batch["desirable"].tolist() == [0.0, 1.0]
     assert batch["input_ids"].tolist() == [encoded("2+3=66"), [*encoded("1+1=2"), EOS]]
-    assert batch["foreign_input_ids"].tolist() == [[*encoded("2+3=2"), EOS], encoded("1+1=66")]
-    assert batch["foreign_token_mask"].sum(1).tolist() == [2, 3]
+    assert batch["mismatched_input_ids"].tolist() == [[*encoded("2+3=2"), EOS], encoded("1+1=66")]
+    assert batch["mismatched_token_mask"].sum(1).tolist() == [2, 3]
     assert "ref_logprobs" not in batch
 
 
 def test_what_the_reference_says_lies_where_the_tokens_are(tmp_path):
     row = load(tmp_path, ROWS)[2]
-    first, foreign = (
+    first, mismatched = (
         type(each)(each.id, each.ids, each.learned, torch.arange(1.0, 1 + each.learned_tokens))
         for each in row.examples
     )
-    batch = collate_labelled([row.with_examples([first, foreign])], pad_id=EOS)
+    batch = collate_labelled([row.with_examples([first, mismatched])], pad_id=EOS)
     assert batch["ref_logprobs"].tolist() == [[0, 0, 0, 0, 1, 2]]
-    assert batch["foreign_ref_logprobs"].tolist() == [[0, 0, 0, 0, 1, 2, 3]]
+    assert batch["mismatched_ref_logprobs"].tolist() == [[0, 0, 0, 0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("label", ["yes", 2, None, 0.5])

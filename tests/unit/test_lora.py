@@ -30,7 +30,7 @@ from aligner.models.gpt import (
 from aligner.models.gpt.lora.dropout import TokenDropout
 from aligner.models.gpt.lora.linear import LoraColumnParallelLinear, LoraRowParallelLinear
 from aligner.models.gpt.megatron.build import transformer_config
-from aligner.models.gpt.megatron.shared_reward import SharedBodyRewardModel
+from aligner.models.gpt.megatron.shared_reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
@@ -289,7 +289,7 @@ def test_what_is_drawn_is_what_the_merged_model_draws(load):
         each.configure_generation(LengthParams(max_length=16), SamplingParams(), 3)
         prompts = make_batch()["input_ids"][:, :4]
         rows = torch.arange(ROWS)
-        drawn.append(each.generate(prompts, torch.full_like(rows, 4), rows, seed=1))
+        drawn.append(each.generator.sample(prompts, torch.full_like(rows, 4), rows, seed=1))
     assert torch.equal(drawn[0].tokens, drawn[1].tokens)
     assert torch.equal(drawn[0].logprobs, drawn[1].logprobs)
     assert not torch.equal(drawn[0].logprobs[:, :5], drawn[2].logprobs[:, :5])
@@ -381,7 +381,7 @@ def test_a_reward_model_in_the_critics_body_speaks_without_the_critics_adapters(
     batch = make_batch()
     values = critic.get_values(batch)
     with open_nemo(path) as checkpoint:
-        shared = SharedBodyRewardModel.in_critic(
+        shared = SharedBackboneRewardModel.in_critic(
             critic, checkpoint, settings=RoleSettings(), tokenizer=checkpoint.tokenizer
         )
     assert torch.equal(shared.infer(batch), original.infer(batch))

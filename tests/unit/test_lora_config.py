@@ -5,7 +5,12 @@ import pytest
 from aligner.config import PeftConfig, RunConfig, parse_config
 from aligner.config.load import check_config
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunFacts, continuing, critic_settings, policy_settings
+from aligner.models.gpt.role.settings import (
+    RunSettings,
+    continuing,
+    critic_settings,
+    policy_settings,
+)
 
 LORA = {"peft_scheme": "lora"}
 
@@ -64,25 +69,25 @@ def test_null_is_all_weights():
     config = run({})
     check_config(config)
     assert config.model.peft == PeftConfig()
-    assert policy_settings(config.model, RunFacts()).lora is None
+    assert policy_settings(config.model, RunSettings()).lora is None
 
 
 def test_the_critic_follows_and_begins_where_the_policy_does():
     peft = LORA | {"restore_from_path": "p.lora.safetensors"}
     config = run(peft)
     assert config.critic is not None
-    policy = policy_settings(config.model, RunFacts())
-    critic = critic_settings(config.critic, config.model, RunFacts())
+    policy = policy_settings(config.model, RunSettings())
+    critic = critic_settings(config.critic, config.model, RunSettings())
     assert policy.lora == critic.lora == config.model.peft.lora_tuning
     assert policy.adapters_path == critic.adapters_path == "p.lora.safetensors"
     other = run(peft, critic={"restore_from_path": "c.nemo"})
     assert other.critic is not None
-    assert critic_settings(other.critic, other.model, RunFacts()).adapters_path is None
+    assert critic_settings(other.critic, other.model, RunSettings()).adapters_path is None
 
 
 def test_continuing_takes_the_adapters_and_leaves_the_frozen_weights():
-    settings = policy_settings(run(LORA).model, RunFacts())
+    settings = policy_settings(run(LORA).model, RunSettings())
     begun, whole = continuing(settings, "/run/policy.nemo")
     assert (begun.adapters_path, whole) == ("/run/policy.lora.safetensors", None)
-    plain = policy_settings(run({}).model, RunFacts())
+    plain = policy_settings(run({}).model, RunSettings())
     assert continuing(plain, "/run/policy.nemo") == (plain, "/run/policy.nemo")

@@ -131,7 +131,7 @@ def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):
     capsys.readouterr()
 
 
-# Fronts ---------------------------------------------------------------------------------------
+# Handles ---------------------------------------------------------------------------------------
 
 
 def make_batch():
@@ -167,15 +167,15 @@ def test_a_front_goes_on_from_what_it_saved(tmp_path, tiny_nemo, role):
             return Policy(cluster, model, tokenizer, **paths)
         return Value(cluster, CriticConfig(**sizes), tokenizer, model=model, **paths)
 
-    def answers(front):
+    def answers(handle):
         if role == "policy":
-            return front.get_logprobs(batch)["logprobs"]
-        return front.get_values(batch)["values"]
+            return handle.get_logprobs(batch)["logprobs"]
+        return handle.get_values(batch)["values"]
 
-    def learn(front):
-        front.prepare_for_training()
-        front.train(batch, PPOPolicyLoss() if role == "policy" else PPOValueLoss())
-        front.prepare_for_inference()
+    def learn(handle):
+        handle.prepare_for_training()
+        handle.train(batch, PPOPolicyLoss() if role == "policy" else PPOValueLoss())
+        handle.prepare_for_inference()
 
     first = start()
     learn(first)
@@ -184,13 +184,13 @@ def test_a_front_goes_on_from_what_it_saved(tmp_path, tiny_nemo, role):
     assert adapters_beside(paths["weights_path"]).is_file()
     second = start(**paths)
     assert torch.equal(answers(second), answers(first))
-    for front in (first, second):
-        learn(front)
+    for handle in (first, second):
+        learn(handle)
     assert torch.equal(answers(second), answers(first))
     if role == "policy":  # still that of the frozen weights
         reference = [
-            front.get_reference_policy_logprobs(batch)["reference_logprobs"]
-            for front in (first, second, start())
+            handle.get_reference_policy_logprobs(batch)["reference_logprobs"]
+            for handle in (first, second, start())
         ]
         assert torch.equal(reference[0], reference[1])
         assert torch.equal(reference[0], reference[2])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from aligner.observe.diagnostics import (
     explained_variance,
-    fraction_properly_ended,
+    fraction_terminated,
     repeated_ngram_fraction,
     reward_length_correlation,
     rollout_metrics,
@@ -84,8 +84,8 @@ def test_repeated_ngrams_with_a_large_vocabulary_do_not_overflow():
 
 def test_share_ended_and_statistics():
     ended = torch.tensor([True, False, True, True])
-    assert fraction_properly_ended(ended).item() == 0.75
-    assert fraction_properly_ended(ended, torch.tensor([1, 1, 0, 0])).item() == 0.5
+    assert fraction_terminated(ended).item() == 0.75
+    assert fraction_terminated(ended, torch.tensor([1, 1, 0, 0])).item() == 0.5
     found = statistics(torch.tensor([1, 2, 3, 100]), torch.tensor([1, 1, 1, 0]))
     assert {name: value.item() for name, value in found.items()} == {
         "mean": 2.0,

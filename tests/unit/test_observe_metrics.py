@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from aligner.errors import AlignerError, ConfigError, StorageError
-from aligner.observe.loggers import make_loggers
 from aligner.observe.metric_names import METRICS, PREFIXES, check_names, describe, markdown
-from aligner.observe.metrics import MetricsWriter, read_metrics
+from aligner.observe.metrics import MetricsWriter, make_loggers, read_metrics
 from aligner.observe.samples import Sample, SampleWriter, read_samples, sample_table
 
 

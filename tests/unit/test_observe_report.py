@@ -4,14 +4,30 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
 from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import MetricsWriter
-from aligner.observe.report.chart import Series, bars, line_chart, short_number, thin_out, ticks
-from aligner.observe.report.run import RunRecord, collect_series, render_report, write_report
-from aligner.observe.report.samples import before_and_after
+from aligner.observe.report import page
+from aligner.observe.report.chart import (
+    Series,
+    bars,
+    collect_series,
+    line_chart,
+    short_number,
+    thin_out,
+    ticks,
+)
+from aligner.observe.report.page import render, templates
+from aligner.observe.report.run import (
+    RunRecord,
+    before_and_after,
+    render_report,
+    write_report,
+)
 from aligner.observe.samples import Sample, SampleWriter
 
 VOID = {"meta", "line", "circle", "path", "br"}
@@ -57,6 +73,11 @@ def sample(step: int, split: str = "val", **changes) -> Sample:
     return Sample(**{**fields, **changes})
 
 
+def part(name: str, *values) -> str:
+    """HTML of a macro that the pages share."""
+    return getattr(templates().get_template("parts.html").module, name)(*values)
+
+
 def a_run(**changes) -> RunRecord:
     metrics = [
         {"step": 0, "val_rollouts/accuracy": 0.25, "val_rollouts/num_samples": 64},
@@ -87,6 +108,38 @@ def test_document_is_balanced_safe_and_needs_no_network():
     assert "alert(1)" in "".join(document.text)
 
 
+def test_hostile_text_is_text_wherever_it_stands():
+    hostile = "</td></pre></script><b class='x\" onclick=\"y'>{{ title }}{% raw %} &amp;\n  <!--"
+    run = a_run(
+        title=hostile,
+        status=hostile,
+        metrics=[{"step": 1, f"custom/{hostile}": 1.0, f"timers/{hostile}": 1.0}],
+        samples=[
+            sample(step, split, prompt=hostile, response=hostile, ground_truth=hostile)
+            for step, split in ((0, "val"), (1, "train"), (2, "val"))
+        ],
+        config=hostile,
+        environment={hostile: hostile},
+        artifacts={hostile: hostile},
+    )
+    document = Document(render_report(run))
+    assert "onclick" not in {name for name, _ in document.attributes}
+    assert document.tags.count("script") == 1
+    # Title twice, status, two charts, a bar, a pair's four cells and a sample's three,
+    # configuration, two tables of a name and a value.
+    assert "".join(document.text).count(hostile) == 2 + 1 + 2 + 1 + 4 + 3 + 1 + 4
+
+
+def test_a_value_that_a_template_lacks_is_an_error():
+    with pytest.raises(UndefinedError, match="has_metrics"):
+        render("run.html", title="", lead="")
+
+
+def test_markup_is_in_templates_only():
+    folder = Path(page.__file__).parent
+    assert [file.name for file in folder.glob("*.py") if "</" in file.read_text()] == []
+
+
 def test_headline_numbers_first_to_last_with_standard_error():
     text = "".join(Document(render_report(a_run())).text)
     assert "Validation accuracy0.25 → 0.75" in text
@@ -113,7 +166,9 @@ def test_every_metric_with_a_finite_value_has_a_chart_and_its_explanation():
 def test_hover_data_hold_the_numbers():
     lines = [Series("training", [1, 2, 3], [0.5, math.nan, 0.25]), Series("none", [1], [math.inf])]
     (data,) = [
-        value for name, value in Document(line_chart(lines)).attributes if name == "data-lines"
+        value
+        for name, value in Document(part("line_chart", line_chart(lines))).attributes
+        if name == "data-lines"
     ]
     (line,) = json.loads(data)
     assert line["l"] == "training"
@@ -122,12 +177,12 @@ def test_hover_data_hold_the_numbers():
 
 def test_chart_geometry_by_hand():
     # Plot area x 48..368, y 10..168; values -1..1 with a margin of 0.16 on either side.
-    svg = line_chart([Series("", [0, 4], [-1.0, 1.0])])
+    svg = part("line_chart", line_chart([Series("", [0, 4], [-1.0, 1.0])]))
     low, high = 168 - 158 * 0.16 / 2.32, 168 - 158 * 2.16 / 2.32
     assert f'd="M48.0 {low:.1f}L368.0 {high:.1f}"' in svg
-    assert line_chart([Series("", [1], [math.nan])]) == ""
-    assert line_chart([Series("", [7], [3.0])]).count("<circle") == 1
-    long = line_chart([Series("", range(100), [0.0] * 100)])
+    assert line_chart([Series("", [1], [math.nan])]) is None
+    assert part("line_chart", line_chart([Series("", [7], [3.0])])).count("<circle") == 1
+    long = part("line_chart", line_chart([Series("", range(100), [0.0] * 100)]))
     assert "<circle" not in long
     assert ">99</text>" in long
 
@@ -156,8 +211,8 @@ def test_short_numbers():
 
 
 def test_bars_are_sorted_with_their_share():
-    text = "".join(Document(bars([("reward", 1.0), ("generate", 3.0)], "s")).text)
-    assert text == "generate3 s75 %reward1 s25 %"
+    text = "".join(Document(part("bars", bars([("reward", 1.0), ("generate", 3.0)]), "s")).text)
+    assert text.strip() == "generate3 s75 %reward1 s25 %"
 
 
 def test_prompts_are_paired_between_first_and_last_validation():

@@ -12,7 +12,7 @@ from rich.console import Console
 from aligner.algorithms.run.startup import training_memory
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
-from aligner.distributed.accelerator import DeviceFacts
+from aligner.distributed.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import (
@@ -25,7 +25,7 @@ from aligner.observe.packages import (
 from aligner.observe.startup import (
     BatchPlan,
     Restored,
-    StartupFacts,
+    StartupSummary,
     TrainedRole,
     batch_arithmetic,
     memory_estimate,
@@ -48,9 +48,9 @@ def a_plan(**changes) -> BatchPlan:
     return BatchPlan(**{**sizes, **changes})
 
 
-def some_facts(**changes) -> StartupFacts:
+def some_summary(**changes) -> StartupSummary:
     fields = {
-        "device": DeviceFacts("CPU, 2 threads", False, 2**30),
+        "device": DeviceInfo("CPU, 2 threads", False, 2**30),
         "processes": 2,
         "algorithm": "GRPO",
         "model": "models/tiny.nemo",
@@ -64,13 +64,13 @@ def some_facts(**changes) -> StartupFacts:
         "run_states": "Run states are written.",
         "packages": [],
     }
-    return StartupFacts(**{**fields, **changes})
+    return StartupSummary(**{**fields, **changes})
 
 
-def text_of(facts: StartupFacts) -> str:
+def text_of(summary: StartupSummary) -> str:
     console = Console(width=250)
     with console.capture() as capture:
-        console.print(startup_report(facts))
+        console.print(startup_report(summary))
     return capture.get()
 
 
@@ -89,7 +89,7 @@ def test_batch_arithmetic_in_words():
 
 
 def test_memory_by_hand():
-    policy, reference = some_facts().roles
+    policy, reference = some_summary().roles
     assert policy.local_parameters == 500_001
     assert (policy.weights, policy.gradients) == (2_000_004, 2_000_004)
     assert policy.optimizer == 250_001 * 8
@@ -143,8 +143,8 @@ def test_supported_versions_are_those_of_the_project_file():
 
 def test_report_and_dict():
     restored = Restored(12, "results/tiny/checkpoints/step_000012", ("policy", "optimizer"))
-    facts = some_facts(restored=restored, notes=("3 prompts were too long and dropped",))
-    text = text_of(facts)
+    summary = some_summary(restored=restored, notes=("3 prompts were too long and dropped",))
+    text = text_of(summary)
     for part in (
         "GRPO on 2 processes: CPU, 2 threads",
         "resumed after step 12 from results/tiny/checkpoints/step_000012: policy, optimizer",
@@ -155,7 +155,7 @@ def test_report_and_dict():
     ):
         assert part in text
     assert "may not fit" not in text
-    assert memory_estimate(facts) == {
+    assert memory_estimate(summary) == {
         "policy weights": 2_000_004,
         "policy gradients": 2_000_004,
         "policy optimizer": 2_000_008,
@@ -165,11 +165,11 @@ def test_report_and_dict():
 
 
 def test_a_run_that_may_not_fit_says_what_to_do():
-    text = text_of(some_facts(device=DeviceFacts("CPU", False, 9_000_019)))
+    text = text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_019)))
     assert "may not fit" in text
     assert "micro_batch_size" in text
     assert "a new run" in text
-    assert "may not fit" not in text_of(some_facts(device=DeviceFacts("CPU", False, 9_000_020)))
+    assert "may not fit" not in text_of(some_summary(device=DeviceInfo("CPU", False, 9_000_020)))
 
 
 def test_missing_packages_say_what_is_lost():
@@ -177,13 +177,13 @@ def test_missing_packages_say_what_is_lost():
     nice = OptionalPackage("nice", "less nice", "pip install nice")
     statuses = [PackageStatus(fast, False), PackageStatus(nice, False)]
     on_cpu, on_gpu = (
-        text_of(some_facts(packages=statuses, device=DeviceFacts("any", gpu, 2**30)))
+        text_of(some_summary(packages=statuses, device=DeviceInfo("any", gpu, 2**30)))
         for gpu in (False, True)
     )
     assert "fast not installed (used on GPUs only)" in on_cpu
     assert "fast not installed: everything is slow. Get it: pip install fast" in on_gpu
     assert "nice not installed: less nice" in on_cpu
-    assert "nice 1.2" in text_of(some_facts(packages=[PackageStatus(nice, True, "1.2")]))
+    assert "nice 1.2" in text_of(some_summary(packages=[PackageStatus(nice, True, "1.2")]))
 
 
 def test_a_namesake_is_not_taken_for_the_package_and_is_not_imported(tmp_path, monkeypatch):
@@ -221,4 +221,4 @@ def test_how_run_states_are_written():
     assert copy in said(free_bytes=0)
     assert "on each" not in said(processes_here=1)
     assert "async_save=false" in said(in_background=False)
-    assert said() in text_of(some_facts(run_states=said()))
+    assert said() in text_of(some_summary(run_states=said()))

@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import pytest
 from test_observe_report import Document, sample
 
-from aligner.algorithms.multi_run.length_baseline import length_accuracy
 from aligner.algorithms.multi_run.stages import plan, run_pipeline
 from aligner.config.commands.pipeline import load_pipeline
 from aligner.data.gsm8k import gsm8k_examples
 from aligner.data.gsm8k_solutions import solution_pairs
+from aligner.data.preferences import length_accuracy
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
+from aligner.observe.estimates import wilson_interval
 from aligner.observe.report.comparison import (
     Comparison,
     Learned,
@@ -30,7 +31,6 @@ from aligner.observe.report.comparison import (
     Policy,
     render_comparison,
 )
-from aligner.observe.report.intervals import wilson_interval
 
 CONF = Path(__file__).parents[2] / "conf"
 SCRIPTS = ("train_gpt_sft", "train_gpt_reward", "train_gpt_rs")

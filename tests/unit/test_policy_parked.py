@@ -18,7 +18,7 @@ from aligner.config.roles.model import ReferenceConfig
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 
 VARIANTS = {
@@ -49,14 +49,14 @@ class Run:
                 offload_weights=parks, length_params=LengthParams(max_length=4), **options
             ),
         )
-        self.front = Policy(
+        self.handle = Policy(
             LocalCluster(initialize_parallel()),
             model,
             tokenizer,
-            run=RunFacts(precision=precision),
+            run=RunSettings(precision=precision),
             backend=backend,
         )
-        self.worker = self.front.worker_group.worker
+        self.worker = self.handle.worker_group.worker
         self.folder, self.parks, self.saves = folder, parks, 0
         self.seen = []
 
@@ -79,41 +79,41 @@ class Run:
                 "sample_ids": torch.arange(ROWS),
             }
         )
-        self.front.prepare_for_generation()
-        self.seen.append(self.front.generate(prompts, seed=3)["output_ids"])
-        self.front.finish_generation()
+        self.handle.prepare_for_generation()
+        self.seen.append(self.handle.generate(prompts, seed=3)["output_ids"])
+        self.handle.finish_generation()
         self.check_away()
 
     def score(self):
-        self.front.prepare_for_lp_inference()
+        self.handle.prepare_for_lp_inference()
         batch = make_batch()
-        self.seen.append(self.front.get_logprobs(batch)["logprobs"])
-        self.seen.append(self.front.get_reference_policy_logprobs(batch)["reference_logprobs"])
-        self.front.finish_inference()
+        self.seen.append(self.handle.get_logprobs(batch)["logprobs"])
+        self.seen.append(self.handle.get_reference_policy_logprobs(batch)["reference_logprobs"])
+        self.handle.finish_inference()
         self.check_away()
 
     def train(self):
-        self.front.prepare_for_training()
-        self.seen.append(self.front.train(make_batch(), PPOPolicyLoss()))
-        self.front.finish_training()
+        self.handle.prepare_for_training()
+        self.seen.append(self.handle.train(make_batch(), PPOPolicyLoss()))
+        self.handle.finish_training()
         self.check_away()
 
     def refit(self):
-        self.front.offload_before_refit()
+        self.handle.offload_before_refit()
         names = self.worker.hf_weight_names()
         self.seen += [tensor.clone() for _, tensor in self.worker.hf_weights(names)]
-        self.front.offload_after_refit()
+        self.handle.offload_after_refit()
         self.check_away()
 
     def save(self):
         """In the background, from where it is; the next phases run beside the writer."""
         self.saves += 1
         folder = self.folder / str(self.saves)
-        self.front.begin_saving(folder, in_background=True)
+        self.handle.begin_saving(folder, in_background=True)
         self.rollout()
         self.train()
-        self.front.check_saving(wait=True)
-        seal(folder, self.front.num_shares)
+        self.handle.check_saving(wait=True)
+        seal(folder, self.handle.num_shares)
         return folder
 
     def steps(self):
@@ -143,13 +143,13 @@ def test_every_phase_is_the_same_with_and_without(tiny_nemo, tmp_path, variant, 
     state, before = goes.save(), len(goes.seen)
     goes.steps()
     again = Run(tiny_nemo, tmp_path / "again", parks=True, **variant)
-    again.front.load_state(state)
+    again.handle.load_state(state)
     again.rollout()
     again.train()
     again.steps()
     assert_same(again.seen, [*goes.seen[before - 2 :]])
-    goes.front.save_checkpoint(str(tmp_path / "goes.nemo"))  # while it is away
-    again.front.save_checkpoint(str(tmp_path / "again.nemo"))
+    goes.handle.save_checkpoint(str(tmp_path / "goes.nemo"))  # while it is away
+    again.handle.save_checkpoint(str(tmp_path / "again.nemo"))
     with open_nemo(tmp_path / "goes.nemo") as one, open_nemo(tmp_path / "again.nemo") as other:
         assert_equal(dict(one.weights), dict(other.weights))
     assert goes.worker.has_finite_weights()

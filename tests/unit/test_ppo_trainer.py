@@ -1,4 +1,4 @@
-"""The PPO step over fronts that only keep records.
+"""The PPO step over handles that only keep records.
 
 1. The stages run in order, each once.
 2. Passes whose numbers are known, or that nobody needs, are not made.
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.ppo.trainer import PPOTrainer, needs_reference
+from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss, needs_reference
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import parse_config
 from aligner.data.prompts import Prompt, PromptDataset
@@ -142,7 +142,18 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None):
     per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
     sampler = PromptSampler(prompts, per_step, seed=5, shuffle=False)
     policy, value = FakePolicy(log), FakeValue(log)
-    return PPOTrainer(config, policy, value, FakeReward(log), dataset, dataset, sampler, pad_id=PAD)
+    return PPOTrainer(
+        config,
+        policy,
+        value,
+        FakeReward(log),
+        dataset,
+        dataset,
+        sampler,
+        pad_id=PAD,
+        policy_loss=make_policy_loss(config),
+        estimator=None,
+    )
 
 
 def names(log):

@@ -6,11 +6,11 @@ import pytest
 
 from aligner.algorithms.preference.build import preference_loss
 from aligner.cluster.named_sharding import NamedSharding
-from aligner.cluster.sharded import check_whole_groups
 from aligner.config import DPORunConfig, parse_config
 from aligner.errors import ConfigError
 from aligner.losses.kto import KTOLoss
 from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
+from aligner.models.handle import check_whole_groups
 
 
 def parsed(dpo=None, model=None, data=None):

@@ -4,10 +4,11 @@ import contextlib
 import json
 
 import pytest
+from loaded import load_set
 
-from aligner.algorithms.reward_model.build import load_judged
+from aligner.algorithms.reward_model.build import kind_of
 from aligner.config import RewardRunConfig, parse_config
-from aligner.data.preferences import PairDataset, PairFormat, collate_pairs
+from aligner.data.preferences import OrderedPairDataset, PairDataset, collate_pairs
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import DataError
 
@@ -17,10 +18,10 @@ ROWS = [
 ]
 
 
-def load(tmp_path, rows, **options):
+def load(tmp_path, rows, kind=PairDataset, **options):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return PairDataset.load(path, byte_level_tokenizer(), PairFormat(**options))
+    return load_set(kind, path, byte_level_tokenizer(), **options)
 
 
 def test_rows_of_a_pair_are_adjacent(tmp_path):
@@ -71,9 +72,9 @@ def test_a_preference_of_negative_strength_is_refused_where_strength_counts(tmp_
     columns = {"chosen_reward_column": "good", "rejected_reward_column": "bad"}
     swapped = {**ROWS[0], "good": 0.25, "bad": 0.9}
     with pytest.raises(DataError, match=r"line 1: .* 0\.25 \('good'\) .* 0\.9 \('bad'\); swap"):
-        load(tmp_path, [swapped], rewards_in_order=True, **columns)
+        load(tmp_path, [swapped], OrderedPairDataset, **columns)
     even = {**ROWS[0], "good": 0.9, "bad": 0.9}
-    assert load(tmp_path, [even], rewards_in_order=True, **columns)[0].rewards == (0.9, 0.9)
+    assert load(tmp_path, [even], OrderedPairDataset, **columns)[0].rewards == (0.9, 0.9)
     assert load(tmp_path, [swapped], **columns)[0].rewards == (0.25, 0.9)  # RPO reads both
 
 
@@ -94,4 +95,4 @@ def test_reward_models_know_where_strength_counts(variant, refused, tmp_path):
         RewardRunConfig,
     )
     with pytest.raises(DataError) if refused else contextlib.nullcontext():
-        load_judged(config, config.data.train, byte_level_tokenizer())
+        kind_of(config).load(config.data.train, byte_level_tokenizer(), config.data)

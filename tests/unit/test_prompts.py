@@ -5,10 +5,11 @@ import logging
 
 import pyarrow
 import pytest
+from loaded import load_set
 from pyarrow import parquet
 
 from aligner.data.chat import parse_messages
-from aligner.data.prompts import PromptDataset, PromptFormat
+from aligner.data.prompts import PromptDataset
 from aligner.data.readers import read_rows
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError, TokenizerError
@@ -56,7 +57,7 @@ def not_rows():
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 def test_rows_from_files(tmp_path, tokenizer, write):
     suffix = ".jsonl" if write is write_jsonl else ".parquet"
-    dataset = PromptDataset.load(write(tmp_path / f"train{suffix}", ROWS), tokenizer)
+    dataset = load_set(PromptDataset, write(tmp_path / f"train{suffix}", ROWS), tokenizer)
     assert len(dataset) == 2
     assert dataset[1].text == "10+11="
     assert dataset[1].ids == [49, 48, 43, 49, 49, 61]  # bytes
@@ -71,35 +72,35 @@ def test_directory_list_and_limit(tmp_path, tokenizer):
     write_jsonl(tmp_path / "b.jsonl", ROWS)
     write_parquet(tmp_path / "a.parquet", ROWS[:1])
     (tmp_path / "README").write_text("not data")
-    assert [p.text for p in PromptDataset.load(tmp_path, tokenizer)] == [
+    assert [p.text for p in load_set(PromptDataset, tmp_path, tokenizer)] == [
         "2+3=",
         "2+3=",
         "10+11=",
     ]
     both = [tmp_path / "b.jsonl", f"{__file__}:generate"]
     with pytest.raises(ConfigError, match="is a file"):
-        PromptDataset.load(both, tokenizer, arguments={"count": 1})
-    assert [p.text for p in PromptDataset.load(both, tokenizer, limit=3)][2] == "say 0"
+        load_set(PromptDataset, both, tokenizer, arguments={"count": 1})
+    assert [p.text for p in load_set(PromptDataset, both, tokenizer, limit=3)][2] == "say 0"
 
 
 def test_generators(tokenizer):
-    by_file = PromptDataset.load(f"{__file__}:generate", tokenizer, arguments={"start": 7})
+    by_file = load_set(PromptDataset, f"{__file__}:generate", tokenizer, arguments={"start": 7})
     assert [prompt.text for prompt in by_file] == ["say 7", "say 8"]
-    assert len(PromptDataset.load(f"{__file__}:endless", tokenizer, limit=5)) == 5
+    assert len(load_set(PromptDataset, f"{__file__}:endless", tokenizer, limit=5)) == 5
     name = "aligner.data.arithmetic:arithmetic_prompts"
-    dataset = PromptDataset.load(name, tokenizer, arguments={"split": "validation", "size": 9})
+    dataset = load_set(PromptDataset, name, tokenizer, arguments={"split": "validation", "size": 9})
     assert len(dataset) == 9
     assert dataset.column_names == {"a", "b", "operator"}
 
 
 def test_column_names(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "x.jsonl", [{"q": "2+3=", "a": 5, "prompt": "other"}])
-    chosen = PromptFormat(prompt_column="q", ground_truth_column="a")
-    prompt = PromptDataset.load(path, tokenizer, chosen)[0]
+    chosen = {"prompt_column": "q", "ground_truth_column": "a"}
+    prompt = load_set(PromptDataset, path, tokenizer, **chosen)[0]
     assert (prompt.text, prompt.ground_truth) == ("2+3=", 5)
     assert prompt.columns == {"prompt": "other"}
-    no_truth = PromptFormat(prompt_column="q", ground_truth_column=None)
-    prompt = PromptDataset.load(path, tokenizer, no_truth)[0]
+    no_truth = {"prompt_column": "q", "ground_truth_column": None}
+    prompt = load_set(PromptDataset, path, tokenizer, **no_truth)[0]
     assert prompt.ground_truth is None
     assert prompt.columns == {"a": 5, "prompt": "other"}
 
@@ -115,21 +116,21 @@ def test_chat(tmp_path, tokenizer):
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
     )
-    plain = PromptFormat(ground_truth_column=None)
+    plain = {"ground_truth_column": None}
     path = write_jsonl(tmp_path / "x.jsonl", rows)
-    dataset = PromptDataset.load(path, tokenizer, plain)
+    dataset = load_set(PromptDataset, path, tokenizer, **plain)
     assert dataset[0].text == expected
     assert dataset[0].ids[0] == tokenizer.bos_id == 257
     assert dataset[1].text == "2+3?"
-    chat = PromptFormat(ground_truth_column=None, chat=True, system_prompt="Be brief.")
-    dataset = PromptDataset.load(path, tokenizer, chat)
+    chat = {"ground_truth_column": None, "chat": True, "system_prompt": "Be brief."}
+    dataset = load_set(PromptDataset, path, tokenizer, **chat)
     assert dataset[0].text == "<|im_start|>system\nBe brief.<|im_end|>\n" + expected
     assert dataset[1].text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    in_parquet = PromptDataset.load(
-        write_parquet(tmp_path / "x.parquet", rows[:1]), tokenizer, plain
+    in_parquet = load_set(
+        PromptDataset, write_parquet(tmp_path / "x.parquet", rows[:1]), tokenizer, **plain
     )
     assert in_parquet[0].text == expected
 
@@ -137,8 +138,8 @@ def test_chat(tmp_path, tokenizer):
 def test_bos_is_added_once(tmp_path, tokenizer):
     rows = [{"prompt": "2+3="}, {"prompt": [{"role": "user", "content": "Hi"}]}]
     path = write_jsonl(tmp_path / "x.jsonl", rows)
-    with_bos = PromptFormat(ground_truth_column=None, add_bos=True)
-    dataset = PromptDataset.load(path, tokenizer, with_bos)
+    with_bos = {"ground_truth_column": None, "add_bos": True}
+    dataset = load_set(PromptDataset, path, tokenizer, **with_bos)
     assert dataset[0].ids == [257, *tokenizer.encode("2+3=")]
     assert dataset[1].ids[:2] == tokenizer.encode("<|im_start|>u")
 
@@ -146,17 +147,17 @@ def test_bos_is_added_once(tmp_path, tokenizer):
 def test_too_long_is_dropped_and_counted(tmp_path, tokenizer, caplog):
     path = write_jsonl(tmp_path / "x.jsonl", [*ROWS, {"prompt": "1" * 30, "ground_truth": 1}])
     with caplog.at_level(logging.WARNING):
-        dataset = PromptDataset.load(path, tokenizer, PromptFormat(max_prompt_length=6))
+        dataset = load_set(PromptDataset, path, tokenizer, max_prompt_length=6)
     assert len(dataset) == 2
     assert dataset.dropped_too_long == 1
     assert "1 of 3 prompts" in caplog.text
     assert "the longest has 30" in caplog.text
-    dataset = PromptDataset.load(path, tokenizer, PromptFormat(max_prompt_length=4))
+    dataset = load_set(PromptDataset, path, tokenizer, max_prompt_length=4)
     assert [prompt.id for prompt in dataset] == [0]
     assert dataset.dropped_too_long == 2
     with pytest.raises(DataError, match=r"3 of 3 prompts .* none is left"):
-        PromptDataset.load(path, tokenizer, PromptFormat(max_prompt_length=3))
-    assert PromptDataset.load(path, tokenizer).dropped_too_long == 0
+        load_set(PromptDataset, path, tokenizer, max_prompt_length=3)
+    assert load_set(PromptDataset, path, tokenizer).dropped_too_long == 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_bad_row_is_named(tmp_path, tokenizer, line, message):
     path = write_jsonl(tmp_path / "bad.jsonl", ROWS)
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=message) as refusal:
-        PromptDataset.load(path, tokenizer)
+        load_set(PromptDataset, path, tokenizer)
     assert str(path) in str(refusal.value)
     if line.startswith("{") and line.endswith("}"):
         assert f"columns found: {sorted(json.loads(line))}" in str(refusal.value)
@@ -186,21 +187,21 @@ def test_bad_row_is_named(tmp_path, tokenizer, line, message):
 def test_bytes_that_are_no_text(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(b'\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="line 2: not JSON"):
-        PromptDataset.load(tmp_path / "x.jsonl", tokenizer)
+        load_set(PromptDataset, tmp_path / "x.jsonl", tokenizer)
 
 
 def test_bad_parquet(tmp_path, tokenizer):
     path = write_parquet(tmp_path / "x.parquet", [*ROWS, {"prompt": None, "ground_truth": "1"}])
     with pytest.raises(DataError, match=r"x.parquet, row 3: column 'prompt' is null"):
-        PromptDataset.load(path, tokenizer)
+        load_set(PromptDataset, path, tokenizer)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not readable Parquet"):
-        PromptDataset.load(path, tokenizer)
+        load_set(PromptDataset, path, tokenizer)
 
 
 def test_bad_generators(tokenizer):
     def load(name, **arguments):
-        PromptDataset.load(f"{__file__}:{name}", tokenizer, arguments=arguments)
+        load_set(PromptDataset, f"{__file__}:{name}", tokenizer, arguments=arguments)
 
     with pytest.raises(DataError, match=r"after row 2: raised KeyError: 'lost'"):
         load("breaks")
@@ -211,20 +212,20 @@ def test_bad_generators(tokenizer):
     with pytest.raises(ConfigError, match="no function 'missing'"):
         load("missing")
     with pytest.raises(ConfigError, match="no module named 'nowhere'"):
-        PromptDataset.load("nowhere.at.all:f", tokenizer)
+        load_set(PromptDataset, "nowhere.at.all:f", tokenizer)
 
 
 def test_bad_sources(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"nope.jsonl does not exist"):
-        PromptDataset.load(tmp_path / "nope.jsonl", tokenizer)
+        load_set(PromptDataset, tmp_path / "nope.jsonl", tokenizer)
     with pytest.raises(DataError, match=r"holds no .jsonl"):
-        PromptDataset.load(tmp_path, tokenizer)
+        load_set(PromptDataset, tmp_path, tokenizer)
     (tmp_path / "x.csv").write_text("prompt")
     with pytest.raises(DataError, match=r"neither .jsonl nor .parquet"):
-        PromptDataset.load(tmp_path / "x.csv", tokenizer)
+        load_set(PromptDataset, tmp_path / "x.csv", tokenizer)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="holds no rows"):
-        PromptDataset.load(tmp_path / "empty.jsonl", tokenizer)
+        load_set(PromptDataset, tmp_path / "empty.jsonl", tokenizer)
 
 
 def test_bad_settings(tmp_path, tokenizer):
@@ -233,11 +234,9 @@ def test_bad_settings(tmp_path, tokenizer):
 
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
     with pytest.raises(TokenizerError, match="has no BOS"):
-        PromptDataset.load(path, NoBos(), PromptFormat(add_bos=True))
-    with pytest.raises(ConfigError, match="max_prompt_length=0"):
-        PromptDataset.load(path, tokenizer, PromptFormat(max_prompt_length=0))
+        load_set(PromptDataset, path, NoBos(), add_bos=True)
     with pytest.raises(ConfigError, match="both column 'prompt'"):
-        PromptDataset.load(path, tokenizer, PromptFormat(ground_truth_column="prompt"))
+        load_set(PromptDataset, path, tokenizer, ground_truth_column="prompt")
 
 
 @pytest.mark.parametrize(
@@ -261,13 +260,13 @@ def test_what_a_row_cannot_hold_is_named_with_its_line(tmp_path, tokenizer, line
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "ground_truth": 1}\n' + line + "\n")
     with pytest.raises(DataError, match=f"line 2: .*{message}"):
-        PromptDataset.load(path, tokenizer)
+        load_set(PromptDataset, path, tokenizer)
 
 
 def test_a_generators_half_character_is_named(tokenizer, monkeypatch):
     monkeypatch.setattr(__name__ + ".half_rows", lambda: [{"prompt": "\ud800"}], raising=False)
     with pytest.raises(DataError, match="half_rows, row 1: column 'prompt' holds half a character"):
-        PromptDataset.load(f"{__name__}:half_rows", tokenizer)
+        load_set(PromptDataset, f"{__name__}:half_rows", tokenizer)
 
 
 def test_rows_know_their_place(tmp_path):

@@ -9,8 +9,8 @@ from aligner.algorithms.run.engine import RayEngine
 from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import parse_config
 from aligner.distributed import accelerator
-from aligner.distributed.accelerator import DeviceFacts
-from aligner.models.role_front import RoleFront
+from aligner.distributed.accelerator import DeviceInfo
+from aligner.models.handle import RoleHandle
 
 
 def test_the_driver_leaves_gpus_to_its_workers(monkeypatch, tmp_path):
@@ -34,7 +34,7 @@ def test_the_driver_leaves_gpus_to_its_workers(monkeypatch, tmp_path):
             RayEngine(config, tmp_path, closing)
             accelerator.synchronize()
             assert accelerator.generator_state() is None
-            assert not accelerator.device_facts().has_gpu
+            assert not accelerator.device_info().has_gpu
             assert accelerator.device() == torch.device("cpu")
         assert accelerator.has_gpu()  # the run is over
     finally:
@@ -43,10 +43,10 @@ def test_the_driver_leaves_gpus_to_its_workers(monkeypatch, tmp_path):
 
 
 def test_a_report_says_what_the_workers_compute_on():
-    facts = [DeviceFacts("H200", True, 90), DeviceFacts("H200", True, 70)]
+    facts = [DeviceInfo("H200", True, 90), DeviceInfo("H200", True, 70)]
     group = SimpleNamespace(
         run_all_workers_single_data=lambda name: LocalFuture(facts),
         get_all_worker_results=lambda future: future.get_results(),
     )
-    front = SimpleNamespace(worker_group=group)
-    assert RoleFront.device_facts(front) == DeviceFacts("H200", True, 70)
+    handle = SimpleNamespace(worker_group=group)
+    assert RoleHandle.device_info(handle) == DeviceInfo("H200", True, 70)

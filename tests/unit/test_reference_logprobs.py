@@ -6,12 +6,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from aligner.algorithms.preference.build import load_pairs
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
-from aligner.data.preferences import collate_pairs
+from aligner.data.preferences import PairDataset, collate_pairs
 from aligner.distributed.parallel import initialize_parallel
 from aligner.models.policy.lm_policy import Policy
 
@@ -38,7 +37,7 @@ def ask(policy, tmp_path):
 
     def asked(config, path=tmp_path / "kept.pt"):
         console = Console(file=io.StringIO(), width=200)
-        pairs = load_pairs(config.data, config.data.train, policy.tokenizer)
+        pairs = PairDataset.load(config.data.train, policy.tokenizer, config.data)
         found = ReferenceLogprobs(policy, path, policy.tokenizer.pad_id, console)
         return found.of({"training": pairs}, config)["training"], console.file.getvalue()
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from loaded import load_set
 
 from aligner.algorithms.reward_model.build import last_token
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -13,14 +14,13 @@ from aligner.config import TrainedModelConfig, parse_config
 from aligner.config.run import RewardRunConfig, RunConfig
 from aligner.data.preferences import PairDataset
 from aligner.data.ratings import RatedDataset, collate_rated
-from aligner.data.supervised import ExampleFormat
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.megatron.reward import SequenceForm, Standardization
-from aligner.models.gpt.role.settings import RoleSettings, RunFacts
+from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.sequences import SequenceEncoder
@@ -34,7 +34,7 @@ BATCH = {
 
 def worker(path, **options):
     config = TrainedModelConfig(restore_from_path=str(path), micro_batch_size=2)
-    return MegatronRewardWorker(config, None, RunFacts(), initialize_parallel(), **options)
+    return MegatronRewardWorker(config, None, RunSettings(), initialize_parallel(), **options)
 
 
 def awaken(model):
@@ -174,7 +174,7 @@ def test_sequences_end_as_those_of_training_did(tmp_path):
     def end_of(*rows):
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)))
-        return last_token(PairDataset.load(path, tokenizer))
+        return last_token(load_set(PairDataset, path, tokenizer))
 
     assert (end_of(plain), end_of(chat, chat), end_of(plain, chat)) == (256, 258, None)
 
@@ -198,8 +198,11 @@ def test_attributes_are_weighted():
 
 def rated(tmp_path, *lines):
     (tmp_path / "rated.jsonl").write_text("\n".join(lines))
-    return RatedDataset.load(
-        str(tmp_path / "rated.jsonl"), byte_level_tokenizer(), ExampleFormat(), ATTRIBUTES
+    return load_set(
+        RatedDataset,
+        str(tmp_path / "rated.jsonl"),
+        byte_level_tokenizer(),
+        attribute_columns=ATTRIBUTES,
     )
 
 

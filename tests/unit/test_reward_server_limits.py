@@ -3,11 +3,13 @@
 The server is the real one; a function that counts and sleeps stands for its model.
 """
 
+import contextlib
 import http.client
 import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +18,18 @@ from aligner.config import RewardServerConfig
 from aligner.errors import DataError, RewardServerError
 from aligner.rewards.server import http as http_side
 from aligner.rewards.server.client import RewardClient
-from aligner.rewards.server.http import RewardHTTPServer, RewardService, Waiting
+from aligner.rewards.server.http import RewardService, Waiting, http_server
 from aligner.rewards.server.serve import score_until
 from aligner.rewards.server.wire import WireSample
 
 BATCH = 4
+POST = b"POST /score HTTP/1.1\r\nHost: x\r\n"
 
 
 @pytest.fixture
 def serving():
     """``serving(seconds a batch, most that may wait)``: a server in threads of this process."""
-    running = []
+    running = contextlib.ExitStack()
 
     def start(seconds=0.0, max_waiting=1000, timeout_s=30.0):
         state = SimpleNamespace(scored=0, stopping=threading.Event())
@@ -45,24 +48,18 @@ def serving():
             return [len(sample.prompt), len(sample.response)]
 
         waiting = Waiting(max_waiting)
-        server = RewardHTTPServer(
-            ("127.0.0.1", 0), RewardService((), encode, waiting, timeout_s, None)
-        )
-        state.port = server.server_address[1]
+        service = RewardService((), encode, waiting, timeout_s, None)
+        _, state.port = running.enter_context(http_server(("127.0.0.1", 0), service))
         state.url = f"http://127.0.0.1:{state.port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         state.loop = threading.Thread(
             target=score_until, args=(state.stopping, waiting, score, BATCH), daemon=True
         )
         state.loop.start()
-        running.append((state, server))
+        running.callback(state.stopping.set)
         return state
 
-    yield start
-    for state, server in running:
-        state.stopping.set()
-        server.shutdown()
-        server.server_close()
+    with running:
+        yield start
 
 
 def body_of(count, prompt="1+1=", response="2"):
@@ -121,11 +118,23 @@ def test_the_server_stops_between_two_batches(serving):
     assert 0 < state.scored < 100
 
 
+def test_a_server_that_ends_answers_what_it_has_not_scored():
+    service = RewardService((), lambda sample: [1], Waiting(10), 30.0)  # and no model
+    with ThreadPoolExecutor(1) as pool:
+        with http_server(("127.0.0.1", 0), service) as (_, port):
+            asked = pool.submit(post, port, body_of(1))
+            time.sleep(0.5)
+            started = time.monotonic()
+        assert time.monotonic() - started < 5
+        status, answer = asked.result(10)
+    assert (status, answer["error"]) == (503, "the server is ending; try again later")
+
+
 def test_what_nobody_waits_for_is_not_scored(serving):
     state = serving(seconds=0.05, timeout_s=1.5)
     body = body_of(900)
     with socket.create_connection(("127.0.0.1", state.port)) as channel:
-        channel.sendall(b"POST /score HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        channel.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         time.sleep(0.3)
     time.sleep(1.0)  # the sender has left
     left = state.scored
@@ -139,9 +148,7 @@ def test_what_nobody_waits_for_is_not_scored(serving):
     assert state.scored - late <= BATCH
 
 
-@pytest.mark.parametrize(
-    "first", [b"GET /he", b"POST /score HTTP/1.1\r\nContent-Length: 5000\r\n\r\n{"]
-)
+@pytest.mark.parametrize("first", [b"GET /he", POST + b"Content-Length: 5000\r\n\r\n{"])
 def test_a_request_that_does_not_arrive_is_ended(serving, monkeypatch, first):
     """However busily it drips."""
     monkeypatch.setattr(http_side, "ARRIVAL_S", 1.0)
@@ -179,7 +186,7 @@ def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
     monkeypatch.setattr(http_side, "MOST_BYTES_IN_FLIGHT", 150_000)
     state = serving()
     held = socket.create_connection(("127.0.0.1", state.port))
-    held.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 200000\r\n\r\n" + b"[" * 140_000)
+    held.sendall(POST + b"Content-Length: 200000\r\n\r\n" + b"[" * 140_000)
     time.sleep(0.3)
     status, answer = post(state.port, body_of(1000))
     assert status == 503
@@ -192,14 +199,14 @@ def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):
 @pytest.mark.parametrize(
     ("length", "body", "said"),
     [
-        (b"9" * 5000, b"", b"Content-Length has 5000 digits"),
-        (b"500", b"{}", b"the body ended 498 bytes early"),
+        (b"9" * 5000, b"", b"bad Content-Length"),
+        (b"500", b"{}", b"received 2 bytes, expected 500"),
     ],
 )
 def test_odd_lengths_are_answered(serving, length, body, said):
     state = serving()
     with socket.create_connection(("127.0.0.1", state.port), timeout=5) as channel:
-        channel.sendall(b"POST /score HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n" + body)
+        channel.sendall(POST + b"Content-Length: " + length + b"\r\n\r\n" + body)
         channel.shutdown(socket.SHUT_WR)
         answer = channel.recv(65536) + channel.recv(65536)
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -209,8 +216,8 @@ def test_odd_lengths_are_answered(serving, length, body, said):
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        (("a\ud800b", "2"), "half a surrogate pair"),
-        (("1", "\udfff"), "half a surrogate pair"),
+        (("a\ud800b", "2"), "not JSON.*hex escape"),
+        (("1", "\udfff"), "not JSON.*hex escape"),
         (("bad", ""), "a bad prompt"),
         (("worse", ""), "cannot be encoded: TypeError: of a tokenizer"),
     ],

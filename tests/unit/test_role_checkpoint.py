@@ -15,7 +15,7 @@ from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointNotFoundError, StorageError, TokenizerError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 
@@ -46,7 +46,7 @@ def make_batch():
 
 @pytest.fixture(scope="module")
 def start(tiny_nemo):
-    """Starts a front of either role on one process."""
+    """Starts a handle of either role on one process."""
     with open_nemo(tiny_nemo) as checkpoint:
         tokenizer = checkpoint.tokenizer
     model = ModelConfig(
@@ -56,7 +56,7 @@ def start(tiny_nemo):
     cluster = LocalCluster(initialize_parallel())
 
     def start(role, *, section=critic, run=None, **kwargs):
-        run = run or RunFacts()
+        run = run or RunSettings()
         if role == "policy":
             kwargs.setdefault("init_reference_model", False)
             return Policy(cluster, model, tokenizer, run=run, **kwargs)
@@ -66,13 +66,13 @@ def start(tiny_nemo):
     return start
 
 
-def update(front, role, times=1):
-    front.prepare_for_training()
-    return [front.train(make_batch(), LOSSES[role]) for _ in range(times)][-1]
+def update(handle, role, times=1):
+    handle.prepare_for_training()
+    return [handle.train(make_batch(), LOSSES[role]) for _ in range(times)][-1]
 
 
-def weights_of(front):
-    return {k: v.clone() for k, v in front.worker_group.worker.model.whole_weights().items()}
+def weights_of(handle):
+    return {k: v.clone() for k, v in handle.worker_group.worker.model.whole_weights().items()}
 
 
 def assert_equal(first, second):
@@ -85,7 +85,7 @@ def assert_equal(first, second):
     ("backend", "precision"), [("megatron", "32"), ("megatron", "bf16"), ("dtensor", "32")]
 )
 def test_a_front_continues_where_another_was_saved(role, backend, precision, start, tmp_path):
-    settings = {"run": RunFacts(precision=precision), "backend": backend}
+    settings = {"run": RunSettings(precision=precision), "backend": backend}
     first = start(role, **settings)
     update(first, role, 2)
     paths = {name: str(tmp_path / name) for name in ("optimizer", "tokenizer")}
@@ -114,32 +114,32 @@ def test_weights_alone_begin_a_schedule_anew(start, tmp_path):
 
 
 def test_a_checkpoint_is_loaded_into_a_running_worker(start, tmp_path):
-    front = start("value", run=RunFacts(precision="bf16"))
-    update(front, "value")
-    saved = weights_of(front)
+    handle = start("value", run=RunSettings(precision="bf16"))
+    update(handle, "value")
+    saved = weights_of(handle)
     paths = (str(tmp_path / "m.nemo"), str(tmp_path / "optimizer"))
-    front.save_checkpoint(*paths)
-    expected = update(front, "value")
-    update(front, "value")
-    front.worker_group.worker.load_checkpoint(*paths)
-    assert_equal(weights_of(front), saved)
-    assert update(front, "value") == expected
+    handle.save_checkpoint(*paths)
+    expected = update(handle, "value")
+    update(handle, "value")
+    handle.worker_group.worker.load_checkpoint(*paths)
+    assert_equal(weights_of(handle), saved)
+    assert update(handle, "value") == expected
     # Weights alone: what the optimizer updates are copies in float32, which must follow.
-    front.worker_group.worker.load_checkpoint(paths[0])
-    before = weights_of(front)
+    handle.worker_group.worker.load_checkpoint(paths[0])
+    before = weights_of(handle)
     assert_equal(before, saved)
-    update(front, "value")
-    moved = max((weights_of(front)[k].float() - v.float()).abs().max() for k, v in before.items())
+    update(handle, "value")
+    moved = max((weights_of(handle)[k].float() - v.float()).abs().max() for k, v in before.items())
     assert moved < 20 * OPTIM.lr
 
 
 def test_optimizer_state_is_replaced_and_never_half(start, tmp_path, monkeypatch):
-    front = start("value")
-    worker, folder = front.worker_group.worker, tmp_path / "optimizer"
-    update(front, "value")
-    front.save_checkpoint(str(tmp_path / "m.nemo"), str(folder))
+    handle = start("value")
+    worker, folder = handle.worker_group.worker, tmp_path / "optimizer"
+    update(handle, "value")
+    handle.save_checkpoint(str(tmp_path / "m.nemo"), str(folder))
     before = (folder / "rank_00000.pt").read_bytes()
-    update(front, "value")
+    update(handle, "value")
 
     def full(*args):
         raise StorageError("the disk is full")
@@ -157,10 +157,10 @@ def test_optimizer_state_is_replaced_and_never_half(start, tmp_path, monkeypatch
 def test_without_the_suffix_it_is_a_hugging_face_directory(start, tmp_path):
     from aligner.checkpoint.hf.model_folder import read_hf
 
-    front = start("policy", init_optimizer=False)
-    front.save_checkpoint(str(tmp_path / "hf"))
+    handle = start("policy", init_optimizer=False)
+    handle.save_checkpoint(str(tmp_path / "hf"))
     read = read_hf(tmp_path / "hf")
-    assert_equal(weights_of(front), dict(read.weights))
+    assert_equal(weights_of(handle), dict(read.weights))
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
 
@@ -181,13 +181,13 @@ def test_offloaded_weights_come_back_bit_by_bit(start, tmp_path, monkeypatch):
     storages = [p.untyped_storage() for p in model.gpt.parameters()]
     storages += [p.main_grad.untyped_storage() for p in model.gpt.parameters()]
     monkeypatch.setattr(accelerator, "to_host", lambda tensor: tensor.clone())
-    for front in (plain, parked):
-        front.prepare_for_inference()
-        front.values = front.get_values(make_batch())["values"]
-        front.finish_inference()
+    for handle in (plain, parked):
+        handle.prepare_for_inference()
+        handle.values = handle.get_values(make_batch())["values"]
+        handle.finish_inference()
     assert torch.equal(plain.values, parked.values)
     assert all(s.nbytes() == 0 for s in storages[: len(storages) // 2])
-    results = [update(front, "value") for front in (plain, parked)]
+    results = [update(handle, "value") for handle in (plain, parked)]
     assert results[0] == results[1]
     parked.finish_training()
     assert all(storage.nbytes() == 0 for storage in storages)

@@ -189,11 +189,9 @@ def gradients(role):
 
 def loss_and_gradients(cls, tiny_nemo, batch, loss, mbs):
     role = load_from_nemo(cls, settings(), restore_path=tiny_nemo)
-    role.setup_training()
-    role.loss_fn = loss
     role.prepare_for_training()
     role.optimizer.zero_grad()
-    value, metrics = role.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
+    value, metrics = role.get_loss_and_metrics(batch, forward_only=False, loss_fn=loss, mbs=mbs)
     return value, metrics, gradients(role)
 
 
@@ -220,6 +218,20 @@ def test_micro_batches_padding_and_masked_samples_change_nothing(cls, loss, tiny
         for name, gradient in grads.items():
             scale = whole[2][name].abs().max().clamp(min=1e-4)
             assert (gradient - whole[2][name]).abs().max() / scale < 1e-4, name
+
+
+@pytest.mark.parametrize(("cls", "loss"), ROLES, ids=["actor", "critic"])
+def test_the_loss_is_an_argument_and_by_default_the_roles_own(cls, loss, tiny_nemo):
+    role, batch = load_from_nemo(cls, settings(), restore_path=tiny_nemo), make_batch()
+    with pytest.raises(ConfigError, match=f"loss_fn: the {role.role_name} has none of its own"):
+        role.get_loss_and_metrics(batch, forward_only=True)
+    given = role.get_loss_and_metrics(batch, forward_only=True, loss_fn=loss)
+    assert role.loss_fn is None  # a call leaves nothing behind
+    role.loss_fn = loss
+    assert role.get_loss_and_metrics(batch, forward_only=True) == given
+    role.loss_fn = None
+    role.prepare_for_training()
+    assert role.training_update(batch, 0, loss)["loss"] == pytest.approx(given[0], rel=1e-5)
 
 
 def test_recomputed_activations_give_the_same_gradient(tiny_nemo):

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from aligner.algorithms.rollout.inputs import shared_note
 from aligner.algorithms.rollout.rollout import response_mask, shape_rewards
-from aligner.algorithms.run.assembly import shared_note
-from aligner.algorithms.run.updates import count_updates, update_metrics
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, RewardShapingConfig
 from aligner.data.prompts import Prompt, PromptDataset
+from aligner.observe.diagnostics import count_updates, update_metrics
 from aligner.rewards.interface import ScoredResponses
 from aligner.rewards.model import VerifiedReward
 

@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 
 from aligner.algorithms.run import stopping
-from aligner.algorithms.run.loop import Outcome, RunLoop, Schedule, config_changes
+from aligner.algorithms.run.directory import config_changes
+from aligner.algorithms.run.loop import RunLoop, Schedule, StepResult
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import read_tree
 from aligner.checkpoint.run_state.worker_state import ShareWriter
@@ -44,11 +45,11 @@ class Counter:
         self.calls.append(("step", step))
         self.at_step.get(step, lambda: None)()
         sample = Sample(step, "train", "p", "r", 1.0, 1, 1, True)
-        return Outcome({"train_rollouts/rewards": self.total}, [sample])
+        return StepResult({"train_rollouts/rewards": self.total}, [sample])
 
     def validate(self, step, timers):
         self.calls.append(("validate", step))
-        return Outcome({"val_rollouts/accuracy": self.total})
+        return StepResult({"val_rollouts/accuracy": self.total})
 
     def state_dict(self):
         return {"total": self.total}
@@ -100,7 +101,7 @@ class Stuck(Counter):
     def step(self, step, timers):
         outcome = super().step(step, timers)
         idle = ("policy",) if step in self.stuck else ()
-        return Outcome(outcome.metrics, outcome.samples, idle)
+        return StepResult(outcome.metrics, outcome.samples, idle)
 
 
 def run(
@@ -247,6 +248,21 @@ def test_a_longer_run_continues_and_says_what_changed(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
 
 
+def test_a_key_of_a_later_version_is_a_change_only_where_it_is_not_its_default(tmp_path):
+    older = {"trainer": {"max_steps": 4}, "critic": None}
+    newer = {
+        "trainer": {"max_steps": 4, "kept": [1], "other": 2},
+        "critic": {"lr": 0.1},
+        "dry_run": False,
+        "optional": {"name": "a", "path": None},
+    }
+    defaults = {**newer, "trainer": {"max_steps": 9, "kept": [1], "other": 3}}
+    run(tmp_path, Counter(), total=2, config=older)
+    _, restored = run(tmp_path, Counter(), total=4, config=newer, defaults=defaults)
+    # The older run had switched the critic off; the newer one has it on.
+    assert restored.changes == ["critic.lr: None -> 0.1", "trainer.other: None -> 2"]
+
+
 def test_another_layout_continues_with_fresh_random_states_and_says_so(tmp_path):
     run(tmp_path, Counter(), total=2)
     random.seed(5)
@@ -360,3 +376,9 @@ def test_interval_zero_means_only_the_ends(tmp_path):
 def test_config_changes_names_leaves():
     before, now = {"a": {"b": 1, "c": [1]}, "d": 0}, {"a": {"b": 2, "c": [1]}, "e": None}
     assert config_changes(before, now) == ["a.b: 1 -> 2", "d: 0 -> None"]
+
+
+def test_keys_that_an_earlier_version_did_not_have_are_no_change():
+    assert config_changes({"a": 1}, {"a": 1, "b": [], "c": {}, "d": None}) == []
+    assert config_changes({"a": 1, "b": [1]}, {"a": 1, "b": []}) == ["b: [1] -> []"]
+    assert config_changes({"a": 1}, {"a": 1, "b": ["x"]}) == ["b: None -> ['x']"]

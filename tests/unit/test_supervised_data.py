@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from loaded import load_set
 
 from aligner.data.supervised import (
     ExampleDataset,
-    ExampleFormat,
     collate_examples,
     encode_chat,
     encode_pair,
@@ -32,7 +32,7 @@ def tokenizer():
 def load(tmp_path, tokenizer, rows, **options):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ExampleDataset.load(path, tokenizer, ExampleFormat(**options))
+    return load_set(ExampleDataset, path, tokenizer, **options)
 
 
 def learned_text(tokenizer, example):

@@ -20,7 +20,7 @@ from aligner.errors import ConfigError
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.megatron import build, critic
 from aligner.models.gpt.role.optimizer_step import learning_rate
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.value.workers import megatron_value_worker
 from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,
@@ -54,7 +54,7 @@ def start(tiny_nemo):
             config=CriticConfig(global_batch_size=ROWS, optim=OPTIM, **critic),
             model=ModelConfig(restore_from_path=str(tiny_nemo), **model),
             tokenizer=None,
-            run=RunFacts(gradient_clip_val=CLIP, precision="bf16" if model.get("fp8") else "32"),
+            run=RunSettings(gradient_clip_val=CLIP, precision="bf16" if model.get("fp8") else "32"),
             parallel=initialize_parallel(),
         )
 

@@ -1,6 +1,7 @@
 """The verifiers that come with the library, one sample at a time."""
 
 import pytest
+from loaded import load_set
 
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -135,7 +136,8 @@ def test_math_verify_refuses_an_unreadable_ground_truth():
 
 
 def test_reasoning_gym_from_prompt_to_reward():
-    dataset = PromptDataset.load(
+    dataset = load_set(
+        PromptDataset,
         "aligner.data.reasoning_gym:reasoning_gym_prompts",
         byte_level_tokenizer(),
         arguments={"task": "simple_equations", "size": 3, "seed": 1, "suffix": " Answer:"},
@@ -170,7 +172,8 @@ def test_reasoning_gym_answer_in_a_tag():
 @pytest.mark.parametrize("arguments", [{"task": "nope"}, {"task": "simple_equations", "nope": 1}])
 def test_reasoning_gym_refusals(arguments):
     with pytest.raises(ConfigError, match="nope"):
-        PromptDataset.load(
+        load_set(
+            PromptDataset,
             "aligner.data.reasoning_gym:reasoning_gym_prompts",
             byte_level_tokenizer(),
             arguments=arguments,

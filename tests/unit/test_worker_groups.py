@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.sharded import run_on_all
+from aligner.cluster.dispatch import run_on_all
 from aligner.cluster.worker_groups import MODEL_AXES, LocalCluster, LocalWorkerGroup, to_host
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, WorkerError
@@ -57,7 +57,7 @@ def test_shutdown_calls_the_cleanup_method():
     group = LocalWorkerGroup(Doubler(PARALLEL), PARALLEL)
     assert group.shutdown(cleanup_method="close")
     assert group.worker.closed
-    assert run_on_all(group, "close") == [None]
+    assert run_on_all(group, Doubler.close) == [None]
 
 
 def test_one_worker_is_called_alone():

@@ -17,7 +17,7 @@ VLLM = [
 ]
 AHEAD = ["generation.async_rollouts=true", "model.ppo.truncated_importance_sampling=2.0"]
 MOMENTS = [  # step, and the call that is under way
-    (1, "vllm", "generate"),
+    (1, "vllm", "start_generation"),
     (2, "vllm", "load_weights_from_ipc"),
     (3, "lm_policy", "train"),
 ]

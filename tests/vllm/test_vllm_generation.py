@@ -10,7 +10,7 @@ import torch
 from vllm_roles import prompts, roles, run_config, scored
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.config import Drawing, LengthParams, SamplingParams
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
@@ -59,10 +59,12 @@ def test_greedy_is_our_own_engines_greedy(pair):
 def test_lengths_and_sampling_of_one_call(pair):
     """What a validation or an evaluation asks for, and nothing of it stays behind."""
     before = pair[1].generate(prompts(), seed=5)
-    drawing = Drawing(
+    sampling_options = SamplingOptions(
         LengthParams(max_length=5), SamplingParams(use_greedy=True, end_strings=("a", "e", "1"))
     )
-    ours, theirs = (engine.generate(prompts(), seed=5, drawing=drawing) for engine in pair)
+    ours, theirs = (
+        engine.generate(prompts(), seed=5, sampling_options=sampling_options) for engine in pair
+    )
     for key in ("output_ids", "generation_lengths", "is_end"):
         assert torch.equal(ours[key], theirs[key]), key
     assert int(theirs["generation_lengths"].max()) <= 5

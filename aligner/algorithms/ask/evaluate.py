@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.ask.generate import format_of, load_set
 from aligner.algorithms.ask.model import open_asked_model
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
-from aligner.algorithms.run.assembly import Attempt
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import is_rank_zero, on_rank_zero
+from aligner.distributed.object_collectives import is_rank_zero, on_rank_zero
 from aligner.observe.environment import describe_environment
 from aligner.observe.estimates import Estimate
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
@@ -32,7 +29,6 @@ DEFAULT_SET = "prompts"  # what data.prompts is called
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Ask, judge, and write `evaluation.json`, `answers.jsonl` and `report.html`; the numbers."""
-    started = time.monotonic()
     with ExitStack() as closing:
         asked = open_asked_model(config, closing)
         console = Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
@@ -41,9 +37,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         asked.check_room(longest)
         columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
         source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
-        engine, clusters = asked.start(longest, console.print)
-        attempt = Attempt(clusters, console, closing, False, started)
-        judge = Judge.of(source.start(attempt), config.final_answer, "final_answer")
+        engine, workers = asked.start(longest, console.print)
+        judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
         asking = asked.asking(engine, config.sampling.samples_per_prompt)
         found = {
             name: judge.evaluate(ask(asking, prompts), asking.samples_per_prompt)
@@ -57,10 +52,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _sets(config: EvaluateConfig, tokenizer: Tokenizer) -> dict[str, PromptDataset]:
-    data, prompt_format = config.data, format_of(config.data)
+    data = config.data
     sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
     return {
-        name: load_set(source, tokenizer, prompt_format)
+        name: PromptDataset.load(source, tokenizer, data)
         for name, source in {**sources, **data.sets}.items()
     }
 

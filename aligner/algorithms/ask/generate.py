@@ -13,13 +13,13 @@ from aligner.algorithms.ask.model import AskedModel, open_asked_model
 from aligner.algorithms.rollout.validation import ask
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file
-from aligner.config import AskedDataConfig, GenerateConfig, PromptSourceConfig
+from aligner.config import GenerateConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
-from aligner.data.prompts import PromptDataset, PromptFormat, make_prompt
+from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import Row
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.agreement import is_rank_zero, on_rank_zero
+from aligner.distributed.object_collectives import is_rank_zero, on_rank_zero
 from aligner.errors import ConfigError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.rewards.sequences import response_texts
@@ -49,45 +49,20 @@ def generate(config: GenerateConfig) -> None:
     return None
 
 
-def format_of(data: AskedDataConfig, *, with_truth: bool = True) -> PromptFormat:
-    """Format by which a row becomes a prompt; a ground truth is read only where it is needed."""
-    return PromptFormat(
-        prompt_column=data.prompt_column,
-        ground_truth_column=data.ground_truth_column if with_truth else None,
-        tools_column=data.tools_column,
-        chat=data.chat,
-        system_prompt=data.system_prompt,
-        add_bos=data.add_bos,
-        max_prompt_length=data.max_prompt_length,
-    )
-
-
-def load_set(
-    source: PromptSourceConfig, tokenizer: Tokenizer, prompt_format: PromptFormat
-) -> PromptDataset:
-    """Read and tokenize one set of prompts."""
-    return PromptDataset.load(
-        source.source,
-        tokenizer,
-        prompt_format,
-        arguments=source.arguments,
-        limit=source.limit,
-    )
-
-
 def _sets(config: GenerateConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, PromptDataset]]:
-    prompt_format = format_of(config.data, with_truth=False)
+    """Prompts by the name of their set; a ground truth is a column like others."""
+    data = config.data
     if config.prompt:
         rows = (
-            Row(f"--prompt {number}", {prompt_format.prompt_column: text})
+            Row(f"--prompt {number}", {data.prompt_column: text})
             for number, text in enumerate(config.prompt, start=1)
         )
-        made = [make_prompt(row, i, tokenizer, prompt_format) for i, row in enumerate(rows)]
+        made = [make_prompt(row, i, tokenizer, data) for i, row in enumerate(rows)]
         yield "", PromptDataset(made)
-    if config.data.prompts is not None:
-        yield "", load_set(config.data.prompts, tokenizer, prompt_format)
-    for name, source in config.data.sets.items():
-        yield name, load_set(source, tokenizer, prompt_format)
+    if data.prompts is not None:
+        yield "", PromptDataset.load(data.prompts, tokenizer, data, has_ground_truth=False)
+    for name, source in data.sets.items():
+        yield name, PromptDataset.load(source, tokenizer, data, has_ground_truth=False)
 
 
 def _lines(

@@ -6,19 +6,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from aligner.algorithms.rollout.inputs import start_generation
 from aligner.algorithms.rollout.validation import Asking
-from aligner.algorithms.run.assembly import describe_model, run_facts
-from aligner.algorithms.run.engine import Clusters, Engine, open_engine
-from aligner.algorithms.run.startup import check_room
+from aligner.algorithms.run.engine import Engine, Workers, open_engine
+from aligner.algorithms.run.startup import check_room, describe_model
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
 from aligner.config.commands.ask import as_run
 from aligner.config.parse import build
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.agreement import gather_objects, this_rank
+from aligner.distributed.object_collectives import gather_objects, this_rank
 from aligner.errors import CheckpointError, CheckpointNotFoundError
-from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 
@@ -115,35 +114,16 @@ class AskedModel:
 
     def start(
         self, longest_prompt: int, say: Callable[[str], None]
-    ) -> tuple[GenerationInterface, Clusters]:
-        """Load the weights and start what draws; it ends when ``closing`` closes.
+    ) -> tuple[GenerationInterface, Workers]:
+        """Load the weights and start what samples; it ends when ``closing`` closes.
 
         ``say``: called with a message on a damaged state that is passed over.
         """
-        run, clusters = self.run, self.engine.clusters(self.closing)
-        policy = Policy(
-            clusters.policy,
-            run.model,
-            self.tokenizer,
-            run=run_facts(run, run.loop),
-            backend=run.policy.backend,
-            init_optimizer=False,
-            init_reference_model=False,
-        )
-        self.closing.callback(policy.shutdown)
+        clusters = self.engine.clusters(self.closing)
+        workers = Workers(self.run, self.tokenizer, self.architecture, clusters, self.closing)
+        policy = workers.start_policy(init_optimizer=False)
         self._restore(policy, say)
-        if run.generation.backend == "megatron":
-            return policy, clusters
-        engines = VllmGeneration(
-            clusters.generation,
-            run,
-            self.tokenizer,
-            self.architecture,
-            policy,
-            longest_prompt + run.model.rollout.length_params.max_length,
-        )
-        self.closing.callback(engines.shutdown)
-        return engines, clusters
+        return start_generation(self.run, workers, policy, longest_prompt) or policy, workers
 
     def asking(self, engine: GenerationInterface, samples_per_prompt: int) -> Asking:
         """Settings by which prompts are put to ``engine``, which `start` has returned."""
@@ -168,7 +148,7 @@ def open_asked_model(config: AskConfig, closing: ExitStack) -> AskedModel:
         backend = build(BackendConfig, {"backend": source.backend}, "policy")
         config = replace(config, policy=backend)
     run = as_run(config, source.path, source.peft, source.tokenizer)
-    engine = open_engine(run, Path(run.exp_manager.explicit_log_dir).expanduser(), closing)
+    engine = open_engine(run, closing)
     tokenizer, architecture = describe_model(run.model)
     check_layout(architecture, run.model.parallel, engine.worlds[0])
     return AskedModel(run, source, engine, tokenizer, architecture, closing)

@@ -1,24 +1,31 @@
-"""Assembling distillation: the data, the teacher, the loss."""
+"""Distillation: examples or prompts in, student and teacher started, the trainer run to its end."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from aligner.algorithms.distill.distillation import Teaching
+from aligner.algorithms.distill.distillation import TeacherTargets
 from aligner.algorithms.rollout.rollout import prompts_batch
-from aligner.algorithms.run.assembly import Attempt, dropped_note, run_facts
-from aligner.algorithms.run.dry_run import may_be_dry
-from aligner.algorithms.run.longest import longest_set
-from aligner.algorithms.run.startup import check_room
-from aligner.algorithms.supervised.build import Lesson, load_examples, run_lesson, start_policy
-from aligner.algorithms.supervised.trainer import Task
+from aligner.algorithms.run.engine import Workers, run_settings
+from aligner.algorithms.run.run import Run
+from aligner.algorithms.run.startup import check_room, total_steps
+from aligner.algorithms.supervised.build import (
+    check_sequences,
+    example_sampler,
+    load_split,
+    supervised_summary,
+)
+from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config import DistillRunConfig, PeftConfig, PromptSourceConfig, StudentConfig
-from aligner.config.rules.checks import check_longest_example
+from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
+from aligner.config.rules.checks import check_model_shares
 from aligner.data.collate import collate_prompts
-from aligner.data.prompts import PromptDataset, PromptFormat
+from aligner.data.dataset import Dataset, Split
+from aligner.data.prompts import Prompt, PromptDataset
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.errors import ConfigError
@@ -26,99 +33,83 @@ from aligner.losses.distillation import DistillationLoss
 from aligner.models.policy.lm_policy import Policy
 
 
-@may_be_dry
 def train_distill(config: DistillRunConfig) -> None:
     """Distil from start to end and print where everything is."""
-    loop = config.trainer.distill
-
-    def lesson(tokenizer: Tokenizer, student: GPTArchitecture) -> Lesson:
-        teacher = check_teacher(config, tokenizer)
-        vocab_size = min(student.vocab_size, teacher.vocab_size)
-        if loop.top_k > vocab_size:
-            raise ConfigError(
-                f"trainer.distill.top_k={loop.top_k} is more than the {vocab_size} tokens that "
-                "student and teacher share; lower it"
-            )
-        train = load_taught(config, config.data.train, tokenizer)
-        sets = [train]
-        if config.data.validation is not None:
-            sets.append(load_taught(config, config.data.validation, tokenizer))
-        longest = max(each.max_length for each in sets)
-        if config.dry_run:
-            sets = [longest_set(config, train, tokenizer, student, teacher)]
-            longest = max(longest, sets[0].max_length)
+    with Run.open(config) as run:
+        config, loop, tokenizer = run.config, run.config.trainer.distill, run.tokenizer
+        check_model_shares(config, run.world_size)
+        architecture = check_teacher(config, tokenizer)
+        vocab_size = shared_vocabulary(config, run.architecture, architecture)
+        kind: type[Dataset[Any]] = PromptDataset if loop.on_policy else ExampleDataset
+        examples, longest = load_split(run, kind, architecture)
         if loop.on_policy:
-            response = config.model.distill.length_params.max_length
-            key = "model.distill.length_params.max_length"
-            for each in (student, teacher):
-                check_room(each, longest, key, response, limit_key="data.max_length")
-            longest += response
-        check_longest_example(config, longest)
-        task = distill_task(config, sets, tokenizer.pad_id, None)
+            longest = check_responses(config, longest, run.architecture, architecture)
+        check_sequences(run, longest, architecture)
+        task = distill_task(config, examples, tokenizer.pad_id)
+        seed = config.seed if loop.on_policy else None
+        for attempt in run.attempts():
+            with attempt:
+                sampler = example_sampler(config, task)
+                steps = total_steps(loop, sampler)
+                student = attempt.start_policy(steps)
+                teacher = start_teacher(config, attempt)
+                targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)
+                trainer = SupervisedTrainer(
+                    student,
+                    dataclasses.replace(task, complete=targets),
+                    sampler,
+                    limit_val_examples=loop.limit_val_examples,
+                )
+                frozen = {"teacher": architecture}
+                summary = supervised_summary(config, attempt, examples, steps, longest, frozen)
+                attempt.fit(trainer, steps, summary)
 
-        def with_teacher(attempt: Attempt, role: Any) -> Task[Any]:
-            del role  # it is asked batch by batch
-            front = start_teacher(config, tokenizer, attempt)
-            seed = config.seed if loop.on_policy else None
-            teaching = Teaching(front, loop.top_k, vocab_size, seed)
-            return distill_task(config, sets, tokenizer.pad_id, teaching)
 
-        return Lesson(
-            task,
-            lambda attempt, updates: start_policy(config, loop, tokenizer, attempt, updates),
-            "policy",
-            longest,
-            dropped_note(train.dropped_too_long, "training examples", "data.max_length"),
-            ask_first=with_teacher,
-            frozen={"teacher": teacher},
+def shared_vocabulary(
+    config: DistillRunConfig, student: GPTArchitecture, teacher: GPTArchitecture
+) -> int:
+    """Number of token ids that both models have; the top k must be fewer."""
+    vocab_size = min(student.vocab_size, teacher.vocab_size)
+    if config.trainer.distill.top_k > vocab_size:
+        raise ConfigError(
+            f"trainer.distill.top_k={config.trainer.distill.top_k} is more than the {vocab_size} "
+            "tokens that student and teacher share; lower it"
         )
+    return vocab_size
 
-    run_lesson(config, loop, loop.limit_val_examples, config.data.shuffle, lesson)
 
-
-def load_taught(
-    config: DistillRunConfig, source: PromptSourceConfig, tokenizer: Tokenizer
-) -> ExampleDataset | PromptDataset:
-    """Read and tokenize one set of examples, or of prompts that the student responds to."""
-    data = config.data
-    if not config.trainer.distill.on_policy:
-        return load_examples(data, source, tokenizer)
-    prompt_format = PromptFormat(
-        prompt_column=data.prompt_column,
-        ground_truth_column=None,
-        tools_column=data.tools_column,
-        chat=data.chat,
-        system_prompt=data.system_prompt,
-        add_bos=data.add_bos,
-        max_prompt_length=data.max_length,
-    )
-    return PromptDataset.load(
-        source.source,
-        tokenizer,
-        prompt_format,
-        arguments=source.arguments,
-        limit=source.limit,
-        limit_key="max_length",
-    )
+def check_responses(config: DistillRunConfig, longest: int, *models: GPTArchitecture) -> int:
+    """Tokens of the longest prompt with a response, for which every model must have room."""
+    key = "model.distill.length_params.max_length"
+    response = config.model.distill.length_params.max_length
+    for each in models:
+        check_room(each, longest, key, response, limit_key="data.max_length")
+    return longest + response
 
 
 def distill_task(
-    config: DistillRunConfig, sets: Sequence[Any], pad_id: int, teaching: Teaching | None
+    config: DistillRunConfig,
+    examples: Split[Any],
+    pad_id: int,
+    targets: TeacherTargets | None = None,
 ) -> Task[Any]:
-    """Task of learning from the training set and, where there is one, the validation set.
-
-    ``teaching``: None until the teacher has been started.
-    """
+    """Task of learning what ``targets`` adds to a batch; None until the teacher is started."""
     loop = config.trainer.distill
-    return Task(
-        sets[0],
-        sets[1] if len(sets) > 1 else None,
-        (lambda prompts: prompts_batch(collate_prompts(prompts, pad_id), 0))
-        if loop.on_policy
-        else (lambda examples: collate_examples(examples, pad_id)),
-        DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk),
-        complete=teaching,
+    collate: Callable[..., BatchedDataDict] = (
+        collate_for_student if loop.on_policy else collate_examples
     )
+    return Task(
+        examples.train,
+        examples.validation,
+        partial(collate, pad_id=pad_id),
+        DistillationLoss(loop.kl, loop.mixed_weight, loop.zero_outside_topk),
+        complete=targets,
+    )
+
+
+def collate_for_student(prompts: Sequence[Prompt], pad_id: int) -> BatchedDataDict:
+    """Batch of prompts that the student responds to; see `rollout.prompts_batch`."""
+    return prompts_batch(collate_prompts(prompts, pad_id), 0)
 
 
 def check_teacher(config: DistillRunConfig, tokenizer: Tokenizer) -> GPTArchitecture:
@@ -147,16 +138,15 @@ def teacher_config(config: DistillRunConfig) -> StudentConfig:
     )
 
 
-def start_teacher(config: DistillRunConfig, tokenizer: Tokenizer, attempt: Attempt) -> Policy:
-    """The teacher beside the student: without optimizer, and ended with ``attempt``."""
+def start_teacher(config: DistillRunConfig, workers: Workers) -> Policy:
+    """The teacher beside the student, without optimizer."""
     teacher = Policy(
-        attempt.clusters.policy,
+        workers.clusters.policy,
         teacher_config(config),
-        tokenizer,
-        run=run_facts(config, config.trainer.distill),
+        workers.tokenizer,
+        run=run_settings(config),
         name_prefix="teacher",
         init_optimizer=False,
         init_reference_model=False,
     )
-    attempt.closing.callback(teacher.shutdown)
-    return teacher
+    return workers.own(teacher)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET, generate, rollout_of
 from aligner.algorithms.rs.trainer import TRAIN_COLUMNS
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.sharded import columns_of
+from aligner.cluster.dispatch import columns_of
 from aligner.models.policy.lm_policy import Policy
 
 
 @dataclass(frozen=True)
-class Teaching:
+class TeacherTargets:
     """Completes the batches of a distillation run; see `Task` of `supervised.trainer`.
 
     Args:

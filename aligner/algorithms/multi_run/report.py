@@ -41,23 +41,22 @@ class StageResult:
     seconds: float
     command: str
     trained: Path | None  # None: an evaluation
-    facts: Mapping[str, Any]  # of `pair_facts`
+    summary: Mapping[str, Any]  # of `pair_summary`
 
 
-def pair_facts(config: BaseRunConfig) -> dict[str, float]:
+def pair_summary(config: BaseRunConfig) -> dict[str, float]:
     """``pairs`` held out and ``length_accuracy``, of a run that learns from pairs; else nothing."""
     if not isinstance(config, RewardRunConfig | DPORunConfig) or config.rows_per_example != 2:
         return {}
     if config.data.validation is None:
         return {}
-    from aligner.algorithms.multi_run.length_baseline import length_accuracy
-    from aligner.algorithms.preference.build import load_pairs
-    from aligner.algorithms.run.assembly import describe_model  # imports torch and the tokenizers
+    from aligner.algorithms.run.startup import describe_model  # imports torch and the tokenizers
+    from aligner.data.preferences import PairDataset, length_accuracy
 
     tokenizer, _ = describe_model(config.model)
-    train = load_pairs(config.data, config.data.train, tokenizer)
-    held_out = load_pairs(config.data, config.data.validation, tokenizer)
-    count = min(len(held_out), _limit(config) or len(held_out))
+    train = PairDataset.load(config.data.train, tokenizer, config.data)
+    held_out = PairDataset.load(config.data.validation, tokenizer, config.data)
+    count = min(len(held_out), config.loop.limit_val_examples or len(held_out))
     return {
         "pairs": count,
         "length_accuracy": length_accuracy(
@@ -110,7 +109,7 @@ def _learned(result: StageResult) -> Learned:
         name=result.name,
         began_with=result.began_with,
         metrics=metrics,
-        measures=list(held_out_measures(metrics, result.facts, _is_counted(result.config))),
+        measures=list(held_out_measures(metrics, result.summary, _is_counted(result.config))),
         seconds=result.seconds,
         command=result.command,
         files={"model": str(result.trained), "report": str(result.folder / "report.html")},
@@ -123,13 +122,13 @@ def _is_counted(config: BaseRunConfig) -> bool:
 
 
 def held_out_measures(
-    metrics: Sequence[Mapping[str, float]], facts: Mapping[str, Any], is_counted: bool | None
+    metrics: Sequence[Mapping[str, float]], summary: Mapping[str, Any], is_counted: bool | None
 ) -> Iterator[Measure]:
     """Before and after on what was held out, by the first and the last validation.
 
     Args:
         metrics: lines of a run's ``metrics.jsonl``.
-        facts: of `pair_facts`.
+        summary: of `pair_summary`.
         is_counted: whether the reward is just the share of right answers, so that it has no
             line of its own; None: where the two are the same numbers.
     """
@@ -139,7 +138,7 @@ def held_out_measures(
     first, last = held_out[0], held_out[-1]
     counts = {
         "val_rollouts/accuracy": last.get("val_rollouts/num_samples"),
-        "val_optim/accuracy": facts.get("pairs"),
+        "val_optim/accuracy": summary.get("pairs"),
     }
     if is_counted is None:
         right = "val_rollouts/accuracy"
@@ -149,11 +148,6 @@ def held_out_measures(
             count = counts.get(metric)
             share_of = None if count is None else int(count)
             yield Measure(label, first[metric], last[metric], share_of, better)
-        if metric == "val_optim/accuracy" and "length_accuracy" in facts:
-            share, pairs = facts["length_accuracy"], facts["pairs"]
+        if metric == "val_optim/accuracy" and "length_accuracy" in summary:
+            share, pairs = summary["length_accuracy"], summary["pairs"]
             yield Measure("… by length alone", None, share, pairs)
-
-
-def _limit(config: RewardRunConfig | DPORunConfig) -> int | None:
-    loop = config.trainer.dpo if isinstance(config, DPORunConfig) else config.trainer.reward_model
-    return loop.limit_val_examples

@@ -26,9 +26,8 @@ from typing import Any
 
 from rich.console import Console
 
-from aligner.algorithms.multi_run.report import StageResult, pair_facts, write_comparison
-from aligner.algorithms.run.directory import set_aside
-from aligner.algorithms.run.loop import config_changes
+from aligner.algorithms.multi_run.report import StageResult, pair_summary, write_comparison
+from aligner.algorithms.run.directory import config_changes, set_aside
 from aligner.checkpoint.durable import write_json
 from aligner.config import BaseRunConfig
 from aligner.config.commands.pipeline import (
@@ -65,7 +64,7 @@ class Stage:
 
     @property
     def record(self) -> dict[str, Any]:
-        """``made_of``, ``seconds``, ``finished`` and ``facts``, as far as the stage has come."""
+        """Record of the stage as far as it has come; `write_record` adds to it."""
         path = self.folder / RECORD
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -78,8 +77,8 @@ class Stage:
         """Inputs that decide its result: the configuration, and size and time of the models."""
         models = {}
         for key, path in self.models.items():
-            facts = path.stat()
-            models[key] = f"{path} ({facts.st_size} bytes of {facts.st_mtime_ns / 1e9:.3f})"
+            found = path.stat()
+            models[key] = f"{path} ({found.st_size} bytes of {found.st_mtime_ns / 1e9:.3f})"
         return {**self.config.as_dict(), "models": models}
 
     def changes(self) -> list[str]:
@@ -230,7 +229,7 @@ def run_stage(stage: Stage) -> None:
         )
     if stage.trained is not None and not stage.trained.exists():
         raise WorkerError(f"stage {stage.name} was stopped; the same command goes on from there")
-    stage.write_record(finished=True, facts=pair_facts(stage.config))
+    stage.write_record(finished=True, facts=pair_summary(stage.config))
     # Several times the size of the model, and nothing goes on from it.
     shutil.rmtree(stage.folder / "run_state", ignore_errors=True)
 
@@ -267,7 +266,7 @@ def compare(pipeline: PipelineConfig, stages: list[Stage], report: Path) -> None
             seconds=stage.record["seconds"],
             command=stage.command,
             trained=stage.trained,
-            facts=stage.record.get("facts") or {},
+            summary=stage.record.get("facts") or {},
         )
         for stage in stages
         if stage.record.get("finished")

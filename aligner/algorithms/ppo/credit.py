@@ -14,11 +14,18 @@ from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.rollout.rollout import shape_rewards
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
-from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
-from aligner.losses.group_advantages import CriticFreeEstimator, has_signal, token_advantages
+from aligner.losses.advantages import (
+    generalized_advantage_estimate,
+    soft_overlong_penalty,
+    token_rewards,
+)
+from aligner.losses.group_advantages import (
+    CriticFreeEstimator,
+    has_reward_variance,
+    token_advantages,
+)
 from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import masked_whiten
-from aligner.losses.overlong import soft_overlong_penalty
 from aligner.observe.diagnostics import explained_variance, statistics
 
 
@@ -26,13 +33,13 @@ from aligner.observe.diagnostics import explained_variance, statistics
 class Credit:
     """Credit assignment of a run.
 
-    ``charges_kl``: the reward carries a KL penalty. ``rollouts_per_prompt``: so many adjacent rows
+    ``kl_in_reward``: the reward carries a KL penalty. ``rollouts_per_prompt``: adjacent rows that
     answer one prompt. ``max_length``: most tokens of a response. ``own``: the user's estimator,
     where ``trainer.advantage`` names one.
     """
 
     trainer: TrainerPPOConfig
-    charges_kl: bool
+    kl_in_reward: bool
     rollouts_per_prompt: int
     max_length: int
     own: UserEstimator | None = None
@@ -65,7 +72,7 @@ class Credit:
             kl = batch["token_mask"] * kl_estimate(
                 batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
             )
-        charged = kl if self.charges_kl else None
+        charged = kl if self.kl_in_reward else None
         if "values" in batch:
             metrics = self._with_critic(batch, shaped, charged, beta, mask)
         else:
@@ -126,7 +133,7 @@ class Credit:
             )
         else:
             batch["advantages"], _ = self._by_user(self.own, batch, kl, beta)
-        signal = has_signal(shaped, groups, batch["sample_mask"]).float()
+        signal = has_reward_variance(shaped, groups, batch["sample_mask"]).float()
         return {"train_rollouts/samples_with_signal": signal.mean().item()}
 
     def _by_user(
@@ -151,7 +158,7 @@ class Credit:
     def _kl_metrics(
         self, kl: Tensor, mask: Tensor, shaped: Tensor, beta: float, per_sample: float
     ) -> dict[str, float]:
-        penalty = beta * per_sample if self.charges_kl else 0.0
+        penalty = beta * per_sample if self.kl_in_reward else 0.0
         return {
             "train_rollouts/init_policy_kl": ((kl * mask).sum() / mask.sum().clamp(min=1)).item(),
             "train_rollouts/init_policy_kl_per_sample": per_sample,

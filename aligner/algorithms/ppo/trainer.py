@@ -17,14 +17,13 @@ from typing import Any
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.dynamic_sampling import fill_with_signal
+from aligner.algorithms.rollout.dynamic_sampling import fill_with_varied_groups
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
-from aligner.algorithms.run.loop import Outcome
-from aligner.algorithms.run.updates import count_updates, idle_roles, update_metrics
+from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.sharded import columns_of
+from aligner.cluster.dispatch import columns_of
 from aligner.config import PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
@@ -33,10 +32,11 @@ from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLControl
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
 from aligner.losses.value import PPOValueLoss
+from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.role_front import RoleFront
 from aligner.models.value.lm_value import Value
+from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
 from aligner.observe.metric_names import describe
 from aligner.observe.timers import PhaseTimers
 from aligner.rewards.interface import RewardInterface
@@ -48,7 +48,7 @@ POLICY_COLUMNS = (*TRAIN_COLUMNS, "advantages", "generation_logprobs")
 
 
 class PPOTrainer:
-    """The PPO algorithm over the fronts; `RunLoop` drives it."""
+    """The PPO algorithm over the handles; `RunLoop` drives it."""
 
     def __init__(
         self,
@@ -64,13 +64,16 @@ class PPOTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
+        policy_loss: LossFunction,
+        estimator: UserEstimator | None,
     ) -> None:
         """Set up; nothing runs yet.
 
         ``sampler`` draws ``num_rollout_samples / num_rollouts_per_prompt`` prompts a step.
         ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
-        ``generation`` draws the responses; default ``policy`` itself. No rollout is begun ahead of
+        ``generation`` samples the responses; default ``policy`` itself. No rollout is begun for
         a step beyond ``total_steps`` (None: not known). ``val_sets``: further validation prompts.
+        ``policy_loss``, ``estimator``: of `make_policy_loss` and `make_estimator`.
         """
         self.config = config
         self.policy, self.value, self.reward = policy, value, reward
@@ -83,19 +86,19 @@ class PPOTrainer:
         self.kl_controller = make_kl_controller(config.trainer.ppo)
         self.credit = Credit(
             config.trainer.ppo,
-            self.charges_kl,
+            self.kl_in_reward,
             config.model.ppo.num_rollouts_per_prompt,
             config.model.ppo.length_params.max_length,
-            make_estimator(config),
+            estimator,
         )
-        self.policy_loss = make_policy_loss(config)
+        self.policy_loss = policy_loss
         critic = config.critic
         self.value_loss = PPOValueLoss(None if critic is None else critic.value_clip)
         self.consumed_samples = 0
         self.policy_updates = 0
         self.critic_updates = 0
 
-    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+    def step(self, step: int, timers: PhaseTimers) -> StepResult:
         """One PPO step: a rollout, then ``ppo_epochs`` passes of critic and policy over it."""
         ppo = self.config.model.ppo
         trains_policy = step > self.config.trainer.ppo.critic_warmup_steps
@@ -119,7 +122,7 @@ class PPOTrainer:
         with timers("advantages"):
             found, kl = self.credit.assign(batch, self.kl_controller.value)
             metrics |= found
-            if self.charges_kl and trains_policy:
+            if self.kl_in_reward and trains_policy:
                 self.kl_controller.update(kl, batch.size)
         # 7. Train.
         critic_passes: list[dict[str, Any]] = []
@@ -139,9 +142,9 @@ class PPOTrainer:
         }
         shown = self.config.exp_manager.samples_per_step
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
-        return Outcome(metrics, samples_of(batch, step, "train", shown), idle)
+        return StepResult(metrics, samples_of(batch, step, "train", shown), idle)
 
-    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Sample responses to the validation prompts, as in ``validation``, and score them."""
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
@@ -169,7 +172,7 @@ class PPOTrainer:
         any.
         """
         samples = self.config.model.ppo.num_rollout_samples
-        if self.charges_kl and not sampler_is_exact(self.config):
+        if self.kl_in_reward and not sampler_is_exact(self.config):
             return 0
         if not trains_policy:
             return samples
@@ -178,7 +181,7 @@ class PPOTrainer:
         return min(samples, self.config.model.global_batch_size)
 
     @property
-    def charges_kl(self) -> bool:
+    def kl_in_reward(self) -> bool:
         """True if the reward carries a KL penalty."""
         return self.config.trainer.ppo.initial_policy_kl_penalty > 0
 
@@ -187,12 +190,12 @@ class PPOTrainer:
     def _scored_rollout(
         self, step: int, timers: PhaseTimers
     ) -> tuple[BatchedDataDict, dict[str, float]]:
-        """The step's rollout with its rewards; metrics of what the policy drew first."""
+        """The step's rollout with its rewards; metrics of what the policy sampled first."""
         sampling = self.config.trainer.ppo.dynamic_sampling
         more = self.total_steps is None or step < self.total_steps
         seen: list[dict[str, float]] = []
 
-        def draw(prompts: int | None = None) -> BatchedDataDict:
+        def sample_rollout(prompts: int | None = None) -> BatchedDataDict:
             with timers("generate"):
                 # With dynamic sampling nobody knows yet how many rollouts a step takes.
                 ahead = more and not sampling.enabled
@@ -204,11 +207,11 @@ class PPOTrainer:
             return batch
 
         if not sampling.enabled:
-            batch = draw()
+            batch = sample_rollout()
             return batch, prefixed("train_rollouts", seen[0])
         per_prompt = self.config.model.ppo.num_rollouts_per_prompt
-        batch, drawn = fill_with_signal(
-            draw,
+        batch, sampled = fill_with_varied_groups(
+            sample_rollout,
             prompts=self.config.model.ppo.num_rollout_samples // per_prompt,
             rollouts_per_prompt=per_prompt,
             max_rollouts=sampling.max_rollouts,
@@ -217,7 +220,7 @@ class PPOTrainer:
         )
         return batch, {
             **prefixed("train_rollouts", seen[0]),
-            "train_rollouts/samples_drawn": drawn,
+            "train_rollouts/samples_drawn": sampled,
         }
 
     def _add_logprobs(self, batch: BatchedDataDict, on_policy_rows: int) -> None:
@@ -278,10 +281,19 @@ class PPOTrainer:
         metrics["train_optim/optimizer_steps"] = self.policy_updates
         return metrics
 
+    @property
+    def trained_role(self) -> Policy:
+        """The role that the run is about."""
+        return self.policy
+
+    def save_model(self, path: str) -> None:
+        """Write the policy as a `.nemo` file."""
+        self.policy.save_checkpoint(path)
+
     # Run state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the sampler's position, a rollout drawn ahead and the KL controller."""
+        """Counters, the sampler's position, a prefetched rollout and the KL controller."""
         return {
             "consumed_samples": self.consumed_samples,
             "policy_updates": self.policy_updates,
@@ -292,7 +304,7 @@ class PPOTrainer:
         }
 
     @property
-    def roles(self) -> Mapping[str, RoleFront]:
+    def roles(self) -> Mapping[str, RoleHandle]:
         """Roles whose weights and optimizer states a run state holds, by their folders there."""
         critic = {} if self.value is None else {"value": self.value}
         return {"policy": self.policy, **critic}
@@ -318,7 +330,7 @@ def needs_reference(config: RunConfig) -> bool:
 def sampler_is_exact(config: RunConfig) -> bool:
     """Return whether the sampler's log-probs are the trainer's but for float32 rounding.
 
-    So they are when the policy's own engine draws from the policy's own distribution: a repetition
+    So they are when the policy's own engine samples from the policy's distribution: a repetition
     penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep. (That
     of a dry run does not count: it has the phases of the run that it stands for.)
     """

@@ -138,11 +138,11 @@ class UserEstimator:
             ConfigError: it raised, or returned what `__call__` refuses.
         """
         rows, width = 2 * rollouts_per_prompt, 6
-        draw = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         position, lengths = torch.arange(width), torch.arange(rows) % 3 + 4
         token_mask = ((position >= 2) & (position < lengths[:, None])).float()
         numbers = {
-            name: -torch.rand(rows, width, generator=draw) * token_mask
+            name: -torch.rand(rows, width, generator=generator) * token_mask
             for name in ("penalty", "values", "generation_logprobs", "prev_logprobs")
         }
         made_up = {
@@ -152,7 +152,7 @@ class UserEstimator:
             "token_mask": token_mask,
             "sample_mask": torch.ones(rows),
             "is_end": torch.ones(rows, dtype=torch.bool),
-            "input_ids": torch.randint(3, 9, (rows, width), generator=draw),
+            "input_ids": torch.randint(3, 9, (rows, width), generator=generator),
             "input_lengths": lengths,
             "prompt_lengths": torch.full((rows,), 2),
             "discount_factor": 1.0,

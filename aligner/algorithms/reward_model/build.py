@@ -1,100 +1,97 @@
-"""Assembling a run that trains a reward model: from comparisons, or from ratings."""
+"""A reward model: comparisons or ratings in, the model started, the trainer run to its end."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from aligner.algorithms.preference.build import load_pairs, single_format
-from aligner.algorithms.run.assembly import dropped_note, run_facts
-from aligner.algorithms.run.dry_run import may_be_dry
-from aligner.algorithms.run.longest import longest_set
-from aligner.algorithms.supervised.build import Lesson, run_lesson
-from aligner.algorithms.supervised.trainer import Examples, Task
-from aligner.architecture import GPTArchitecture
+from aligner.algorithms.run.engine import run_settings
+from aligner.algorithms.run.run import Run
+from aligner.algorithms.run.startup import total_steps
+from aligner.algorithms.supervised.build import (
+    check_sequences,
+    example_sampler,
+    load_split,
+    supervised_summary,
+)
+from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
 from aligner.checkpoint.model_source import open_model
-from aligner.config import PromptSourceConfig, RewardRunConfig
-from aligner.config.rules.checks import check_longest_example
-from aligner.data.preferences import Pair, PairDataset, collate_pairs
+from aligner.config import RewardRunConfig
+from aligner.config.rules.checks import check_model_shares
+from aligner.data.dataset import Dataset, Split
+from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.sampler import PromptSampler
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.megatron.reward import Standardization, saved_attributes
 from aligner.models.reward.reward_model import RewardModel
-from aligner.models.role_front import RoleFront
-
-Dataset = PairDataset | RatedDataset
 
 
-@may_be_dry
 def train_reward_model(config: RewardRunConfig) -> None:
     """Train from start to end and print where everything is."""
-    loop = config.trainer.reward_model
-    data = config.data
-
-    def lesson(tokenizer: Tokenizer, architecture: GPTArchitecture) -> Lesson:
+    with Run.open(config) as run:
+        config = run.config
+        check_model_shares(config, run.world_size)
         check_head(config)
-        train = load_judged(config, data.train, tokenizer)
-        validation = (
-            None if data.validation is None else load_judged(config, data.validation, tokenizer)
-        )
-        longest = max(train.max_length, 0 if validation is None else validation.max_length)
-        if config.dry_run:
-            train, validation = longest_set(config, train, tokenizer, architecture), None
-            longest = max(longest, train.max_length)
-        check_longest_example(config, longest)
-        task = _task(config, train, validation, tokenizer.pad_id)
-
-        def start(attempt: Any, updates: int) -> RoleFront:
-            return RewardModel(
-                attempt.clusters.policy,
-                config.model,
-                tokenizer,
-                run_facts(config, loop),
-                attributes=data.attribute_columns,
-                max_optimizer_steps=updates,
-            )
-
-        def finish(role: RoleFront) -> None:
-            assert isinstance(role, RewardModel)
-            role.remember_sequences(data.add_bos, last_token(train))
-            measured_on = {"train": train, "validation": validation, None: None}
-            judged = measured_on[loop.standardize_on]
-            if judged is not None:
-                found = measure(role, task, judged, loop.limit_standardize_examples)
-                role.standardize(found.mean, found.std)
-
-        return Lesson(
-            task,
-            start,
-            "reward_model",
-            longest,
-            dropped_note(train.dropped_too_long, "training examples", "data.max_length"),
-            before_saving=finish,
-        )
-
-    run_lesson(config, loop, loop.limit_val_examples, data.shuffle, lesson)
+        examples, longest = load_split(run, kind_of(config))
+        check_sequences(run, longest)
+        task = reward_task(config, examples, run.tokenizer.pad_id)
+        for attempt in run.attempts():
+            with attempt:
+                sampler = example_sampler(config, task)
+                steps = total_steps(config.loop, sampler)
+                model = attempt.own(
+                    RewardModel(
+                        attempt.clusters.policy,
+                        config.model,
+                        run.tokenizer,
+                        run_settings(config),
+                        attributes=config.data.attribute_columns,
+                        max_optimizer_steps=steps,
+                    )
+                )
+                trainer = RewardModelTrainer(config, model, task, sampler, examples)
+                summary = supervised_summary(config, attempt, examples, steps, longest)
+                attempt.fit(trainer, steps, summary, saved_as="reward_model")
 
 
-def load_judged(
-    config: RewardRunConfig, source: PromptSourceConfig, tokenizer: Tokenizer
-) -> Dataset:
-    """Read and tokenize one set of comparisons, or of ratings."""
-    data = config.data
-    if config.trainer.reward_model.loss == "regression":
-        return RatedDataset.load(
-            source.source,
-            tokenizer,
-            single_format(data),
-            data.attribute_columns,
-            arguments=source.arguments,
-            limit=source.limit,
-        )
-    strength_counts = config.trainer.reward_model.variant != "plain"
-    return load_pairs(data, source, tokenizer, rewards_in_order=strength_counts)
+class RewardModelTrainer(SupervisedTrainer):
+    """Trains a reward model, and has its file say how its rewards are to be read."""
+
+    def __init__(
+        self,
+        config: RewardRunConfig,
+        model: RewardModel,
+        task: Task[Any],
+        sampler: PromptSampler,
+        examples: Split[Any],
+    ) -> None:
+        """``examples``: those of ``task``."""
+        super().__init__(model, task, sampler, limit_val_examples=config.loop.limit_val_examples)
+        self.config, self.model, self.examples = config, model, examples
+
+    def save_model(self, path: str) -> None:
+        """Write the model, its sequences' ends and its rewards' mean and deviation to ``path``."""
+        loop, examples = self.config.trainer.reward_model, self.examples
+        self.model.remember_sequences(self.config.data.add_bos, last_token(examples.train))
+        measured_on = {"train": examples.train, "validation": examples.validation, None: None}
+        judged = measured_on[loop.standardize_on]
+        if judged is not None:
+            found = measure(self.model, self.task, judged, loop.limit_standardize_examples)
+            self.model.standardize(found.mean, found.std)
+        self.model.save_checkpoint(path)
 
 
-def last_token(examples: Dataset) -> int | None:
+def kind_of(config: RewardRunConfig) -> type[Dataset[Any]]:
+    """The data set that the configured loss learns from: comparisons, or ratings."""
+    loop = config.trainer.reward_model
+    if loop.loss == "regression":
+        return RatedDataset
+    return PairDataset if loop.variant == "plain" else OrderedPairDataset
+
+
+def last_token(examples: Dataset[Any]) -> int | None:
     """The token that ends every sequence; None where they end in several."""
     items: list[Any] = [examples[index] for index in range(len(examples))]
     sequences = [item.examples if isinstance(item, Pair) else (item.example,) for item in items]
@@ -102,24 +99,12 @@ def last_token(examples: Dataset) -> int | None:
     return ends.pop() if len(ends) == 1 else None
 
 
-def _task(
-    config: RewardRunConfig, train: Examples[Any], validation: Examples[Any] | None, pad_id: int
-) -> Task[Any]:
-    loop = config.trainer.reward_model
+def reward_task(config: RewardRunConfig, examples: Split[Any], pad_id: int) -> Task[Any]:
+    """Task of learning from comparisons, or from ratings."""
+    loop, sets = config.trainer.reward_model, (examples.train, examples.validation)
     if loop.loss == "regression":
-        return Task(
-            train,
-            validation,
-            lambda rated: collate_rated(rated, pad_id),
-            AttributeRegressionLoss(),
-        )
-    return Task(
-        train,
-        validation,
-        lambda pairs: collate_pairs(pairs, pad_id),
-        BradleyTerryLoss(loop.variant),
-        rows_per_example=config.rows_per_example,
-    )
+        return Task(*sets, partial(collate_rated, pad_id=pad_id), AttributeRegressionLoss())
+    return Task(*sets, partial(collate_pairs, pad_id=pad_id), BradleyTerryLoss(loop.variant))
 
 
 def measure(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.losses.group_advantages import has_signal
+from aligner.losses.group_advantages import has_reward_variance
 
 
-def fill_with_signal(
-    draw: Callable[[int], BatchedDataDict],
+def fill_with_varied_groups(
+    sample: Callable[[int], BatchedDataDict],
     *,
     prompts: int,
     rollouts_per_prompt: int,
@@ -22,27 +22,27 @@ def fill_with_signal(
     prompts_left: Callable[[], int],
     pad_id: int,
 ) -> tuple[BatchedDataDict, int]:
-    """A scored rollout of ``prompts`` groups, and how many samples were drawn for it.
+    """A scored rollout of ``prompts`` groups, and how many samples were sampled for it.
 
-    ``draw``: the next scored rollout of this many prompts, with ``sample_mask`` and
+    ``sample``: the next scored rollout of this many prompts, with ``sample_mask`` and
     ``shaped_rewards``; responses to a prompt adjacent, ``rollouts_per_prompt`` of them. After the
-    first rollout only what is missing is drawn, so no group with signal is thrown away and all
-    come from the same weights (verl and NeMo-RL draw whole rollouts and drop the surplus).
+    first rollout only what is missing is sampled, so no group with signal is thrown away and all
+    come from the same weights (verl and NeMo-RL sample whole rollouts and drop the surplus).
 
-    Drawing ends when ``max_rollouts`` times ``prompts`` prompts were asked or ``prompts_left()``,
-    how many the run may yet draw, is 0. What is missing then is filled with groups that have no
+    Sampling ends when ``max_rollouts`` times ``prompts`` prompts were asked or ``prompts_left()``,
+    how many the run may yet sample, is 0. What is missing then is filled with groups that have no
     signal, the earliest first, which count but teach nothing. Groups keep the order in which they
-    were drawn; ``pad_id`` fills shorter rows.
+    were sampled; ``pad_id`` fills shorter rows.
     """
     kept: list[BatchedDataDict] = []
     spare: list[BatchedDataDict] = []
-    drawn = 0
+    sampled = 0
     missing = asked = prompts
     allowed = max_rollouts * prompts
     while asked:
-        batch = draw(asked)
+        batch = sample(asked)
         allowed -= asked
-        drawn += batch.size
+        sampled += batch.size
         signal = teaches(batch, rollouts_per_prompt)
         kept.append(batch.select_indices(signal.nonzero().flatten()))
         spare.append(batch.select_indices((~signal).nonzero().flatten()))
@@ -51,7 +51,7 @@ def fill_with_signal(
     joined: BatchedDataDict = BatchedDataDict.from_batches(
         [*kept, *spare], pad_value_dict={"input_ids": pad_id}
     )
-    return joined.slice(0, prompts * rollouts_per_prompt), drawn
+    return joined.slice(0, prompts * rollouts_per_prompt), sampled
 
 
 def teaches(batch: BatchedDataDict, rollouts_per_prompt: int) -> Tensor:
@@ -63,6 +63,6 @@ def teaches(batch: BatchedDataDict, rollouts_per_prompt: int) -> Tensor:
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     counts = batch["sample_mask"]
-    told_apart = has_signal(batch["rewards"], groups, counts)
-    told_apart &= has_signal(batch["shaped_rewards"], groups, counts)
-    return told_apart.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)
+    varied = has_reward_variance(batch["rewards"], groups, counts)
+    varied &= has_reward_variance(batch["shaped_rewards"], groups, counts)
+    return varied.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)

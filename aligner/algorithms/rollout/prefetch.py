@@ -1,13 +1,13 @@
-"""Rollouts of the training prompts: drawn when a step asks for them, or one step ahead.
+"""Rollouts of the training prompts: sampled when a step needs them, or one step ahead.
 
 One ahead (asynchronous, one step off-policy)::
 
     step k     take rollout k, refit, begin rollout k+1 ─── score, train on rollout k
-    engines                           └─ draw rollout k+1 with the weights before that training ─┐
+    engines                           └─ sample rollout k+1 with the weights before that training ─┐
     step k+1   take rollout k+1, refit, begin rollout k+2 ...                                  ◄─┘
 
-Between the two, a validation or a run state may come: a rollout in flight is then settled, that is
-finished with its old weights, or abandoned and drawn again, with the new ones, by the step that
+Between the two, a validation or a run state may come: a rollout in flight is then drained, that is
+finished with its old weights, or abandoned and sampled again, with the new ones, by the step that
 takes it. Either way nothing depends on how far it had come, so a run that is resumed from that
 state, and one that went on, see the same rollouts.
 """
@@ -29,7 +29,7 @@ class Rollouts:
     """The training rollouts of a run, in the sampler's order.
 
     Args:
-        config: of the run; ``generation`` decides whether one is drawn ahead.
+        config: of the run; ``generation`` decides whether one is prefetched.
         generation: the engine.
         prompts: the training prompts.
         sampler: draws the prompts of one rollout at a time; belongs to the caller, too.
@@ -75,7 +75,7 @@ class Rollouts:
             self._begin(first_sample_id + data.size)
         return rollout_of(data, output)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Have nothing in flight: finish it or abandon it, as configured."""
         if self._pending is not None and self._abandons:
             self._pending.abandon()
@@ -84,7 +84,7 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """The prompts that the sampler has given out but no step has had, and their responses."""
-        self.settle()
+        self.drain()
         output = None if self._output is None else dict(self._output)
         return {"indices": self._indices, "output": output}
 

@@ -4,9 +4,8 @@ import dataclasses
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from aligner.algorithms.run.assembly import Attempt, run_facts
-from aligner.algorithms.run.engine import Engine
-from aligner.algorithms.run.longest import MadeUpRewards
+from aligner.algorithms.run.dry_run import MadeUpRewards
+from aligner.algorithms.run.engine import Engine, Workers, run_settings
 from aligner.algorithms.run.startup import role_memory
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.archive import named_by
@@ -28,10 +27,8 @@ from aligner.models.value.lm_value import Value
 from aligner.observe.memory import RoleMemory
 from aligner.rewards.attributes import check_weights
 from aligner.rewards.interface import Reward, RewardInterface
-from aligner.rewards.model import ModelReward, VerifiedReward
+from aligner.rewards.model import ModelReward, SharedBackboneReward, VerifiedReward
 from aligner.rewards.sequences import SequenceEncoder
-from aligner.rewards.server.client import RemoteReward
-from aligner.rewards.shared_body import SharedBodyReward
 
 # Options of a model's start, training and end; the critic's output layer is gone.
 _NOT_OF_THE_BODY = {
@@ -57,8 +54,8 @@ class RewardSource:
     verifier: Reward | None
     architecture: GPTArchitecture | None = None
 
-    def start(self, attempt: Attempt, value: Value | None = None) -> RewardInterface:
-        """The reward of the run; a reward model is started, and ends with ``attempt``.
+    def start(self, workers: Workers, value: Value | None = None) -> RewardInterface:
+        """The reward of the run; a reward model is started, and ends with ``workers``.
 
         ``value``: the run's critic, whose body it may share. Of a dry run, which has no responses
         worth a reward, functions and servers are not asked.
@@ -66,9 +63,9 @@ class RewardSource:
         if self.config.dry_run:
             model = None
             if self.scorer is None:
-                model = start_reward_model(self.config, self.tokenizer, attempt, value)
+                model = start_reward_model(self.config, self.tokenizer, workers, value)
             return MadeUpRewards(model, self.config.seed)
-        scorer = self.scorer or start_reward_model(self.config, self.tokenizer, attempt, value)
+        scorer = self.scorer or start_reward_model(self.config, self.tokenizer, workers, value)
         return scorer if self.verifier is None else VerifiedReward(scorer, self.verifier)
 
     def memory(self) -> list[RoleMemory]:
@@ -99,6 +96,8 @@ def load_reward(
     if reward.kind == "function":
         return RewardSource(config, tokenizer, function, None)
     if reward.server is not None:
+        from aligner.rewards.server.client import RemoteReward  # httpx, tenacity: for this alone
+
         remote = RemoteReward(
             reward.server,
             tokenizer,
@@ -154,7 +153,7 @@ def check_one_body(config: SamplingRunConfig, architecture: GPTArchitecture) -> 
 
 
 def start_reward_model(
-    config: SamplingRunConfig, tokenizer: Tokenizer, attempt: Attempt, value: Value | None
+    config: SamplingRunConfig, tokenizer: Tokenizer, workers: Workers, value: Value | None
 ) -> ModelReward:
     """Start the reward model, frozen: on workers in the policy's layout, or in ``value``'s."""
     model = config.reward.model
@@ -165,27 +164,28 @@ def start_reward_model(
     ):
         encoder = SequenceEncoder.of_checkpoint(checkpoint, model.add_bos)
         own_tokenizer = encoder.tokenizer
-    frozen, facts = frozen_beside(config.model, model), run_facts(config, config.loop)
-    front: RewardModel | SharedBodyReward
+    frozen, run = frozen_beside(config.model, model), run_settings(config)
+    handle: RewardModel | SharedBackboneReward
     if model.share_body_with_critic:
         assert value is not None, "checked with the configuration"
-        front = SharedBodyReward(value, frozen, own_tokenizer, facts)
+        handle = SharedBackboneReward(value, frozen, own_tokenizer, run)
     else:
-        front = RewardModel(
-            attempt.clusters.reward,
-            frozen,
-            own_tokenizer,
-            facts,
-            init_optimizer=False,
-            offload_weights=model.offload_weights,
+        handle = workers.own(
+            RewardModel(
+                workers.clusters.reward,
+                frozen,
+                own_tokenizer,
+                run,
+                init_optimizer=False,
+                offload_weights=model.offload_weights,
+            )
         )
-        attempt.closing.callback(front.shutdown)
     weights = config.reward.attribute_weights
     return ModelReward(
-        front,
+        handle,
         encoder,
         tokenizer,
-        weights=check_weights(weights, front.attributes, model.restore_from_path),
+        weights=check_weights(weights, handle.attributes, model.restore_from_path),
         micro_batch_size=model.micro_batch_size,
         end_strings=config.model.rollout.sampling_params.end_strings,
     )

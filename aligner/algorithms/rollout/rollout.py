@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.config import Drawing, ImproperEndConfig, RewardShapingConfig
+from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
 from aligner.data.collate import PromptBatch
 from aligner.models.interfaces import GenerationInterface
 from aligner.observe.diagnostics import rollout_metrics
@@ -37,13 +37,13 @@ def generate(
     *,
     seed: int,
     greedy: bool = False,
-    drawing: Drawing | None = None,
+    sampling_options: SamplingOptions | None = None,
 ) -> BatchedDataDict:
     """Responses to a `prompts_batch` on the host; see ``GenerationOutputSpec``.
 
-    ``drawing``: lengths and sampling, in place of the engine's own.
+    ``sampling_options``: lengths and sampling, in place of the engine's own.
     """
-    others = {} if drawing is None else {"drawing": drawing}
+    others = {} if sampling_options is None else {"sampling_options": sampling_options}
     generation.prepare_for_generation()
     output = generation.generate(data, greedy=greedy, seed=seed, **others).to("cpu")
     generation.finish_generation()

@@ -13,9 +13,9 @@ from aligner.algorithms.rollout.rollout import (
     samples_of,
     score,
 )
-from aligner.algorithms.run.loop import Outcome
+from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.config import Drawing, SamplingRunConfig
+from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.collate import collate_prompts
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import sequential_batches
@@ -31,7 +31,7 @@ from aligner.rewards.interface import RewardInterface
 class Asking:
     """Settings by which prompts are put to an engine.
 
-    ``drawing``: lengths and sampling; None: the engine's own. ``rows``: responses of one call.
+    ``sampling_options``: None: the engine's own. ``rows``: responses of one call.
     ``seed``: of the random numbers, which depend only on it, the prompt's place and the sample.
     """
 
@@ -40,7 +40,7 @@ class Asking:
     seed: int
     rows: int
     samples_per_prompt: int = 1
-    drawing: Drawing | None = None
+    sampling_options: SamplingOptions | None = None
 
 
 def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> BatchedDataDict:
@@ -54,7 +54,9 @@ def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> Bat
     for indices in sequential_batches(size, max(1, asking.rows // per_prompt)):
         asked = collate_prompts([prompts[i] for i in indices], asking.pad_id)
         data = prompts_batch(asked, indices[0] * per_prompt, per_prompt)
-        output = generate(asking.generation, data, seed=asking.seed, drawing=asking.drawing)
+        output = generate(
+            asking.generation, data, seed=asking.seed, sampling_options=asking.sampling_options
+        )
         batches.append(rollout_of(data, output))
     return BatchedDataDict.from_batches(batches, pad_value_dict={"input_ids": asking.pad_id})
 
@@ -132,16 +134,16 @@ def validate_on_prompts(
     held_out: HeldOut,
     step: int,
     timers: PhaseTimers,
-) -> Outcome:
+) -> StepResult:
     """Sample responses to the prompts of every set and score them; nothing without prompts.
 
     Every validation of a run draws with the same random numbers, those of a set whatever other sets
-    there are. ``rollouts``: those of training; one that is in flight is settled first, for it draws
+    there are. ``rollouts``: those of training; one that is in flight is drained first, for it draws
     with older weights.
     """
     named, validation = held_out.named, config.validation
     if not named:
-        return Outcome({})
+        return StepResult({})
     judge = Judge.of(reward, validation.final_answer, "validation.final_answer")
     asking = Asking(
         generation,
@@ -149,18 +151,18 @@ def validate_on_prompts(
         config.seed + VALIDATION_SEED_OFFSET,
         config.model.rollout.num_rollout_samples,
         validation.samples_per_prompt,
-        validation.drawing(config.model.rollout),
+        validation.sampling_options(config.model.rollout),
     )
     metrics: dict[str, float] = {}
     samples: list[Sample] = []
     with timers("validate"):
-        rollouts.settle()
+        rollouts.drain()
         for prefix, prompts in named.items():
             batch = ask(asking, prompts, config.loop.limit_val_prompts)
             found = judge.evaluate(batch, asking.samples_per_prompt)
             metrics |= prefixed(prefix, found.metrics | _at_k(found.estimates))
             samples += found.shown(step, config.exp_manager.samples_per_step)
-    return Outcome(metrics, samples)
+    return StepResult(metrics, samples)
 
 
 def _at_k(estimates: Mapping[str, Estimate]) -> dict[str, float]:

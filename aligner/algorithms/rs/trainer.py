@@ -15,16 +15,16 @@ from torch import Tensor
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
-from aligner.algorithms.run.loop import Outcome
-from aligner.algorithms.run.updates import count_updates, idle_roles, update_metrics
-from aligner.cluster.sharded import columns_of
+from aligner.algorithms.run.loop import StepResult
+from aligner.cluster.dispatch import columns_of
 from aligner.config import RSRunConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.sampler import PromptSampler
 from aligner.losses.language import NegativeLogLikelihoodLoss
+from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.models.role_front import RoleFront
+from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
 from aligner.observe.timers import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 
@@ -32,7 +32,7 @@ TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 
 
 class RSTrainer:
-    """Rejection sampling over the fronts; `RunLoop` drives it."""
+    """Rejection sampling over the handles; `RunLoop` drives it."""
 
     is_out_of_data = False  # every step takes one batch, so the schedule counts them right
 
@@ -62,7 +62,7 @@ class RSTrainer:
         self.consumed_samples = 0
         self.updates = 0
 
-    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+    def step(self, step: int, timers: PhaseTimers) -> StepResult:
         """One rollout, and one pass over the best of it."""
         rs = self.config.model.rs
         with timers("generate"):
@@ -88,18 +88,27 @@ class RSTrainer:
         }
         shown = self.config.exp_manager.samples_per_step
         samples = samples_of(batch, step, "train", shown)
-        return Outcome(metrics, samples, idle_roles(policy=[result]))
+        return StepResult(metrics, samples, idle_roles(policy=[result]))
 
-    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Sample responses to the validation prompts, as in ``validation``, and score them."""
         return validate_on_prompts(
             self.config, self.rollouts, self.generation, self.reward, self.held_out, step, timers
         )
 
+    @property
+    def trained_role(self) -> Policy:
+        """The role that the run is about."""
+        return self.policy
+
+    def save_model(self, path: str) -> None:
+        """Write the policy as a `.nemo` file."""
+        self.policy.save_checkpoint(path)
+
     # Run state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the sampler's position and a rollout drawn ahead."""
+        """Counters, the sampler's position and a prefetched rollout."""
         return {
             "consumed_samples": self.consumed_samples,
             "updates": self.updates,
@@ -108,7 +117,7 @@ class RSTrainer:
         }
 
     @property
-    def roles(self) -> Mapping[str, RoleFront]:
+    def roles(self) -> Mapping[str, RoleHandle]:
         """Roles whose weights and optimizer states a run state holds, by their folders there."""
         return {"policy": self.policy}
 

@@ -272,3 +272,32 @@ def set_aside(folder: Path) -> Path | None:
 def _next_earlier(folder: Path) -> Path:
     numbers = [int(path.name.removeprefix("earlier_")) for path in folder.glob("earlier_[0-9]*")]
     return folder / f"earlier_{max(numbers, default=0) + 1:03d}"
+
+
+def log_dir(config: BaseRunConfig) -> Path:
+    """Directory of the run."""
+    return Path(config.exp_manager.explicit_log_dir).expanduser()
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``key: old -> new`` for every leaf that differs.
+
+    A key that an earlier version did not have, and that is empty now, is no change.
+    """
+    old, new = _flat(before), _flat(now)
+    new = {key: value for key, value in new.items() if key in old or value != []}
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings by dotted key."""
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves

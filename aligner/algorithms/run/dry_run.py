@@ -2,30 +2,30 @@
 
     configuration ─► the same set-up ─► longest batch, random tokens ─► step 1, step 2 ─► peaks
 
+Everything else about the items of that batch (labels, ratings, columns) is that of the run's data.
+
 The first step makes what later ones find (an optimizer's moments, CUDA graphs, workspaces); peaks
 are those of both, seconds those of the second. Nothing of the run's directory is read or written.
 """
 
 import contextlib
-import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from aligner.algorithms.distill.distillation import Teaching
 from aligner.algorithms.ppo.trainer import PPOTrainer, needs_reference
-from aligner.algorithms.rs.trainer import RSTrainer
-from aligner.algorithms.run.longest import MadeUpRewards
 from aligner.algorithms.run.loop import Learner
-from aligner.algorithms.supervised.trainer import SupervisedTrainer
+from aligner.architecture import GPTArchitecture
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import (
     BaseRunConfig,
     DistillRunConfig,
@@ -33,18 +33,29 @@ from aligner.config import (
     RewardRunConfig,
     RunConfig,
     SamplingRunConfig,
+    SupervisedRunConfig,
 )
 from aligner.config.commands.changes import overrides_of, single_changes
-from aligner.config.rules.lengths import draws_responses
+from aligner.config.rules.lengths import longest_lengths, samples_responses
+from aligner.data.dataset import Dataset
+from aligner.data.labelled import Labelled
+from aligner.data.preferences import Pair
+from aligner.data.prompts import Prompt
+from aligner.data.ratings import Rated
+from aligner.data.supervised import Example
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse
-from aligner.distributed.agreement import gather_objects, this_rank
+from aligner.distributed.object_collectives import gather_objects, this_rank
 from aligner.errors import DeviceMemoryError, WorkerError
-from aligner.models.role_front import RoleFront
+from aligner.models.handle import RoleHandle
 from aligner.observe.nonfinite import training_step
 from aligner.observe.timers import PhaseTimers
+from aligner.rewards.interface import ScoredResponses
+from aligner.rewards.model import ModelReward
 
 Config = TypeVar("Config", bound=BaseRunConfig)
+Kind = TypeVar("Kind", bound=Dataset[Any])
 STEPS = 2
 _GIB = 1 << 30
 _OF_A_CARD = (
@@ -60,34 +71,27 @@ _OF_A_PROCESS = (
 # Before the run --------------------------------------------------------------------------------
 
 
-def may_be_dry(train: Callable[[Config], None]) -> Callable[[Config], None]:
-    """``train``, which with ``dry_run=true`` is told to write elsewhere, and nothing for long.
+@contextlib.contextmanager
+def elsewhere(config: Config) -> Iterator[Config]:
+    """``config`` as a dry run has it (`dry_config`), which writes nothing for long.
 
     Logs of workers on Ray stay where one of them failed.
 
     Raises:
         DeviceMemoryError: the run took more memory than there is; where, and what saves some.
     """
-
-    @functools.wraps(train)
-    def run(config: Config) -> None:
-        if not config.dry_run:
-            train(config)
-            return
-        folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
-        try:
-            with explained(config, lambda: "setting up"):
-                train(dry_config(config, folder))
-        except (WorkerError, DeviceMemoryError):
-            if not (folder / "workers").exists():
-                shutil.rmtree(folder)
-            raise  # else the message names a log in the folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+    folder = Path(tempfile.mkdtemp(prefix="aligner-dry-run-"))
+    try:
+        with explained(config, lambda: "setting up"):
+            yield dry_config(config, folder)
+    except (WorkerError, DeviceMemoryError):
+        if not (folder / "workers").exists():
+            shutil.rmtree(folder)
+        raise  # else the message names a log in the folder
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-
-    return run
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def dry_config(config: Config, folder: Path) -> Config:
@@ -106,7 +110,7 @@ def dry_config(config: Config, folder: Path) -> Config:
         improper_end = replace(loop.improper_end, mode="keep")
         loop = replace(loop, critic_warmup_steps=0, improper_end=improper_end)
     model = config.model
-    if draws_responses(config):
+    if samples_responses(config):
         name = model.rollout_key.partition(".")[2]
         section = getattr(model, name)
         lengths = section.length_params
@@ -140,6 +144,88 @@ def explained(config: BaseRunConfig, doing: Callable[[], str]) -> Iterator[None]
             f"{words}\nEach of these saves memory: {changes}. So do more devices, LoRA "
             "(model.peft.peft_scheme=lora) and shorter sequences; `aligner plan` says how much"
         ) from error
+
+
+# The longest batch -------------------------------------------------------------------------------
+
+
+def longest_set(
+    config: BaseRunConfig, read: Kind, tokenizer: Tokenizer, *readers: GPTArchitecture
+) -> Kind:
+    """As many items as one step takes, each of the most tokens that the run lets pass.
+
+    ``read``: its training data; ``readers``: the models that the items pass through.
+    """
+    positions = min(each.max_position_embeddings for each in readers)
+    vocab_size = min(tokenizer.vocab_size, *(each.vocab_size for each in readers))
+    prompt, length = longest_lengths(config, positions, read=read.max_length)
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def random_ids() -> list[int]:
+        ids = torch.randint(vocab_size, (prompt or length,), generator=generator)
+        return ids.tolist()
+
+    numbers = range(_items_of_step(config))
+    items = [_lengthened(read[number % len(read)], random_ids) for number in numbers]
+    return type(read)(items, dropped_too_long=read.dropped_too_long)
+
+
+def _items_of_step(config: BaseRunConfig) -> int:
+    if isinstance(config, SamplingRunConfig):
+        rollout = config.model.rollout
+        return rollout.num_rollout_samples // rollout.num_rollouts_per_prompt
+    assert isinstance(config, SupervisedRunConfig), type(config)
+    return config.model.global_batch_size // config.rows_per_example
+
+
+def _lengthened(item: Any, random_ids: Callable[[], list[int]]) -> Any:
+    """``item`` with other sequences, of which all but the first token is learned."""
+    match item:
+        case Prompt():
+            return replace(item, text="", ids=random_ids())
+        case Example():
+            ids = random_ids()
+            return replace(item, ids=ids, learned=[(1, len(ids))])
+        case Rated():
+            return replace(item, example=_lengthened(item.example, random_ids))
+        case Pair() | Labelled():
+            return item.with_examples([_lengthened(each, random_ids) for each in item.examples])
+    raise TypeError(f"no item of a data set: {item!r:.80}")
+
+
+class MadeUpRewards:
+    """Rewards 0 and 1 in turn, whatever the response is.
+
+    Args:
+        model: a reward model of the run, which scores sequences as long as those of the rollout,
+            of random tokens, and is not listened to; None: there is none.
+        seed: of those tokens.
+    """
+
+    def __init__(self, model: ModelReward | None, seed: int) -> None:
+        self.model, self._seed = model, seed
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Score every row; reads ``input_lengths`` int64 [B]. Texts are empty."""
+        if self.model is not None:
+            self._ask(self.model, data["input_lengths"].tolist())
+        rewards = (torch.arange(data.size) % 2).float()
+        return ScoredResponses([""] * data.size, rewards, {})
+
+    def _ask(self, reward: ModelReward, lengths: list[int]) -> None:
+        encoder = reward.encoder
+        generator = torch.Generator().manual_seed(self._seed)
+        sequences = [
+            torch.randint(
+                encoder.tokenizer.vocab_size,
+                (min(length, encoder.max_length),),
+                generator=generator,
+            ).tolist()
+            for length in lengths
+        ]
+        reward.model.prepare_for_inference()
+        reward.model.get_rewards(encoder.collate(sequences), reward.micro_batch_size)
+        reward.model.finish_inference()
 
 
 # The run ---------------------------------------------------------------------------------------
@@ -195,24 +281,24 @@ def _place(there: Sequence[tuple[int, MemoryUse]]) -> Place:
 class MeasuredPhases(PhaseTimers):
     """Timers that also look at the memory of every phase, on all ranks."""
 
-    def __init__(self, fronts: Sequence[RoleFront]) -> None:
+    def __init__(self, handles: Sequence[RoleHandle]) -> None:
         super().__init__(synchronize=accelerator.synchronize)
-        self._fronts = fronts
+        self._handles = handles
         self.current = "between phases"
         self.peaks: dict[str, Place] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the block, unless it raises."""
-        for front in self._fronts:
-            front.reset_peak_memory()
+        for handle in self._handles:
+            handle.reset_peak_memory()
         self.current = phase
         with super().__call__(phase):
             yield
         self.current = f"what follows {phase}"
         mine = [
             (this_rank() if len(workers) == 1 else place, use)
-            for workers in [front.memory_use() for front in self._fronts]
+            for workers in [handle.memory_use() for handle in self._handles]
             for place, use in enumerate(workers)
         ]
         found = fullest([use for rank in gather_objects(mine) for use in rank])
@@ -220,13 +306,17 @@ class MeasuredPhases(PhaseTimers):
         self.peaks[phase] = found if before is None or found.taken > before.taken else before
 
 
-def make_steps(config: BaseRunConfig, learner: Learner, console: Console) -> None:
+def make_steps(
+    config: BaseRunConfig, learner: Learner, roles: Sequence[RoleHandle], console: Console
+) -> None:
     """Make `STEPS` steps and print the memory and time of each phase.
+
+    ``roles``: the models of the run; of those that share a process any one would do.
 
     Raises:
         DeviceMemoryError: a phase took more than there is.
     """
-    phases = MeasuredPhases(fronts_of(learner))
+    phases = MeasuredPhases(roles)
     names = roles_of_phases(config, learner)
 
     def doing() -> str:
@@ -243,17 +333,6 @@ def make_steps(config: BaseRunConfig, learner: Learner, console: Console) -> Non
                 idle += learner.step(step, phases).idle_roles
             seconds = phases.flush()
     console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
-
-
-def fronts_of(learner: Learner) -> list[RoleFront]:
-    """The models of a run; of those that share a process any one would do."""
-    found: list[object] = [*learner.roles.values()]
-    if isinstance(learner, PPOTrainer | RSTrainer):
-        if isinstance(learner.reward, MadeUpRewards) and learner.reward.model is not None:
-            found.append(learner.reward.model.model)
-    elif isinstance(learner, SupervisedTrainer) and isinstance(learner.task.complete, Teaching):
-        found.append(learner.task.complete.teacher)
-    return [front for front in found if isinstance(front, RoleFront)]
 
 
 def roles_of_phases(config: BaseRunConfig, learner: Learner) -> dict[str, tuple[str, str]]:

@@ -1,25 +1,27 @@
-"""Placement of a run's workers: in its own processes, or on Ray.
+"""Placement of a run's workers: in its own processes, or on Ray; and the roles they hold.
 
-A trainer cannot tell one from the other. On Ray, workers that die are started anew and the run goes
-on from its last state.
+A trainer cannot tell one from the other.
 """
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from rich.console import Console
-
+from aligner.algorithms.run.directory import log_dir
+from aligner.architecture import GPTArchitecture
 from aligner.cluster.heartbeat import watched_ranks
 from aligner.cluster.launch import started_processes
 from aligner.cluster.worker_groups import Cluster, LocalCluster
-from aligner.config import BaseRunConfig, ParallelConfig
+from aligner.config import BaseRunConfig, ParallelConfig, SamplingRunConfig
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import describe_layout, initialize_parallel
-from aligner.errors import ConfigError, WorkerDiedError
+from aligner.errors import ConfigError
+from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.handle import RoleHandle
+from aligner.models.policy.lm_policy import Policy
 from aligner.observe.packages import check_versions
 
 # Policy, critic, an engine that generates for the policy, and a reward model.
@@ -64,13 +66,13 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(config: BaseRunConfig, log_dir: Path, closing: ExitStack) -> Engine:
+def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
     """The configured engine; it ends when ``closing`` closes."""
     check_versions()
     if config.trainer.deterministic:
         accelerator.make_deterministic()
     if config.cluster.engine == "ray":
-        return RayEngine(config, log_dir, closing)
+        return RayEngine(config, log_dir(config), closing)
     return LocalEngine(config, closing)
 
 
@@ -179,19 +181,76 @@ def _spread(config: BaseRunConfig) -> list[int]:
     return [count for count in counts if count]
 
 
-def with_restarts(engine: Engine, console: Console, attempt: Callable[[int], None]) -> None:
-    """Call ``attempt(number)`` again, ``engine.max_restarts`` times at most, when a worker died."""
-    for number in range(engine.max_restarts + 1):
-        try:
-            return attempt(number)
-        except WorkerDiedError as error:
-            if number == engine.max_restarts:
-                raise
-            console.print(
-                f"{error}\nthe workers are started anew and the run goes on from its last state "
-                f"(restart {number + 1} of cluster.max_restarts={engine.max_restarts})",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+class Ended(Protocol):
+    """Something that has to be ended."""
+
+    def shutdown(self) -> Any:
+        """End it."""
+        ...
+
+
+Kind = TypeVar("Kind", bound=Ended)
+
+
+class Workers:
+    """One start of a run's workers: its clusters, and what lives on them until ``closing`` closes.
+
+    Args:
+        config: of the run.
+        tokenizer: the model's.
+        architecture: the model's.
+        clusters: where the workers of each role are started.
+        closing: shuts down what was started, the last one first.
+    """
+
+    def __init__(
+        self,
+        config: BaseRunConfig,
+        tokenizer: Tokenizer,
+        architecture: GPTArchitecture,
+        clusters: Clusters,
+        closing: ExitStack,
+    ) -> None:
+        self.config, self.tokenizer, self.architecture = config, tokenizer, architecture
+        self.clusters, self.closing = clusters, closing
+        self.roles: list[RoleHandle] = []  # in the order in which they were started
+
+    def own(self, started: Kind) -> Kind:
+        """``started``, which is shut down with these workers."""
+        self.closing.callback(started.shutdown)
+        if isinstance(started, RoleHandle):
+            self.roles.append(started)
+        return started
+
+    def start_policy(
+        self,
+        max_optimizer_steps: int | None = None,
+        *,
+        with_reference: bool = False,
+        init_optimizer: bool = True,
+    ) -> Policy:
+        """Start the run's policy; ``with_reference`` keeps a copy of its initial weights."""
+        return self.own(
+            Policy(
+                self.clusters.policy,
+                self.config.model,
+                self.tokenizer,
+                run=run_settings(self.config),
+                backend=self.config.policy.backend,
+                init_optimizer=init_optimizer,
+                init_reference_model=with_reference,
+                max_optimizer_steps=max_optimizer_steps,
             )
-    return None
+        )
+
+
+def run_settings(config: BaseRunConfig) -> RunSettings:
+    """Settings that all roles of the run share."""
+    return RunSettings(
+        precision=config.trainer.precision,
+        gradient_clip_val=config.loop.gradient_clip_val,
+        non_finite=config.loop.non_finite,
+        non_finite_dir=log_dir(config),
+        seed=config.seed,
+        cuda_graphs=not isinstance(config, SamplingRunConfig) or config.generation.cuda_graphs,
+    )

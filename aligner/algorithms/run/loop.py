@@ -14,7 +14,8 @@ computed again, to the bit.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +23,21 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
+from aligner.algorithms.run.directory import config_changes
 from aligner.algorithms.run.stopping import stop_signal
 from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore, SavedRole
+from aligner.config.defaults import without_new_defaults
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.distributed.object_collectives import (
+    any_rank,
+    from_rank_zero,
+    is_rank_zero,
+    on_rank_zero,
+)
 from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
+from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter
 from aligner.observe.nonfinite import training_step
 from aligner.observe.progress import Progress
@@ -37,8 +46,8 @@ from aligner.observe.timers import PhaseTimers
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Outcome of a step or a validation: metrics under their full names, samples to show.
+class StepResult:
+    """Result of a step or a validation: metrics under their full names, samples to show.
 
     ``idle_roles``: those whose every update of the step was skipped, for it was not finite.
     """
@@ -56,16 +65,25 @@ class Learner(Protocol):
         """True if no step can follow, although the schedule has some left."""
         ...
 
-    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+    def step(self, step: int, timers: PhaseTimers) -> StepResult:
         """Make step ``step`` (counted from 1)."""
         ...
 
-    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Measure the policy as it stands after ``step``."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and positions, the same on every rank."""
+        ...
+
+    @property
+    def trained_role(self) -> RoleHandle:
+        """The role that the run is about."""
+        ...
+
+    def save_model(self, path: str) -> None:
+        """Write what `trained_role` has become as a `.nemo` file."""
         ...
 
     @property
@@ -131,17 +149,20 @@ class RunLoop:
         identity: Mapping[str, Any] | None = None,
         on_saved: Callable[[], None] = lambda: None,
         callbacks: Callbacks | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Assemble a run.
 
         ``config``, ``identity``: the run's, kept in the run state. ``monitor``: metric that ranks
         states. ``layout``: number of processes and sizes of all parallel axes, in words.
         ``on_saved``: called on rank 0 after every run state. ``callbacks``: the user's.
+        ``defaults``: those of ``config``, of `defaults_of`.
         """
         self.learner, self.schedule, self.store = learner, schedule, store
         self.metrics, self.samples, self.console = metrics, samples, console
         self.config, self.monitor, self.layout = config, monitor, layout
         self.identity, self._on_saved = identity or {}, on_saved
+        self._defaults = defaults or {}
         self.callbacks = callbacks or Callbacks()
         self.step = 0  # the last one that was made
         self.ended_by = ""  # why there are no more, in words
@@ -156,20 +177,9 @@ class RunLoop:
         it), False when a signal stopped it before. Either way its last run state is complete, and
         after an error too, if every worker could write its share.
         """
-        try:
-            return self._run(done)
-        except Exception:
-            self.store.settle()
-            raise
-        except BaseException:  # a second Ctrl-C
-            stop_all_tasks()
-            raise
-
-    def _run(self, done: int | None) -> bool:
         total = self.schedule.total_steps
-        self.step, self.ended_by = done or 0, "the last step is made"
-        self.callbacks.tell("on_run_start", self.step)
         with (
+            self._running(done or 0),
             stop_signal(is_rank_zero()) as stopped,
             Progress(
                 total, done_steps=done or 0, console=self.console, enabled=is_rank_zero()
@@ -184,32 +194,22 @@ class RunLoop:
                     self.ended_by = "max_epochs is reached"
                     break
                 with training_step(step):
-                    outcome = self.learner.step(step, timers)
+                    result = self.learner.step(step, timers)
                 self.step = step
-                self.callbacks.tell("on_step_end", step, outcome.metrics)
+                self.callbacks.tell("on_step_end", step, result.metrics)
                 interrupted = any_rank(stopped.name is not None)
                 out_of_time = from_rank_zero(self._out_of_time())
                 is_last = step == total or self.learner.is_out_of_data
                 is_stopped = out_of_time or self.callbacks.stop_reason is not None
                 # Not after a signal: the resumed run must write what an uninterrupted one does.
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
-                    outcome = _joined(outcome, self._validate(step, timers))
-                written = self._record(step, outcome, timers, progress)
+                    result = _joined(result, self._validate(step, timers))
+                written = self._record(step, result, timers, progress)
                 made = step - (done or 0) if is_last else None
-                self._check_learning(step, outcome.idle_roles, made)
+                self._check_learning(step, result.idle_roles, made)
                 is_stopped = is_stopped or self.callbacks.stop_reason is not None
                 is_end = is_last or interrupted or is_stopped
-                if is_end or self.schedule.saves(step):
-                    with timers("save"):
-                        self._save(step, written, self.schedule.async_save and not is_end)
-                elif self.store.is_saving:
-                    with timers("save"):
-                        self.store.check()
-                    self._announce()
-                elif step == (done or 0) + 1 and self.schedule.saves_beside:
-                    # Only now does the optimizer have its state.
-                    for role in self.learner.roles.values():
-                        role.prepare_saving()
+                self._save_when_due(step, written, timers, is_end=is_end, done=done or 0)
                 if (interrupted or is_stopped) and not is_last:
                     self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
                     self._say_stopped(step, self.ended_by)
@@ -218,15 +218,54 @@ class RunLoop:
             self._announce()
         return True
 
+    @contextmanager
+    def _running(self, done: int) -> Iterator[None]:
+        """Begin the run; where it ends with an error, finish the run state at hand."""
+        try:
+            self.step, self.ended_by = done, "the last step is made"
+            self.callbacks.tell("on_run_start", done)
+            yield
+        except Exception:
+            self.store.drain()
+            raise
+        except BaseException:  # a second Ctrl-C
+            stop_all_tasks()
+            raise
+
+    def _save_when_due(
+        self,
+        step: int,
+        written: Mapping[str, float],
+        timers: PhaseTimers,
+        *,
+        is_end: bool,
+        done: int,
+    ) -> None:
+        """Write a run state after ``step``, or see to one that is being written.
+
+        ``done``: the steps that the run had made when it started.
+        """
+        if is_end or self.schedule.saves(step):
+            with timers("save"):
+                self._save(step, written, self.schedule.async_save and not is_end)
+        elif self.store.is_saving:
+            with timers("save"):
+                self.store.check()
+            self._announce()
+        elif step == done + 1 and self.schedule.saves_beside:
+            # Only now does the optimizer have its state.
+            for role in self.learner.roles.values():
+                role.prepare_saving()
+
     def _stopped_by(self, interrupted: bool, signal: str | None, out_of_time: bool) -> str:
         if interrupted:
             return signal or "a signal"
         return "trainer.max_time" if out_of_time else f"a callback: {self.callbacks.stop_reason}"
 
-    def _validate(self, step: int, timers: PhaseTimers) -> Outcome:
-        outcome = self.learner.validate(step, timers)
-        self.callbacks.tell("on_validation_end", step, outcome.metrics)
-        return outcome
+    def _validate(self, step: int, timers: PhaseTimers) -> StepResult:
+        result = self.learner.validate(step, timers)
+        self.callbacks.tell("on_validation_end", step, result.metrics)
+        return result
 
     def _announce(self) -> None:
         """Call the callbacks for the last run state once it is complete."""
@@ -276,7 +315,9 @@ class RunLoop:
             self.learner.load(learner, path)
             if layout == self.layout and is_rank_zero():
                 restore_rng(saved.state["rng"], accelerator.set_rng_state)
-            changes = config_changes(saved.state["config"], self.config)
+            before = saved.state["config"]
+            now = without_new_defaults(self.config, before, self._defaults)
+            changes = config_changes(before, now)
             self.callbacks.load_state_dict(saved.state.get("callbacks", {}))
         except KeyError as error:
             raise CheckpointError(
@@ -286,15 +327,15 @@ class RunLoop:
         return Restoration(saved.step, path, changes, None if layout == self.layout else layout)
 
     def _record(
-        self, step: int, outcome: Outcome, timers: PhaseTimers, progress: Progress
+        self, step: int, result: StepResult, timers: PhaseTimers, progress: Progress
     ) -> dict[str, float]:
-        metrics = {**outcome.metrics, **timers.flush()}
+        metrics = {**result.metrics, **timers.flush()}
         # A full disk is rank 0's trouble first; the others must not wait for it in the next step.
         on_rank_zero(lambda: self.metrics.write(step, metrics))
-        on_rank_zero(lambda: self.samples.write(outcome.samples))
+        on_rank_zero(lambda: self.samples.write(result.samples))
         progress.step(step, metrics)
         if is_rank_zero() and (step <= 1 or self.schedule.validates(step)):
-            print_samples(outcome.samples, self.console)  # samples.jsonl has those of every step
+            print_samples(result.samples, self.console)  # samples.jsonl has those of every step
         return metrics
 
     def _check_learning(self, step: int, idle: tuple[str, ...], made: int | None) -> None:
@@ -310,18 +351,18 @@ class RunLoop:
             if self._idle_steps == 1
             else f"steps {step - self._idle_steps + 1} to {step}"
         )
-        told = (
+        message = (
             f"{steps}: no update of the {' and the '.join(idle)} was made, for every loss or "
             "gradient was NaN or infinite"
         )
         if self._idle_steps in (self.schedule.max_skipped_steps, made):
             raise NonFiniteError(
-                f"{told}; the run learns nothing and ends. The samples are in "
+                f"{message}; the run learns nothing and ends. The samples are in "
                 f"{self.store.root.parent / 'nonfinite'}: look at the rewards and the weights, "
                 "lower the learning rate, or raise max_skipped_steps="
                 f"{self.schedule.max_skipped_steps}"
             )
-        self._say(told, "bold red")
+        self._say(message, "bold red")
 
     def _save(self, step: int, metrics: Mapping[str, float], in_background: bool) -> None:
         self.store.finish()
@@ -367,33 +408,9 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _joined(first: Outcome, second: Outcome) -> Outcome:
-    return Outcome(
+def _joined(first: StepResult, second: StepResult) -> StepResult:
+    return StepResult(
         {**first.metrics, **second.metrics},
         [*first.samples, *second.samples],
         (*first.idle_roles, *second.idle_roles),
     )
-
-
-def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``key: old -> new`` for every leaf that differs.
-
-    A key that an earlier version did not have, and that is empty now, is no change.
-    """
-    old, new = _flat(before), _flat(now)
-    new = {key: value for key, value in new.items() if key in old or value != []}
-    return [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted key."""
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return leaves

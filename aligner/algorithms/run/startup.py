@@ -1,15 +1,21 @@
-"""Start-up report of a run, from the configuration and the model's description."""
+"""Before the first step: the model's description, lengths, and the start-up report."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from aligner.algorithms.run.engine import Workers
 from aligner.architecture import GPTArchitecture
-from aligner.checkpoint.adapters import adapter_shapes
+from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
+from aligner.checkpoint.model_source import open_model
+from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
-from aligner.distributed.accelerator import DeviceFacts
+from aligner.data.sampler import PromptSampler
+from aligner.data.tokenizers.loading import named_tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.accelerator import DeviceInfo
 from aligner.distributed.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.logprobs.vocab_shard import tile_bytes
@@ -17,12 +23,43 @@ from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_
 from aligner.observe.packages import find_packages
 from aligner.observe.startup import (
     BatchPlan,
-    Restored,
-    StartupFacts,
+    StartupSummary,
     TrainedRole,
     batch_arithmetic,
     saving_sentence,
 )
+
+
+def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:
+    """Tokenizer and architecture of the model, without reading its weights.
+
+    Adapters that do not fit it are refused.
+    """
+    with open_model(model.restore_from_path) as checkpoint:
+        tokenizer = (
+            checkpoint.tokenizer
+            if model.tokenizer is None
+            else named_tokenizer(model.tokenizer, key="model.tokenizer")
+        )
+        _check_adapters(model, checkpoint.architecture)
+        ends = model.rollout.sampling_params.end_tokens
+        return tokenizer.with_end_tokens(ends), checkpoint.architecture
+
+
+def _check_adapters(model: TrainedModelConfig, architecture: GPTArchitecture) -> None:
+    lora, path = model.peft.lora, model.peft.restore_from_path
+    if lora is None:
+        return
+    adapter_shapes(architecture, lora)
+    if path is not None:
+        check_same(lora, read_adapters(path, architecture).lora, path)
+
+
+def total_steps(config: LoopConfig, sampler: PromptSampler) -> int:
+    """Steps of the run: ``max_epochs`` worth of data, ``max_steps`` at most."""
+    limit = config.max_steps
+    steps = sampler.batches_in(config.max_epochs)
+    return steps if limit < 0 else min(limit, steps)
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:
@@ -106,28 +143,45 @@ def repetition_in_words(config: SamplingRunConfig, *, on_gpus: bool) -> str:
     )
 
 
-def startup_facts(
+@dataclass(frozen=True)
+class Summary:
+    """Summary of a run, for its start-up report.
+
+    Args:
+        restores: what a run state brings back, in words.
+        batches: how many of what makes a step, one sentence each.
+        memory: models per process.
+        longest: tokens of the longest sequence that is trained.
+        notes: anything else to be read before the first step.
+    """
+
+    restores: Sequence[str]
+    batches: Sequence[str]
+    memory: Sequence[RoleMemory]
+    longest: int
+    notes: Sequence[str] = ()
+
+
+def sampling_summary(
     config: SamplingRunConfig,
-    architecture: GPTArchitecture,
-    processes: int,
+    workers: Workers,
     prompts: PromptDataset,
-    device: DeviceFacts,
     *,
     steps: int,
     trained: Sequence[TrainedRole],
     passes: int = 1,
     with_reference: bool = False,
     frozen: Sequence[RoleMemory] = (),
-    restored: Restored | None,
-    notes: list[str],
-) -> StartupFacts:
-    """Everything the start-up report shows of a run that samples.
+    restores: Sequence[str],
+    notes: Sequence[str],
+) -> Summary:
+    """Summary of a run that samples.
 
-    ``processes``: workers of the policy; ``device``: what they compute on; ``trained``: roles that
-    go ``passes`` times over every rollout; ``with_reference``: the initial policy is kept;
-    ``frozen``: further models.
+    ``prompts``: those of training; ``trained``: roles that go ``passes`` times over every rollout;
+    ``with_reference``: the initial policy is kept; ``frozen``: further models.
     """
-    data_size = config.model.parallel.data_size(processes)
+    architecture = workers.architecture
+    data_size = config.model.parallel.data_size(workers.clusters.policy.world_size())
     rollout = config.model.rollout
     plan = BatchPlan(
         steps=steps,
@@ -139,22 +193,48 @@ def startup_facts(
         ppo_epochs=passes,
         roles=trained,
     )
-    roles = [*_own_roles(config, architecture, data_size, trained, with_reference), *frozen]
-    return StartupFacts(
+    return Summary(
+        restores,
+        batch_arithmetic(plan),
+        [*_own_roles(config, architecture, data_size, trained, with_reference), *frozen],
+        prompts.max_length + rollout.length_params.max_length,
+        notes,
+    )
+
+
+def startup_summary(
+    config: BaseRunConfig,
+    architecture: GPTArchitecture,
+    processes: int,
+    device: DeviceInfo,
+    summary: Summary,
+) -> StartupSummary:
+    """Everything the start-up report shows of a new run.
+
+    ``processes``: workers of the policy; ``device``: what they compute on.
+    """
+    cache: dict[str, int] = {}
+    repetition = ""
+    if isinstance(config, SamplingRunConfig):
+        cache = {"KV cache": _cache_memory(config, architecture, summary.longest)}
+        repetition = repetition_in_words(config, on_gpus=device.has_gpu)
+    return StartupSummary(
         processes=processes,
         algorithm=config.algorithm,
         model=config.model.restore_from_path,
         log_dir=config.exp_manager.explicit_log_dir,
-        batches=batch_arithmetic(plan),
-        roles=roles,
-        working_bytes=_working_memory(config, architecture, prompts, device.has_gpu),
-        run_states=saving(config, roles, processes),
+        batches=summary.batches,
+        roles=summary.memory,
+        working_bytes={
+            **cache,
+            **training_memory(config, architecture, summary.longest, on_gpus=device.has_gpu),
+        },
+        run_states=saving(config, summary.memory, processes),
         packages=find_packages(),
         dropout=dropout_in_words(config.model, architecture),
-        repetition=repetition_in_words(config, on_gpus=device.has_gpu),
+        repetition=repetition,
         device=device,
-        restored=restored,
-        notes=notes,
+        notes=summary.notes,
     )
 
 
@@ -228,13 +308,8 @@ def _adapter_parameters(config: BaseRunConfig, architecture: GPTArchitecture) ->
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _working_memory(
-    config: SamplingRunConfig,
-    architecture: GPTArchitecture,
-    prompts: PromptDataset,
-    on_gpus: bool,
-) -> dict[str, int]:
-    length = prompts.max_length + config.model.rollout.length_params.max_length
+def _cache_memory(config: SamplingRunConfig, architecture: GPTArchitecture, length: int) -> int:
+    """Bytes per process of the keys and values of sequences of ``length`` tokens in flight."""
     cache = kv_cache_bytes(
         layers=architecture.num_layers // config.model.pipeline_model_parallel_size,
         query_groups=architecture.num_query_groups,
@@ -243,11 +318,7 @@ def _working_memory(
         length=length,
         value_bytes=2 if config.trainer.precision == "bf16" else 4,
     )
-    share = config.model.tensor_model_parallel_size
-    return {
-        "KV cache": cache // share,
-        **training_memory(config, architecture, length, on_gpus=on_gpus),
-    }
+    return cache // config.model.tensor_model_parallel_size
 
 
 def training_memory(
@@ -280,3 +351,8 @@ def training_memory(
             tile_bytes=min(logits, tile_bytes("accelerator" if on_gpus else "cpu")),
         ),
     }
+
+
+def dropped_note(count: int, what: str, key: str) -> list[str]:
+    """Note that ``count`` examples are longer than ``key`` allows; empty where none is."""
+    return [f"{count} {what} are longer than {key} and were dropped"] if count else []

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.algorithms.rollout.rollout import prefixed
-from aligner.algorithms.run.loop import Outcome
-from aligner.algorithms.run.updates import count_updates, idle_roles, update_metrics
+from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.data.sampler import PromptSampler
-from aligner.models.role_front import RoleFront
+from aligner.models.handle import RoleHandle
+from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
 from aligner.observe.timers import PhaseTimers
 from aligner.types import LossFunction
 
@@ -36,16 +36,15 @@ class Task(Generic[T_co]):
     """Learning task: examples, batches and loss.
 
     ``collate`` makes the batch that ``loss`` reads from a list of examples, with the columns of
-    `aligner.types`; every example gives ``rows_per_example`` adjacent rows. ``complete`` puts into
-    a batch, in place, the outputs of models that the loss reads; it is passed the number of
-    examples that the run has learned from before, None in validation.
+    `aligner.types`. ``complete`` puts into a batch, in place, the outputs of models that the loss
+    reads; it is passed the number of examples that the run has learned from before, None in
+    validation.
     """
 
     train: Examples[T_co]
     validation: Examples[T_co] | None
     collate: Callable[[Sequence[T_co]], BatchedDataDict]
     loss: LossFunction
-    rows_per_example: int = 1
     complete: Callable[[Any, BatchedDataDict, int | None], None] | None = None
 
 
@@ -56,7 +55,7 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        role: RoleFront,
+        role: RoleHandle,
         task: Task[Any],
         sampler: PromptSampler,
         *,
@@ -68,7 +67,7 @@ class SupervisedTrainer:
         self.consumed_samples = 0
         self.updates = 0
 
-    def step(self, step: int, timers: PhaseTimers) -> Outcome:
+    def step(self, step: int, timers: PhaseTimers) -> StepResult:
         """One optimizer update on the next global batch."""
         with timers("data"):
             indices = self.sampler.next_batch()
@@ -81,7 +80,7 @@ class SupervisedTrainer:
             self.role.finish_training()
         self.consumed_samples += len(indices)
         self.updates += count_updates([result])
-        return Outcome(
+        return StepResult(
             {
                 **prefixed("train_optim", update_metrics([result])),
                 "train_optim/optimizer_steps": self.updates,
@@ -93,14 +92,14 @@ class SupervisedTrainer:
             idle_roles=idle_roles(model=[result]),
         )
 
-    def validate(self, step: int, timers: PhaseTimers) -> Outcome:
+    def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Loss and metrics over the validation examples taken as one global batch.
 
         So a mean is over all their tokens (or pairs), however they are cut into micro-batches.
         """
         examples = self.task.validation
         if examples is None:
-            return Outcome({})
+            return StepResult({})
         count = min(len(examples), self.limit_val_examples or len(examples))
         with timers("validate"):
             batch = self.task.collate([examples[index] for index in range(count)])
@@ -110,7 +109,7 @@ class SupervisedTrainer:
             result = self.role.train(batch, self.task.loss, eval_mode=True, gbs=batch.size)
             self.role.finish_inference()
         metrics = {name: values[0] for name, values in result["all_mb_metrics"].items()}
-        return Outcome(prefixed("val_optim", metrics))
+        return StepResult(prefixed("val_optim", metrics))
 
     def _complete(self, batch: BatchedDataDict, consumed: int | None) -> None:
         if self.task.complete is not None:
@@ -120,6 +119,15 @@ class SupervisedTrainer:
         """Rows of any batch are a multiple of it: what all data-parallel ranks take in a pass."""
         ranks = self.role.sharding_annotations.get_axis_size("data_parallel")
         return self.role.config.micro_batch_size * ranks
+
+    @property
+    def trained_role(self) -> RoleHandle:
+        """The role that the run is about."""
+        return self.role
+
+    def save_model(self, path: str) -> None:
+        """Write the role as a `.nemo` file."""
+        self.role.save_checkpoint(path)
 
     # Run state --------------------------------------------------------------------------------
 
@@ -132,7 +140,7 @@ class SupervisedTrainer:
         }
 
     @property
-    def roles(self) -> Mapping[str, RoleFront]:
+    def roles(self) -> Mapping[str, RoleHandle]:
         """Roles whose weights and optimizer states a run state holds, by their folders there."""
         return {"role": self.role}
 

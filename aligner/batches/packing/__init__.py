@@ -8,8 +8,11 @@ every process that packs the same lengths gets the same bins.
 
 from enum import Enum
 
-from aligner.batches.packing.first_fit import FirstFitDecreasingPacker, FirstFitShufflePacker
-from aligner.batches.packing.modified_first_fit import ModifiedFirstFitDecreasingPacker
+from aligner.batches.packing.first_fit import (
+    FirstFitDecreasingPacker,
+    FirstFitShufflePacker,
+    ModifiedFirstFitDecreasingPacker,
+)
 from aligner.batches.packing.packer import ConcatenativePacker, SequencePacker
 from aligner.errors import ConfigError
 

@@ -38,7 +38,7 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
     heapq.heapify(heap)
     while len(bins) < count:
         _, number = heapq.heappop(heap)
-        if len(bins[number]) < 2:
+        if len(bins[number]) < 2:  # stays whole, and does not come back into the heap
             continue
         bins[number], new = _halves(bins[number], lengths)
         bins.append(new)

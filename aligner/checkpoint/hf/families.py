@@ -52,7 +52,7 @@ _GPT2_ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "silu": "silu",
 }
-# Settings that config.json lacks, or that only matter while training.
+# Settings that config.json lacks, or that matter only in training.
 _NOT_CARRIED = {"make_vocab_size_divisible_by", "family", "hidden_dropout", "attention_dropout"}
 
 

@@ -244,7 +244,7 @@ class HuggingFaceView(Mapping[str, Tensor]):
 
     def __getitem__(self, target: str) -> Tensor:
         name, place = self._sources[target]
-        if self._last[0] != name:  # what one canonical tensor holds is asked for in a row
+        if self._last[0] != name:  # parts of one canonical tensor are read in a row
             layout, _ = self._rows[name]
             self._last = name, layout.part(self._weights[name], self._architecture)
         return self._last[1][place].contiguous()

@@ -21,7 +21,7 @@ from aligner.errors import CheckpointError, CheckpointNotFoundError
 _KEY = "model.restore_from_path"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
-# Pages that nobody writes need no memory of their own; older Pythons lack Linux's name for that.
+# Pages that are not written need no memory of their own; older Pythons lack Linux's name for that.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -98,6 +98,7 @@ class ArchiveReader:
             if name in members:
                 raise CheckpointError(f"{str(self.path)!r} holds {name!r} twice; refused")
             members[name] = info
+        # tarfile does not notice a file that was cut between two members.
         self._stream.seek(end)
         if self._stream.read(_BLOCK) != bytes(_BLOCK):
             raise CheckpointError(
@@ -173,6 +174,7 @@ class ArchiveReader:
 
 def _mapping(stream: IO[bytes]) -> mmap.mmap:
     """All of a file, which is not empty."""
+    # Writable, because torch wants such memory; private, so that the file never changes.
     return mmap.mmap(
         stream.fileno(),
         0,
@@ -196,7 +198,7 @@ def _safe_name(archive: Path, info: tarfile.TarInfo) -> str:
         raise CheckpointError(
             f"{str(archive)!r} holds the unsafe path {info.name!r}; refused as malicious"
         )
-    if not (info.isreg() or info.isdir()) or info.issparse():
+    if not (info.isreg() or info.isdir()) or info.issparse():  # sparse: bytes are not in a row
         raise CheckpointError(
             f"{str(archive)!r} holds {info.name!r}, which is a link or a device; refused as "
             "malicious"
@@ -228,7 +230,7 @@ class ArchiveWriter:
         info = tarfile.TarInfo(f"./{name}")
         info.mode = 0o644
         start = self._stream.tell()
-        self._stream.write(bytes(_BLOCK))
+        self._stream.write(bytes(_BLOCK))  # room for the header, which holds the size
         yield self._stream
         end = self._stream.tell()
         info.size = end - start - _BLOCK
@@ -245,6 +247,7 @@ class ArchiveWriter:
 
 
 def _header(info: tarfile.TarInfo) -> bytes:
+    # Time 0 and no owner, by TarInfo's defaults: equal models give equal bytes.
     header = info.tobuf(tarfile.GNU_FORMAT)
     if len(header) != _BLOCK:
         raise CheckpointError(f"member name {info.name!r} is too long for a .nemo archive")

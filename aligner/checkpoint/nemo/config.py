@@ -95,7 +95,7 @@ def architecture_from_config(config: Config, vocab_size: int | None) -> GPTArchi
     if vocab_size is None:
         raise CheckpointError(
             "the vocabulary size is unknown: model_config.yaml does not hold it and there is no "
-            "tokenizer to ask"
+            "tokenizer to count"
         )
 
     def get(key: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""NeMo's door to our checkpoints: `restore_from` and `save_to` of a `ModelPT`."""
+"""NeMo's interface to our checkpoints: `restore_from` and `save_to` of a `ModelPT`."""
 
 import tempfile
 from pathlib import Path

@@ -1,8 +1,8 @@
 """A gzip file inflated once for all processes of a machine that read it at the same time.
 
 The file is in the temporary directory (``TMPDIR``), for its owner only. Readers hold a shared lock
-on it; who finds it unfinished inflates it under an exclusive one, and who closes it last removes
-it. Of a process that was killed it stays until the next gzip archive is opened.
+on it; the first one inflates it under an exclusive one, and the one that closes it last removes it.
+The file of a process that was killed stays until the next gzip archive is opened.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def open_inflated(path: Path) -> IO[bytes]:
     _remove_left_over(beside=place)
     try:
         return io.BufferedReader(_Shared(place, path))
-    except _NotOurs:  # somebody else's file of this name, or a file system without locks
+    except _NotOurs:  # another user's file of this name, or a file system without locks
         return _private(path)
 
 
@@ -47,7 +47,7 @@ class _NotOurs(Exception):
 
 
 class _Shared(io.FileIO):
-    """The shared file, open for reading; removed by who closes it last."""
+    """The shared file, open for reading; the process that closes it last removes it."""
 
     def __init__(self, place: str, packed: Path) -> None:
         self._place = place
@@ -71,7 +71,7 @@ class _Shared(io.FileIO):
     def _locked_and_whole(self, packed: Path) -> bool:
         """Wait for it or inflate it; False: it has been removed."""
         while True:
-            # Readers keep their shared lock while they read: nobody waits for an exclusive one.
+            # Readers keep their shared lock while they read: no process waits for an exclusive one.
             if self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB):
                 if not self._is_there():
                     return False
@@ -123,8 +123,8 @@ def _place_of(path: Path) -> str:
     """The same for every process of this user that opens this very file."""
     found = os.stat(path)
     boot = _BOOT.read_text() if _BOOT.exists() else ""
-    facts = (boot, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    identity = (boot, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
     return os.path.join(tempfile.gettempdir(), f"{_PREFIX}-{os.geteuid()}-{digest}")
 
 

@@ -1,9 +1,10 @@
 """Tensors of a `torch.save` file inside an archive, mapped instead of read.
 
-Only the pickle is read: of tensors without bytes torch has the places of each storage's bytes. They
-are then views of the archive's mapping, whose pages are read when they are touched and are one copy
-for all processes of a machine. Files that cannot be mapped are read whole: those that torch wrote
-before its zip format (1.6), and those with compressed, byte-swapped or moved records.
+Only the pickle is read: torch loads tensors without bytes, with the place of each storage's bytes
+in the file. The tensors are then views of the archive's mapping, whose pages are read when they are
+touched and are one copy for all processes of a machine. Files that cannot be mapped are read whole:
+those that torch wrote before its zip format (1.6), and those with compressed, byte-swapped or moved
+records.
 """
 
 import struct
@@ -57,7 +58,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
 
 
 def _are_located(state: Any) -> bool:
-    """Return whether torch has said where the bytes of a state dict's tensors are."""
+    """Return whether torch gives the places of the bytes of a state dict's tensors."""
     tensors = state.values() if isinstance(state, Mapping) else ()
     return all(
         _start_of(tensor) is not None

@@ -30,7 +30,12 @@ from aligner.checkpoint.canonical import (
 )
 from aligner.checkpoint.durable import atomic_file
 from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
-from aligner.checkpoint.nemo.artifacts import extract_artifacts, write_artifacts
+from aligner.checkpoint.nemo.artifacts import (
+    extract_artifacts,
+    read_tokenizer_files,
+    write_artifacts,
+    write_tokenizer_files,
+)
 from aligner.checkpoint.nemo.config import (
     Config,
     architecture_from_config,
@@ -38,7 +43,6 @@ from aligner.checkpoint.nemo.config import (
     dump_config,
     parse_config,
 )
-from aligner.checkpoint.nemo.tokenizer import read_tokenizer_files, write_tokenizer_files
 from aligner.checkpoint.nemo.torch_dist import write_torch_dist
 from aligner.checkpoint.nemo.weights import WEIGHTS_FOLDER, LazyWeights, read_weights
 from aligner.data.tokenizers.loading import tokenizer_from_files
@@ -51,7 +55,7 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 class NemoCheckpoint:
-    """An open `.nemo`. Parts are read when first asked for; valid until the archive closes."""
+    """An open `.nemo`. Parts are read on first use; valid until the archive closes."""
 
     def __init__(self, archive: ArchiveReader) -> None:
         self._archive = archive

@@ -159,7 +159,7 @@ class TorchDistSource:
     def _read_box(self, key: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         info = self._storage.get((key, start))
         if info is None:
-            raise CheckpointError(f".metadata does not say where box {start} of {key} is stored")
+            raise CheckpointError(f".metadata has no place for box {start} of {key}")
         if self._last_box is not None and self._last_box[:2] == (info.relative_path, info.offset):
             return self._last_box[2]
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"

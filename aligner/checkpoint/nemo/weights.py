@@ -65,7 +65,7 @@ class JoinedParts:
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Canonical weights that are read when asked for; names and shapes are checked.
+    """Canonical weights that are read when indexed; names and shapes are checked.
 
     ``readers`` maps each canonical name to what reads its tensor.
     """

@@ -18,7 +18,7 @@ _BLOCK = 1 << 22
 
 
 def checksum_text(checksum: int) -> str:
-    """As it stands in JSON: eight hexadecimal digits."""
+    """The checksum as written in JSON: eight hexadecimal digits."""
     return f"{checksum:08x}"
 
 

@@ -36,7 +36,7 @@ def read_manifest(path: Path) -> SavedState:
     """Contents of the manifest.
 
     Raises:
-        DamagedStateError: the directory does not bear it out.
+        DamagedStateError: the directory's files do not match it.
         CheckpointError: a complete state of another version of this format, which is refused, never
             passed over.
     """

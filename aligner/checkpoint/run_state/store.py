@@ -10,10 +10,10 @@
 
 A state is written into ``.tmp-step_000012``, every file and directory is flushed to the disk, and
 only then it gets its name. A process that dies at any moment leaves the earlier states as they
-were; `RunStateStore.latest` removes what it left behind. A state whose files are not what was
-written is not used. Nothing is read from a file name but the step, and nothing is unpickled.
+were; `RunStateStore.latest` removes what it left behind. A state with damaged files is not used.
+Nothing is read from a file name but the step, and nothing is unpickled.
 
-Beside training a state is written by threads::
+While training goes on, a state is written by threads::
 
     in the step    every rank: wait for the state before, agree on the directory, copy
     beside it      every worker: its share, flushed, then its mark
@@ -88,7 +88,7 @@ class LoadedState(SavedState):
 
 
 class SavedRole(Protocol):
-    """Workers that write the shares of a role; `RoleFront` is one."""
+    """Workers that write the shares of a role, as its handle has them."""
 
     @property
     def num_shares(self) -> int:
@@ -96,21 +96,21 @@ class SavedRole(Protocol):
         ...
 
     def prepare_saving(self) -> None:
-        """Have each take the memory of a copy of its share beforehand."""
+        """Let each worker allocate the memory of a copy of its share beforehand."""
         ...
 
     def begin_saving(self, folder: Path, in_background: bool) -> None:
-        """Have each write its share as it is now, or take a copy and write that."""
+        """Let each worker write its share as it is now, or take a copy and write that."""
         ...
 
     def check_saving(self, wait: bool) -> None:
-        """Raise what writing has failed with; ``wait``: until it is over."""
+        """Raise the error of writing; ``wait``: until it is over."""
         ...
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A state that is being written beside training."""
+    """A state that is being written while training goes on."""
 
     path: Path  # of its directory until it gets its name
     needed: int  # bytes, of this rank
@@ -175,7 +175,7 @@ class RunStateStore:
         """Write the state of ``step`` and return its directory.
 
         The state before it is waited for. With ``in_background`` this returns once everything that
-        may change is copied, and the directory comes to be later: `check` and `finish` tell.
+        may change is copied, and the directory is complete later; see `check` and `finish`.
 
         ``state``: named trees (`run_state.tree`) that are the same on every rank; rank 0 writes
         them. ``roles``: by the name of their folders, the workers of which write the rest.
@@ -224,11 +224,11 @@ class RunStateStore:
 
     @property
     def is_saving(self) -> bool:
-        """True if a state is being written beside training, as far as all ranks know."""
+        """True if a state is being written in the background, as far as all ranks know."""
         return self._pending is not None
 
     def check(self, wait: bool = False) -> None:
-        """Raise what writing beside training has failed with, and remove what there is of it.
+        """Raise the error of writing in the background, and remove the incomplete state.
 
         ``wait``: until the state is complete.
         """
@@ -255,7 +255,7 @@ class RunStateStore:
         """Wait until the last state is complete; raises as `check` does."""
         self.check(wait=True)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """After an error on only this rank: have the last state written, if all others do so."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -416,9 +416,9 @@ class RunStateStore:
         reports = self._exchange(None if error is None else (str(error), is_damage))
         if error is not None:
             raise error
-        failed = [f"rank {rank}: {said[0]}" for rank, said in enumerate(reports) if said]
+        failed = [f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report]
         if failed:
-            kind = DamagedStateError if all(said[1] for said in reports if said) else StorageError
+            kind = DamagedStateError if all(each[1] for each in reports if each) else StorageError
             raise kind("; ".join(failed))
 
 
@@ -436,8 +436,8 @@ def _as_storage_error(path: Path, needed: int) -> Iterator[None]:
         yield
     except OSError as error:
         refined = error if isinstance(error, StorageError) else storage_error(path, error, needed)
-        told = StorageError(
+        explained = StorageError(
             f"{refined}. The run state was not saved; earlier ones in {path.parent} are intact"
         )
-        told.errno = refined.errno
-        raise told from error
+        explained.errno = refined.errno
+        raise explained from error

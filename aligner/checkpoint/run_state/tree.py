@@ -1,4 +1,4 @@
-"""Trees of tensors and plain values: what a run state is made of.
+"""Trees of tensors and plain values, of which a run state consists.
 
 A tree is a mapping, list or tuple of trees, a tensor, or a plain value (``None``, bool, int,
 float, str, bytes, ``torch.dtype``). Such a tree can be read back without executing a pickle.
@@ -101,7 +101,7 @@ def normalise(tree: Any, where: str = "state") -> Any:
 
     A file holds whole storages. Tensors that together cover their storage (weights that are views
     of one buffer, tied weights) are left as they are and written once, without a copy; a tensor
-    that is a part of a larger storage nobody else here needs is copied out.
+    that is a part of a larger storage, the rest of which is not in the tree, is copied out.
     """
     tree = map_tensors(tree, lambda tensor: tensor, where)
     is_whole = _covering(tree)
@@ -149,9 +149,9 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 def copy_on_host(source: Tensor, target: Tensor) -> None:
     """Copy uint8 ``[n]`` within host memory, in this thread only.
 
-    torch's copy meets its other threads for each tensor, and where cores are taken, by a writer for
-    one, that costs more than it brings. As an array of NumPy's, a tensor's memory could never be
-    freed in its place again (`Residence`).
+    torch's copy synchronises its threads for each tensor, and where cores are busy, with a writer
+    for example, that costs more than it gains. NumPy would not do: a tensor that was viewed as an
+    array cannot be resized in place any more, as offloading does.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
@@ -172,7 +172,7 @@ def bytes_to_copy(tree: Any) -> int:
 def storage_bytes(storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
     """All of a storage as uint8 ``[bytes]``.
 
-    ``device``: its tensors'; default the storage's own, which a fake tensor's does not tell.
+    ``device``: its tensors'; default the storage's own, which a fake tensor's does not have.
     """
     return torch.empty(0, dtype=torch.uint8, device=device or storage.device).set_(storage)
 
@@ -214,7 +214,7 @@ def write_tree(path: Path, tree: Any, stop: threading.Event | None = None) -> in
 
 
 class _NoArchiveChecksums:
-    """The archive's own checksums cost as much time as the disk, and nobody would look at them.
+    """Turn off the archive's own checksums: they cost as much time as the disk and are never read.
 
     torch has this option once for all threads: the first that comes sets it, the last that goes
     sets it back.

@@ -8,11 +8,11 @@ the process that runs the loop::
     checksums.json   of all shares, once every worker is done; the ``.done`` files are then gone
 
 A worker writes in the step, or in a thread of its own from a copy that it takes in the step. Only
-files tell that a share is written: no collective is needed, and none is made beside training.
+files show that a share is written: no collective is needed, and none runs during training.
 
 Reading is memory-mapped and begins with a worker's own file: on the layout that was saved that is
 all it opens, and else it touches of the others' what its own share needs.
-Before any is used, the workers check them, each its share, and agree on the outcome.
+Before any is used, the workers check them, each its share, and agree on the result.
 """
 
 import json
@@ -43,8 +43,8 @@ from aligner.checkpoint.run_state.tree import (
     write_tree,
 )
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import gather_objects
 from aligner.distributed.host_memory import available_bytes
+from aligner.distributed.object_collectives import gather_objects
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError, DamagedStateError, StorageError
 
@@ -67,7 +67,7 @@ class StatefulWorker(Protocol):
 
 
 class ShareWriter:
-    """Writes one worker's shares, one after the other, in the step or beside it.
+    """Writes one worker's shares, one after the other, in the step or in the background.
 
     Args:
         worker: whose; nothing here waits for the others.
@@ -121,7 +121,7 @@ class ShareWriter:
             write()
 
     def failure(self, wait: bool) -> str | None:
-        """Error of writing the last share, in words; None: nothing, up to now.
+        """Error of writing the last share, in words; None: none so far.
 
         ``wait``: until it is written.
         """
@@ -143,7 +143,7 @@ class ShareWriter:
         return self._worker.parallel.rank
 
     def _has_memory(self, needed: int) -> bool:
-        """Room for a copy; said once where there is none."""
+        """Room for a copy; a lack of it is logged once."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self._worker.parallel.world_size))
         free = available_bytes() // max(1, here)
         if needed <= free + self._memory.size:
@@ -213,7 +213,7 @@ def save_worker_state(worker: StatefulWorker, folder: str) -> None:
     """Write this worker's share and its random states to ``folder``, which all workers share.
 
     Collective over the role's workers. An error is raised where it happened; the others return, so
-    whoever called them all must not take the folder for complete.
+    so the caller of all workers must not take the folder for complete.
     """
     failure: Exception | None = None
     try:
@@ -260,7 +260,7 @@ def check_worker_states(parallel: ParallelState, folder: Path) -> None:
 class SavedShares(Sequence[Mapping[str, Any]]):
     """Return values of `StatefulWorker.state_dict` on every worker that was saved, in rank order.
 
-    Memory-mapped, and opened when it is asked for: what nobody asks for is not read.
+    Memory-mapped, and opened when indexed: files that are not indexed are not read.
 
     Args:
         folder: that the shares were written to.

@@ -1,4 +1,4 @@
-"""Calls on the way to workers on Ray: waiting for them, and telling who failed, died or is late."""
+"""Calls of workers on Ray: waiting for them, and errors that name a worker that failed or died."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from aligner.observe.nonfinite import current_step
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-_GRACE_S = 5.0  # after a worker failed: for the news that another one's death was the cause
+_GRACE_S = 5.0  # after a worker failed: until a death that caused it is reported
 _LOG_LINES = 20
 
 
@@ -42,7 +42,7 @@ class RemoteMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> "ObjectRef":
         """Begin to call it."""
-        return self._actor.ask.remote(self._name, current_step(), args, kwargs)
+        return self._actor.call_with.remote(self._name, current_step(), args, kwargs)
 
 
 class MultiWorkerFuture(list["ObjectRef"]):
@@ -123,13 +123,13 @@ def wait_for(calls: "Sequence[tuple[ObjectRef, Seat]]", what: str, timeout_s: fl
 
 
 def died(seat: Seat, what: str, cause: Exception) -> WorkerDiedError:
-    """The error that names a dead worker; ``what`` it was to do."""
+    """The error that names a dead worker; ``what``: the call in which it died."""
     reason = " ".join(str(cause).split("\n")[0].split())
     return WorkerDiedError(f"{seat} died in {what}: {reason}{last_lines(seat.log)}")
 
 
 def last_lines(log: str) -> str:
-    """The end of a worker's log, to be put behind a message; where it is, if it cannot be read."""
+    """Last lines of a worker's log, to follow a message; its path if it cannot be read."""
     try:
         lines = Path(log).read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:

@@ -1,4 +1,4 @@
-"""Ends what a Ray of a run's own leaves behind, however the run ends.
+"""Removal of the processes and files that a run's own Ray leaves behind, however the run ends.
 
 A process beside the driver, which `ray_session` starts: while the driver lives, it notes Ray's
 processes below it; once the driver is gone (its end of a pipe closes), whatever of them still runs
@@ -20,7 +20,7 @@ from contextlib import suppress
 
 import psutil
 
-_LOOK_S = 2.0  # between looks at the processes; who is younger ends with its parent
+_LOOK_S = 2.0  # between looks at the processes; one that is younger ends with its parent
 _END_S = 5.0  # for processes to end by themselves
 
 

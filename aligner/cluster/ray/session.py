@@ -1,4 +1,4 @@
-"""A connection to Ray: to a cluster that is there, or to one that the run starts and ends."""
+"""A connection to Ray: to an existing cluster, or to one that the run starts and ends."""
 
 import contextlib
 import logging
@@ -20,12 +20,12 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # A crowded machine takes long to start a Python process.
     "RAY_worker_register_timeout_seconds": "300",
-    # Ray would have its workers yield to everything else, and they are who computes.
+    # By default Ray's workers yield to all other processes, but they do the computation.
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _ATTEMPTS = 3  # Ray gives its own processes 30 s, which a crowded machine may exceed
-_GUARDIAN_S = 20.0  # for the guardian to clear up
+_REAPER_S = 20.0  # for the reaper to clear up
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _started(needs: RayNeeds) -> Iterator[None]:
         "namespace": _namespace(),
         "_temp_dir": folder,
     }
-    with _guardian(folder):
+    with _reaper(folder):
         for attempt in range(_ATTEMPTS):
             try:
                 ray.init("local", **options)
@@ -114,23 +114,23 @@ def _started(needs: RayNeeds) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _guardian(folder: str) -> Iterator[None]:
-    """Something that clears up when this process ends, killed or not; see `cluster.ray.reaper`."""
-    guardian = subprocess.Popen(
+def _reaper(folder: str) -> Iterator[None]:
+    """Process that clears up when this one ends, killed or not; see `cluster.ray.reaper`."""
+    reaper = subprocess.Popen(
         [sys.executable, "-m", "aligner.cluster.ray.reaper", str(os.getpid()), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # signals for the run's process group are not for it
     )
-    guardian.wait()  # it goes on as nobody's child
-    assert guardian.stdin is not None
-    assert guardian.stdout is not None
-    with guardian.stdout as done:
+    reaper.wait()  # it goes on as a child of no process
+    assert reaper.stdin is not None
+    assert reaper.stdout is not None
+    with reaper.stdout as done:
         try:
             yield
         finally:
-            guardian.stdin.close()
-            select.select([done], [], [], _GUARDIAN_S)
+            reaper.stdin.close()
+            select.select([done], [], [], _REAPER_S)
 
 
 def _namespace() -> str:

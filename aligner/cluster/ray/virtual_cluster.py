@@ -50,7 +50,7 @@ class RayVirtualCluster:
         """Reserve the bundles.
 
         Args:
-            bundle_ct_per_node_list: number of bundles on each of as many different nodes.
+            bundle_ct_per_node_list: number of bundles on each node, one entry a node.
             use_gpus: a GPU to each bundle; default where the cluster has GPUs.
             max_colocated_worker_groups: groups that share the bundles, an equal part each.
             name: of the cluster in messages.
@@ -83,7 +83,7 @@ class RayVirtualCluster:
         self.bundles: list[Bundle] = []
         self.bundles = self._reserve()
 
-    # What a front asks ------------------------------------------------------------------------
+    # Interface for handles --------------------------------------------------------------------
 
     @property
     def use_gpus(self) -> bool:
@@ -172,7 +172,7 @@ class RayVirtualCluster:
         if not fits or not sum(wanted):
             raise ConfigError(
                 f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
-                f"{self._counts} bundles; give at most so many"
+                f"{self._counts} bundles; give at most that many"
             )
         chosen: list[Bundle] = []
         start = 0
@@ -298,7 +298,7 @@ class RayVirtualCluster:
         )
         return (
             f"the Ray cluster has no room for {self.name}: wanted {self._counts} bundles of "
-            f"{self._bundle} on so many nodes; it has {len(alive)} nodes with {have}, some of it "
-            "perhaps in use. Lower trainer.devices, trainer.num_nodes or cluster.cpus_per_worker, "
-            "or add nodes"
+            f"{self._bundle} on {len(self._counts)} nodes; it has {len(alive)} nodes with {have}, "
+            "some of it perhaps in use. Lower trainer.devices, trainer.num_nodes or "
+            "cluster.cpus_per_worker, or add nodes"
         )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """Place of a worker: what names it in a message."""
+    """Place of a worker, which names it in messages."""
 
     role: str
     rank: int
@@ -139,12 +139,14 @@ class WorkerProcess:
         Raises:
             Failure: the method raised.
         """
-        return self.ask(method_name, step, (), {**kwargs, **({"data": data[0]} if data else {})})
+        return self.call_with(
+            method_name, step, (), {**kwargs, **({"data": data[0]} if data else {})}
+        )
 
-    def ask(
+    def call_with(
         self, method_name: str, step: int, given: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """As `call`, with positional arguments."""
+        """Call the worker's method with positional arguments; else as `call`."""
         try:
             with _in_step(step):
                 result = getattr(self._worker, method_name)(*given, **kwargs)

@@ -32,7 +32,7 @@ from aligner.errors import AlignerError, WorkerError
 from aligner.observe.nonfinite import current_step
 
 _CLEANUP_S = 10.0  # for a worker's cleanup method, and for its process to be gone
-# What of the driver's environment its workers see on other nodes too, by how names begin.
+# Prefixes of the driver's environment variables that workers see on other nodes too.
 _FORWARDED = (
     *("ALIGNER_", "CUDA_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVTE_", "OMP_"),
     *("PYTORCH_", "TOKENIZERS_", "TORCH_", "VLLM_"),
@@ -93,7 +93,7 @@ class RayWorkerGroup:
             cluster: where.
             worker_builder: what.
             name_prefix: role in messages and log names.
-            workers_per_node: on so many of each node's bundles (a number, or one per node);
+            workers_per_node: number of each node's bundles that are used (or one per node);
                 default all.
             sharding_annotations: place of every worker; default only data parallel. Workers sit
                 on as many bundles as it has ranks, the first ones.
@@ -239,7 +239,7 @@ class RayWorkerGroup:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """A call that fails leaves a group behind whose workers may wait for one another."""
+        """Mark the group as failed if the block raises: its workers may wait for one another."""
         try:
             yield
         except AlignerError:
@@ -346,7 +346,7 @@ def _forwarded() -> dict[str, str]:
 
 
 def _check_shards(method_name: str, data: Any, sizes: Sequence[int]) -> None:
-    """Refuse shards that are not as many as the coordinates."""
+    """Refuse a number of shards that is not the number of coordinates."""
     if not sizes:
         return
     if len(data) != sizes[0]:

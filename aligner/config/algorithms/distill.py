@@ -5,12 +5,8 @@ from typing import Literal
 
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.fields import Count, Fraction, ModelPath
-from aligner.config.roles.model import (
-    LengthParams,
-    RolloutConfig,
-    SamplingParams,
-    TrainedModelConfig,
-)
+from aligner.config.roles.model import TrainedModelConfig
+from aligner.config.roles.sampling import LengthParams, RolloutConfig, SamplingParams
 
 KLDirection = Literal["forward", "backward", "mixed"]
 
@@ -19,10 +15,12 @@ KLDirection = Literal["forward", "backward", "mixed"]
 class StudentSamplingConfig:
     """Sampling of the student, where it learns from its own responses."""
 
-    rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
+    rollout_micro_batch_size: Count = 64
+    """On-policy: sequences in flight together while sampling, per rank."""
+
     length_params: LengthParams = field(default_factory=LengthParams)
-    # The temperature is also that of the two distributions that are compared.
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling of the responses; the temperature is also that of the compared distributions."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +49,34 @@ class StudentConfig(TrainedModelConfig):
 class TeacherConfig:
     """The model that is learned from: frozen, in the student's layout and batching by tokens."""
 
-    restore_from_path: ModelPath  # a .nemo file; its tokenizer is the student's
-    micro_batch_size: Count = 8  # sequences per forward pass, per data-parallel rank
+    restore_from_path: ModelPath
+    """A `.nemo` file whose tokenizer is the student's."""
+
+    micro_batch_size: Count = 8
+    """Sequences per forward pass of the teacher, per data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class TrainerDistillConfig(SupervisedLoopConfig):
     """The loop; a step is one optimizer update on one global batch."""
 
-    # false: learn on the responses of the data; true: on responses that the student samples to its
-    # prompts, anew in every step.
     on_policy: bool = False
-    kl: KLDirection = "forward"  # forward: teacher to student; backward: student to teacher; mixed
-    mixed_weight: Fraction = 0.5  # mixed: of the forward divergence; the backward one has the rest
-    top_k: Count = 64  # the teacher's likeliest tokens at each position, which the loss reads
-    # true: the teacher gives every other token probability 0; false: others are not looked at.
+    """Learn on the student's own responses to the prompts, anew each step, not on the data's."""
+
+    kl: KLDirection = "forward"
+    """Divergence of teacher and student.
+
+    `forward` (teacher to student), `backward` (student to teacher) or `mixed`.
+    """
+
+    mixed_weight: Fraction = 0.5
+    """`mixed`: weight of the forward divergence; the backward one has the rest."""
+
+    top_k: Count = 64
+    """The teacher's likeliest tokens at each position, which the loss reads."""
+
     zero_outside_topk: bool = True
+    """The teacher gives other tokens probability 0; false: they are not looked at."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
-from aligner.config.data import PromptSourceConfig
+from aligner.config.data import PromptColumns, TrainingSets
 from aligner.config.fields import Count, NonNegative, Positive, Range
 
 PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
@@ -20,47 +20,79 @@ LOSS_OPTIONS: dict[PreferenceLossName, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class PairDataConfig:
+class PairDataConfig(PromptColumns, TrainingSets):
     """Training and validation pairs, and how a row becomes one."""
 
-    train: PromptSourceConfig
-    validation: PromptSourceConfig | None = None  # null: no validation
-    prompt_column: str = "prompt"  # text, or a list of chat messages (role, content)
-    chosen_column: str = "chosen"  # the better response: text, a message, or a whole chat
-    rejected_column: str = "rejected"  # the worse
-    tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
-    chosen_reward_column: str | None = None  # a number; null: 1
-    rejected_reward_column: str | None = None  # a number; null: 0
-    chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: str | None = None  # put before chat messages that have none
-    add_bos: bool = False  # begin with the BOS token, unless the text already does
-    max_length: Count | None = None  # tokens; pairs with a longer sequence are dropped and counted
-    shuffle: bool = True  # training pairs, by seed and epoch
+    chosen_column: str = "chosen"
+    """Column of the better response: text, the assistant's message, or a whole chat."""
+
+    rejected_column: str = "rejected"
+    """Column of the worse response."""
+
+    chosen_reward_column: str | None = None
+    """Column of a number, the reward of the chosen response; null: 1.
+
+    RPO reads both rewards, and the variants `margin` and `scaled` of reward models, to which their
+    difference is the strength of the preference.
+    """
+
+    rejected_reward_column: str | None = None
+    """Column of a number, the reward of the rejected response; null: 0."""
+
+    max_length: Count | None = None
+    """Tokens of a sequence; examples with a longer one are dropped and counted; null: none are.
+
+    Never cut.
+    """
 
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(PairDataConfig):
     """The same, or for KTO rows that hold one response and its label, good or bad."""
 
-    response_column: str = "response"  # kto: text
-    label_column: str = "label"  # kto: true (or 1) where the response is good
+    response_column: str = "response"
+    """KTO: column of the response."""
+
+    label_column: str = "label"
+    """KTO: column of true (or 1) where the response is good."""
 
 
 @dataclass(frozen=True)
 class TrainerDPOConfig(SupervisedLoopConfig):
     """The loop; a step is one optimizer update."""
 
-    loss: PreferenceLossName = "dpo"  # simpo has no reference; kto learns from single responses
-    # Weight of the implicit reward: the cost of leaving the reference. null: 0.1, simpo 2.
+    loss: PreferenceLossName = "dpo"
+    """`dpo`, `ipo`, `rpo`, `simpo` or `kto`.
+
+    SimPO has no reference; KTO learns from single responses.
+    """
+
     beta: Positive | None = None
-    label_smoothing: NonNegative = 0.0  # dpo: share of pairs labelled the wrong way round (cDPO)
-    average_logprobs: bool = False  # dpo, ipo, rpo: mean over a response's tokens, not their sum
-    distance: Literal["square", "forward_kl", "backward_kl"] = "backward_kl"  # rpo: from reward gap
-    reward_scale: Positive = 1.0  # rpo: of the data's rewards
-    target_margin: float = 1.0  # simpo: gamma, by how much the chosen response is to lead
-    sft_weight: NonNegative = 0.0  # of the chosen response's likelihood in the loss; not kto
-    desirable_weight: Annotated[float, Range(low=0.0)] = 1.0  # kto: of good responses
-    undesirable_weight: Annotated[float, Range(low=0.0)] = 1.0  # kto: of bad responses
+    """Weight of the implicit reward, the cost of leaving the reference; null: 0.1, SimPO 2."""
+
+    label_smoothing: NonNegative = 0.0
+    """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5."""
+
+    average_logprobs: bool = False
+    """DPO, IPO, RPO: mean over a response's tokens, not their sum."""
+
+    distance: Literal["square", "forward_kl", "backward_kl"] = "backward_kl"
+    """RPO: `square`, `forward_kl` or `backward_kl`, from the gap of rewards."""
+
+    reward_scale: Positive = 1.0
+    """RPO: the data's rewards are multiplied by it."""
+
+    target_margin: float = 1.0
+    """SimPO: γ, by how much the chosen response is to lead."""
+
+    sft_weight: NonNegative = 0.0
+    """Not KTO: weight of the chosen response's negative log-likelihood per token."""
+
+    desirable_weight: Annotated[float, Range(low=0.0)] = 1.0
+    """KTO: weight of good responses."""
+
+    undesirable_weight: Annotated[float, Range(low=0.0)] = 1.0
+    """KTO: weight of bad responses."""
 
     @property
     def is_paired(self) -> bool:

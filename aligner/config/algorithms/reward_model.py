@@ -12,23 +12,39 @@ from aligner.config.fields import Count
 class RewardDataConfig(PairDataConfig):
     """Comparisons, or for regression rows that hold one response and its ratings."""
 
-    response_column: str = "response"  # regression: text
-    # regression: columns of ratings, a number or null each; the head rates them in this order.
+    response_column: str = "response"
+    """`regression`: column of the response that is rated."""
+
     attribute_columns: tuple[str, ...] = ()
+    """`regression`: columns of ratings, a number or null each.
+
+    The head has an output for each, in this order.
+    """
 
 
 @dataclass(frozen=True)
 class TrainerRewardModelConfig(SupervisedLoopConfig):
     """The loop; a step is one optimizer update."""
 
-    loss: Literal["bradley_terry", "regression"] = "bradley_terry"  # from comparisons, from ratings
-    # bradley_terry, with the strength s of the preference and the difference d of the rewards.
-    # plain: -log sigmoid(d); margin: -log sigmoid(d - s); scaled: -s log sigmoid(d).
+    loss: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """From comparisons, `bradley_terry`, or from ratings, `regression`."""
+
     variant: Literal["plain", "margin", "scaled"] = "plain"
-    # bradley_terry: where mean and deviation of the trained model's rewards are measured, which it
-    # then standardises by; null: nowhere.
+    """Use of the strength s of a preference, by `bradley_terry`.
+
+    With the difference d of the rewards: `plain`: -log sigmoid(d); `margin`: -log sigmoid(d - s);
+    `scaled`: -s log sigmoid(d).
+    """
+
     standardize_on: Literal["train", "validation"] | None = None
-    limit_standardize_examples: Count = 1024  # the first so many pairs
+    """Data on which the trained model's rewards are measured.
+
+    `bradley_terry`: mean and deviation on `train` or `validation`, and the model then standardises
+    by them; null: it does not.
+    """
+
+    limit_standardize_examples: Count = 1024
+    """Pairs there that are measured, the first so many."""
 
 
 @dataclass(frozen=True)

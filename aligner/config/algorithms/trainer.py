@@ -17,16 +17,27 @@ from aligner.config.fields import (
     Refused,
     UserClass,
 )
-from aligner.config.roles.model import KLEstimator
+from aligner.config.roles.sampling import KLEstimator
 
 
 @dataclass(frozen=True)
 class KLControllerConfig:
     """Controller of the weight of the KL penalty in the reward."""
 
-    mode: Literal["fixed", "adaptive"] = "fixed"  # adaptive: Ziegler et al. 2019
-    target: Positive = 6.0  # adaptive: KL per sequence, in nats, to hold
-    horizon: Count = 10_000  # adaptive: samples over which the weight moves by a fifth at most
+    mode: Literal["fixed", "adaptive"] = "fixed"
+    """Course of the weight β of the KL in the reward.
+
+    `fixed`, or `adaptive`: β moves to hold the target (Ziegler et al. 2019).
+    """
+
+    target: Positive = 6.0
+    """`adaptive`: KL per response, in nats."""
+
+    horizon: Count = 10_000
+    """`adaptive`: samples over which β moves by a fifth at most.
+
+    A factor of e takes five times as many; see the formula in docs/ppo.md#the-mathematics.
+    """
 
 
 ESTIMATORS = (
@@ -45,13 +56,20 @@ Estimator = Annotated[str, Names(ESTIMATORS, or_path=True)]
 class AdvantageConfig:
     """Advantages of the tokens of a response, given its reward."""
 
-    # gae: a critic tells (PPO). The others need none, and no critic is built: responses to the same
-    # prompt, or of the same batch, are each other's baseline (`losses.group_advantages`).
-    # package.module:function: one of the user's own (`algorithms.user_estimator`), with a critic
-    # where the section critic is given.
     estimator: Estimator = "gae"
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of a function of the user's own
-    batch_baseline: bool = False  # reinforce: less the mean reward of the batch
+    """Way from rewards to advantages, with a critic (`gae`) or without.
+
+    Without: `reinforce`, `rloo`, `grpo`, `dr_grpo`, `reinforce_plus_plus`,
+    `reinforce_plus_plus_baseline`; see docs/reinforce.md. Or a function of your own,
+    `package.module:function` or `path/to/file.py:function`, with a critic where the section
+    `critic` is given (docs/howto.md#an-estimator-of-advantages).
+    """
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a function of your own."""
+
+    batch_baseline: bool = False
+    """`reinforce`: subtract the mean reward of the batch."""
 
     @property
     def is_own(self) -> bool:
@@ -64,70 +82,135 @@ class DynamicSamplingConfig:
     """Prompts whose responses all earn the same are replaced by others (DAPO)."""
 
     enabled: bool = False
-    max_rollouts: Count = 4  # a step asks at most so many times its number of prompts
+    """Replace prompts whose responses all earn the same by others (DAPO).
+
+    Prompts that were replaced count in `max_epochs`, too: the run ends when they are used up.
+    """
+
+    max_rollouts: Count = 4
+    """A step asks at most so many times its number of prompts.
+
+    After the first rollout only for those that are missing; what is missing in the end is filled
+    with such prompts.
+    """
 
 
 @dataclass(frozen=True)
 class RewardShapingConfig:
     """Shaping of a reward before it is used: first scale and shift, then clip."""
 
-    scale: float = 1.0  # R <- scale * R + shift
+    scale: float = 1.0
+    """Factor of the reward."""
+
     shift: float = 0.0
-    clip: Positive | None = None  # R <- clamp(R, -clip, clip); null: off
-    # DAPO's soft punishment: over so many last tokens before length_params.max_length the reward
-    # falls by up to 1; a response that did not end pays 1. null: off.
+    """Added after the factor."""
+
+    clip: Positive | None = None
+    """Then the reward is kept within ±clip; null: off."""
+
     overlong_cache: Natural | None = None
+    """DAPO's soft punishment over so many last tokens before `max_length`; null: off.
+
+    There a response pays up to 1, and one that did not end pays 1.
+    """
 
 
 @dataclass(frozen=True)
 class ImproperEndConfig:
     """Treatment of responses that ran into the length limit."""
 
-    mode: Literal["keep", "mask", "penalize"] = "keep"  # mask: such samples do not count
-    penalty: NonNegative = 1.0  # penalize: subtracted from the reward
+    mode: Literal["keep", "mask", "penalize"] = "keep"
+    """Treatment of responses that ran into the length limit.
+
+    `keep`, `mask` (they do not count) or `penalize`.
+    """
+
+    penalty: NonNegative = 1.0
+    """`penalize`: subtracted from the reward, after scale, shift and clip."""
 
 
 @dataclass(frozen=True)
 class LoopConfig:
     """The loop of any algorithm."""
 
-    max_epochs: Count = 1  # passes over the training data
-    max_steps: Annotated[int, Range(low=-1)] = -1  # steps; -1: as max_epochs says
-    val_check_interval: Natural = 10  # steps between validations; 0: only first and last
-    save_interval: Natural = 10  # steps between saved run states; 0: only at the end
-    gradient_clip_val: NonNegative = 1.0  # largest gradient norm of a step; 0: off
-    # A loss or gradient that is NaN or infinite: skip that optimizer step, or stop the run.
+    max_epochs: Count = 1
+    """Passes over the training data."""
+
+    max_steps: Annotated[int, Range(low=-1)] = -1
+    """Steps; -1: as `max_epochs` says.
+
+    The smaller of the two wins.
+    """
+
+    val_check_interval: Natural = 10
+    """Steps between validations; 0: only before step 1 and after the last."""
+
+    save_interval: Natural = 10
+    """Steps between saved run states; 0: only after the last."""
+
+    gradient_clip_val: NonNegative = 1.0
+    """Largest gradient norm of an update, each role's its own; 0: off."""
+
     non_finite: Literal["skip", "stop"] = "skip"
-    max_skipped_steps: Count = 5  # steps in a row without a single update that end the run
+    """Answer to a NaN or infinite loss or gradient.
+
+    `skip` that update, or `stop` the run. The samples are written to `nonfinite/` either way.
+    """
+
+    max_skipped_steps: Count = 5
+    """So many steps in a row in which every update of a role was skipped end the run.
+
+    With status 2, as all steps of a shorter run do. Each is reported on the console.
+    """
 
 
 @dataclass(frozen=True)
 class SupervisedLoopConfig(LoopConfig):
     """The loop of an algorithm that learns from given examples; a step is one optimizer update."""
 
-    limit_val_examples: Count | None = None  # validate on the first so many; null: on all
+    limit_val_examples: Count | None = None
+    """Validate on the first so many examples; null: on all."""
 
 
 @dataclass(frozen=True)
 class SamplingLoopConfig(LoopConfig):
     """The loop of an algorithm that learns from its own samples."""
 
-    limit_val_prompts: Count | None = None  # validate on the first so many; null: on all
+    limit_val_prompts: Count | None = None
+    """Validate on the first so many prompts; null: on all."""
 
 
 @dataclass(frozen=True)
 class TrainerPPOConfig(SamplingLoopConfig):
     """The PPO loop."""
 
-    initial_policy_kl_penalty: NonNegative = 0.01  # weight of the KL in the reward; 0: off
-    kl_estimator: KLEstimator = "k1"  # of the KL in the reward; abs is |k1|
+    initial_policy_kl_penalty: NonNegative = 0.01
+    """β, weight of the KL to the initial policy in the reward; 0: off."""
+
+    kl_estimator: KLEstimator = "k1"
+    """Estimator of that KL, and of `train_rollouts/init_policy_kl`.
+
+    `k1`, `k2`, `k3` or `abs`, which is |k1|.
+    """
+
     kl_controller: KLControllerConfig = field(default_factory=KLControllerConfig)
-    discount_factor: Fraction = 1.0  # gamma of gae and of reinforce_plus_plus
-    gae_lambda: Fraction = 0.95  # lambda of gae
+    discount_factor: Fraction = 1.0
+    """γ of `gae` and of `reinforce_plus_plus`."""
+
+    gae_lambda: Fraction = 0.95
+    """λ of `gae`."""
+
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    normalize_advantages: bool = True  # mean 0 and variance 1 over all tokens of the rollout
-    critic_warmup_steps: Natural = 0  # first PPO steps that train the critic alone
+    normalize_advantages: bool = True
+    """Whiten advantages over all counting tokens of the rollout.
+
+    Only `gae`; the script without a critic sets false.
+    """
+
+    critic_warmup_steps: Natural = 0
+    """First PPO steps that train only the critic."""
+
     reward: RewardShapingConfig = field(default_factory=RewardShapingConfig)
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
@@ -147,12 +230,35 @@ class ProcessConfig:
     """Processes, precision and limits."""
 
     num_nodes: Count = 1
-    devices: Count = 1  # processes per node
-    precision: Precision = "32"  # of weights in the forward pass; heads stay float32
-    # On GPUs take operations whose sums are always made in one order: slower, and the same run
-    # twice is the same to the bit, resumed or not. On CPU it is in any case.
+    """Machines."""
+
+    devices: Count = 1
+    """Processes per machine.
+
+    The script starts them itself, unless torchrun has; with `cluster.engine=ray`, Ray does.
+    """
+
+    precision: Precision = "32"
+    """Format of the weights in forward and backward passes.
+
+    `32` or `bf16` (Lightning's `32-true`, `bf16-true`, `bf16-mixed` are these). Value heads,
+    losses, gradients and optimizer states are float32 in both.
+    """
+
     deterministic: bool = False
-    max_time: str | None = None  # DD:HH:MM:SS; then the run saves and ends cleanly
+    """On GPUs too the same run twice is the same to the bit, resumed or not; slower.
+
+    Operations are chosen whose sums are always made in one order (PyTorch's deterministic
+    algorithms, flash attention's backward among them, one cuBLAS workspace, NCCL's ring). vLLM's
+    samples are left out. CPUs repeat in any case.
+    """
+
+    max_time: str | None = None
+    """`DD:HH:MM:SS`, after which the run saves and ends; null: no limit.
+
+    After the step during which it passes, the run validates, saves and ends. The same command
+    continues.
+    """
 
     @property
     def max_seconds(self) -> float | None:
@@ -169,17 +275,23 @@ class ProcessConfig:
 class CallbackConfig:
     """A callback with arguments."""
 
-    callback: UserClass  # package.module:Class or path/to/file.py:Class
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of its constructor
+    callback: UserClass
+    """`package.module:Class` or `path/to/file.py:Class`."""
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of its constructor."""
 
 
 @dataclass(frozen=True)
 class TrainingConfig(ProcessConfig):
     """Processes of a run that trains, and its callbacks."""
 
-    # The user's own classes (`algorithms.callbacks.Callback`) that are told of steps, validations
-    # and saved states: package.module:Class, or {callback: ..., kwargs: {...}}.
     callbacks: tuple[UserClass | CallbackConfig, ...] = ()
+    """Classes of your own that are called after steps, validations and saved states.
+
+    `package.module:Class` or `path/to/file.py:Class`, or `{callback: CLASS, kwargs: {NAME: VALUE}}`
+    (docs/howto.md#a-callback).
+    """
 
 
 @dataclass(frozen=True)

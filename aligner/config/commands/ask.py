@@ -8,14 +8,15 @@ from typing import Annotated, Any, Literal
 
 from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
 from aligner.config.cluster import ClusterConfig
-from aligner.config.data import DataConfig, PromptSourceConfig
+from aligner.config.data import AnsweredColumns, DataConfig, PromptSourceConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Count, FilePath, Function, Natural, NotEmpty
 from aligner.config.generation import GenerationConfig
 from aligner.config.reward import RewardConfig
-from aligner.config.roles.model import PolicyRSConfig, RSModelConfig
+from aligner.config.roles.model import RSModelConfig
 from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.policy import BackendConfig, check_policy_backend
+from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.rules.cluster import check_cluster
 from aligner.config.rules.generation import check_generation
 from aligner.config.rules.reward import check_reward
@@ -33,33 +34,45 @@ from aligner.errors import ConfigError
 class AskedModelConfig:
     """A model that is only asked, and its layout."""
 
-    # A .nemo file, a Hugging Face directory, or the directory of a run: its newest state.
     restore_from_path: Annotated[
         str, NotEmpty("a .nemo file, a Hugging Face directory or the directory of a run")
     ]
-    tokenizer: FilePath | None = None  # path of another tokenizer; null: the model's own
+    """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
+
+    tokenizer: FilePath | None = None
+    """Path of another tokenizer; null: the model's own."""
+
     tensor_model_parallel_size: Count = 1
+    """Processes that share every layer."""
+
     pipeline_model_parallel_size: Count = 1
+    """Processes that hold a run of layers each."""
+
     context_parallel_size: Count = 1
+    """Processes that share every sequence, in chunks."""
+
     expert_model_parallel_size: Count = 1
-    sequence_parallel: bool = False  # shard norms over the tensor-parallel group
-    fp8: Literal["e4m3", "hybrid"] | None = None  # 8-bit products, with Transformer Engine
+    """Processes that share the experts of a mixture of experts."""
+
+    sequence_parallel: bool = False
+    """Shard norms over the tensor-parallel processes."""
+
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Format of 8-bit matrix products, on GPUs with Transformer Engine.
+
+    `e4m3`, `hybrid`, or null (none).
+    """
 
 
 @dataclass(frozen=True)
-class AskedDataConfig:
+class AskedDataConfig(AnsweredColumns):
     """Prompts, and how a row becomes one."""
 
-    prompts: PromptSourceConfig | None = None  # .jsonl, .parquet or .txt files, or a generator
-    # Further sets by name, each with source, arguments and limit.
+    prompts: PromptSourceConfig | None = None
+    """A set of prompts, with `source`, `arguments` and `limit`; null: none."""
+
     sets: Mapping[str, PromptSourceConfig] = field(default_factory=dict)
-    prompt_column: str = "prompt"  # text, or a list of chat messages
-    ground_truth_column: str | None = "ground_truth"  # null: the data has none
-    tools_column: str | None = "tools"  # functions that a chat's assistant may call; null: none
-    chat: bool = False  # plain text becomes a user message; messages always use the template
-    system_prompt: str | None = None  # put before chat messages that have none
-    add_bos: bool = False  # begin with the BOS token, unless the text already does
-    max_prompt_length: Count | None = None  # tokens; longer prompts are dropped and counted
+    """Further sets of prompts, `NAME: {source, arguments, limit}`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +82,9 @@ class AskConfig:
     model: AskedModelConfig
     data: AskedDataConfig = field(default_factory=AskedDataConfig)
     sampling: AnswerSamplingConfig = field(default_factory=AnswerSamplingConfig)
-    seed: Natural = 1234  # of sampling
+    seed: Natural = 1234
+    """Seed of sampling."""
+
     trainer: ProcessConfig = field(default_factory=ProcessConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     policy: BackendConfig = field(default_factory=BackendConfig)
@@ -84,9 +99,14 @@ class AskConfig:
 class GenerateConfig(AskConfig):
     """All options of generating."""
 
-    prompt: tuple[str, ...] = ()  # prompts on the command line, beside data.prompts
-    chat: bool = False  # a conversation in the terminal instead
-    output: FilePath | None = None  # a .jsonl file to write; null: answers are printed
+    prompt: tuple[str, ...] = ()
+    """Prompts on the command line, beside `data.prompts`: `--prompt TEXT`."""
+
+    chat: bool = False
+    """A conversation in the terminal instead: `--chat`."""
+
+    output: FilePath | None = None
+    """A `.jsonl` file to write: `--output FILE`; null: answers are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +114,17 @@ class EvaluateConfig(AskConfig):
     """All options of an evaluation."""
 
     reward: RewardConfig
-    # What answers of maj@k are compared by: a function from a response's text to its final answer.
     final_answer: Function = FINAL_ANSWER
-    # Directory: evaluation.json, answers.jsonl, report.html.
+    """Function that finds a response's final answer.
+
+    It is given the text and returns None where there is no answer; maj@k compares the answers.
+    """
+
     output: FilePath = "results/evaluation"
-    samples_shown: Count = 12  # answers of each set on the page
+    """Directory of evaluation.json, answers.jsonl and report.html."""
+
+    samples_shown: Count = 12
+    """Answers of each set on the page."""
 
 
 def check_ask(config: AskConfig) -> None:
@@ -129,9 +155,9 @@ def _check_unread(config: AskConfig) -> None:
         ("generation.in_flight", config.generation.in_flight, "finish"),
     ):
         if given != default:
-            told, kept = (json.dumps(one).strip('"') for one in (given, default))
+            shown, kept = (json.dumps(one).strip('"') for one in (given, default))
             raise ConfigError(
-                f"{key}={told} is of training runs, and nothing is trained here; set it to {kept}"
+                f"{key}={shown} is of training runs, and nothing is trained here; set it to {kept}"
             )
 
 
@@ -160,7 +186,7 @@ def as_run(
 
     ``restore_from_path``, ``peft`` and ``tokenizer``: the model's, where ``config`` names a run.
     """
-    drawing, rows = config.sampling.drawing, config.sampling.batch_size
+    sampling_options, rows = config.sampling.sampling_options, config.sampling.batch_size
     layout = dataclasses.asdict(config.model)
     layout |= {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
@@ -177,8 +203,8 @@ def as_run(
                 num_rollout_samples=rows,
                 num_rollouts_per_prompt=1,
                 rollout_micro_batch_size=rows,
-                length_params=drawing.length,
-                sampling_params=drawing.sampling,
+                length_params=sampling_options.length,
+                sampling_params=sampling_options.sampling,
             ),
         ),
         trainer=RSTrainerConfig(**process),

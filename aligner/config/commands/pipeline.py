@@ -29,9 +29,14 @@ Script = Annotated[str, Names(tuple(BY_SCRIPT))]
 class RecipeConfig:
     """A script with a recipe, and what is set differently."""
 
-    script: Script  # of examples/
-    recipe: str  # of conf/recipes/
-    overrides: tuple[str, ...] = ()  # KEY=VALUE or GROUP=OPTION, as on the command line
+    script: Script
+    """A script of `examples/`."""
+
+    recipe: str
+    """A recipe of `conf/recipes/`."""
+
+    overrides: tuple[str, ...] = ()
+    """`KEY=VALUE` or `GROUP=OPTION`, as on the command line."""
 
     @property
     def leaves(self) -> str:
@@ -43,21 +48,34 @@ class RecipeConfig:
 class StageConfig(RecipeConfig):
     """One run of a pipeline."""
 
-    name: str  # its directory below the pipeline's
-    # Configuration key: the earlier stage whose trained `.nemo` it is set to; or start.
+    name: str
+    """Its directory below the pipeline's."""
+
     takes: Mapping[str, Any] = field(default_factory=lambda: {"model.restore_from_path": START})
+    """Configuration key: the earlier stage whose trained `.nemo` it is set to; or `start`."""
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
     """The runs, in their order."""
 
-    title: str  # of the report
-    folder: Directory  # everything is below it
-    start: ModelPath  # the `.nemo` that the first stage takes
+    title: str
+    """Title of the report."""
+
+    folder: Directory
+    """Directory below which everything is."""
+
+    start: ModelPath
+    """The `.nemo` that the first stage takes."""
+
     stages: tuple[StageConfig, ...]
-    # Asked of every policy, the start included: a run that validates and makes no step; null: none.
+    """Runs in their order."""
+
     evaluation: RecipeConfig | None = None
+    """Asked of every policy, the start included: a run that validates and makes no step.
+
+    null: none.
+    """
 
 
 def load_pipeline(path: Path) -> PipelineConfig:

@@ -28,26 +28,51 @@ _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:r
 class PlanConfig:
     """The section ``plan`` of the command line; no training script has it."""
 
-    device: str = "h100-80g"  # a name of the table in docs/plan.md
-    # Devices of the whole run; null: trainer.devices x trainer.num_nodes; auto: as few as it takes,
-    # and as many as are worth having.
+    device: str = "h100-80g"
+    """A name of the table in docs/plan.md."""
+
     devices: Count | Literal["auto"] | None = None
-    # A Hugging Face config.json, or its directory: the shape of model.restore_from_path without
-    # its weights; null: read from model.restore_from_path.
+    """Devices of the whole run; null: `trainer.devices` x `trainer.num_nodes`.
+
+    `auto`: as few as it takes, and as many as are worth having.
+    """
+
     architecture: FilePath | None = None
-    search: bool = False  # try layouts, micro-batches, recomputation and offload
-    json: bool = False  # one line of JSON instead of a table
-    # Share of the device's memory that is left to what nobody counts here: the context, NCCL,
-    # cuBLAS, fragments.
+    """A Hugging Face `config.json`, or its directory; null: `model.restore_from_path`.
+
+    The shape of the model, without its weights.
+    """
+
+    search: bool = False
+    """Try layouts, micro-batches, recomputation and offload."""
+
+    json: bool = False
+    """One line of JSON instead of a table."""
+
     margin: Annotated[float, Range(low=0.0, high=0.5)] = 0.1
-    # Tokens of every prompt; null: data.max_prompt_length, or where that is null 512, or as many as
-    # the response leaves of the model's positions.
+    """Share of the device's memory that is left to what nobody counts here.
+
+    The context, NCCL, cuBLAS, fragments.
+    """
+
     prompt_length: Count | None = None
-    # Tokens of every example, or of every response; null: the longest that the configuration
-    # allows, or 2048 where it allows any.
+    """Tokens of every prompt; null: `data.max_prompt_length`.
+
+    Where that is null 512, or as many as the response leaves of the model's positions.
+    """
+
     length: Count | None = None
-    advise: bool = True  # also measure what would save memory, or time
-    processes: Count | None = None  # that measure at a time; null: one a CPU core, at most 8
+    """Tokens of every example, or of every response; null: the longest that the configuration
+    allows.
+
+    2048 where it allows any.
+    """
+
+    advise: bool = True
+    """Also measure what would save memory, or time."""
+
+    processes: Count | None = None
+    """Processes that measure at a time; null: one a CPU core, at most 8."""
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,12 @@ from aligner.config.parse import build, unknown_key
 from aligner.config.roles.model import (
     CriticConfig,
     DynamicBatchingConfig,
-    LengthParams,
     ModelConfig,
-    PolicyPPOConfig,
-    SamplingParams,
     SequencePackingConfig,
 )
 from aligner.config.roles.optim import OptimConfig, SchedConfig
 from aligner.config.roles.peft import LoraConfig, PeftConfig
+from aligner.config.roles.sampling import LengthParams, PolicyPPOConfig, SamplingParams
 from aligner.errors import ConfigError
 
 

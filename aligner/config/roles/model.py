@@ -1,29 +1,24 @@
 """Policy and critic: where they come from, how they are cut, and how they are trained."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from aligner.config.fields import (
     DERIVED,
     BatchSize,
     Count,
     FilePath,
-    Fraction,
     ModelPath,
-    Natural,
-    NonNegative,
     Positive,
     Range,
-    UserClass,
 )
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
 from aligner.config.roles.optim import OptimConfig
 from aligner.config.roles.peft import PeftConfig
+from aligner.config.roles.sampling import PolicyPPOConfig, PolicyRSConfig, RolloutConfig
 
 FP8_MULTIPLE = 16  # rows of 8-bit matrix products come in multiples of it
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
 LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -35,107 +30,16 @@ Model = TypeVar("Model", bound="TrainedModelConfig")
 
 
 @dataclass(frozen=True)
-class LengthParams:
-    """Limits of a response's length in tokens, the end-of-sequence token included."""
-
-    max_length: Count = 64  # most new tokens
-    min_length: Natural = 1  # EOS and stop strings cannot end a response before this many tokens
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """Sampling of the next token."""
-
-    temperature: Positive = 1.0  # logits are divided by it, in training log-probs too
-    top_k: Natural = 0  # 0: off
-    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0  # 1: off
-    repetition_penalty: Positive = 1.0  # 1: off; CTRL (Keskar et al. 2019): seen logits divided
-    use_greedy: bool = False  # always the likeliest token
-    end_strings: tuple[str, ...] = ()  # the response ends (properly) after the first of these
-    # Further tokens, as text, that end it: beside EOS, those of generation_config.json and the end
-    # of a turn in the chat template.
-    end_tokens: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Lengths and sampling of responses."""
-
-    length: LengthParams
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class KLLossConfig:
-    """KL to the reference policy as a term of the loss (GRPO's place for it)."""
-
-    coef: NonNegative = 0.0  # 0: off, and no reference pass for its sake
-    estimator: KLEstimator = "k3"  # k1 is refused: its gradient has mean 0
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Sampling of a policy's rollouts, in every algorithm that learns from its own samples."""
-
-    num_rollout_samples: BatchSize = 64  # responses per step, over all ranks
-    num_rollouts_per_prompt: Count = 1  # responses to the same prompt; divides the samples
-    rollout_micro_batch_size: Count = 64  # sequences in flight together while generating, per rank
-    forward_micro_batch_size: Count = 16  # sequences per forward pass of log-probs, per rank
-    offload_adam_states: bool = False  # optimizer state to host memory while not training
-    # Gradient buffers, and float32 weights beside bf16 ones, off the device while not training.
-    offload_gradients: bool = False
-    # All that it has on the device to host memory while it neither generates, scores nor trains.
-    offload_weights: bool = False
-    length_params: LengthParams = field(default_factory=LengthParams)
-    sampling_params: SamplingParams = field(default_factory=SamplingParams)
-
-
-@dataclass(frozen=True)
-class PolicyRSConfig(RolloutConfig):
-    """One step of rejection sampling, seen from the policy."""
-
-    num_rollouts_per_prompt: Count = 4  # responses to the same prompt; divides the samples
-    top_n_rollouts: Count = 1  # of them the best so many are learned
-
-
-@dataclass(frozen=True)
-class PolicyPPOConfig(RolloutConfig):
-    """One PPO step, seen from the policy."""
-
-    ppo_epochs: Count = 1  # passes over the same rollout
-    # Clip range of the ratio: one number for both sides or [low, high] (clip-higher).
-    ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
-    ratio_level: Literal["token", "sequence"] = "token"  # sequence: GSPO's ratio, one per response
-    # clip: PPO's pessimistic bound. cispo: the clipped ratio weighs the log-prob, without gradient.
-    surrogate: Literal["clip", "cispo"] = "clip"
-    # token_mean: over all tokens of the global batch. sequence_mean: over responses of their token
-    # means (GRPO). fixed_length: over responses of token sums / max_length (Dr. GRPO).
-    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
-    # Dual clip (Ye et al. 2020): bound on the loss for negative advantages; null: off.
-    dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
-    entropy_bonus: NonNegative = 0.0  # weight of the entropy in the loss; 0: off
-    kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
-    # A loss of the user's own (`algorithms.losses.user.PolicyLoss`) in place of the built-in one,
-    # package.module:Class or path/to/file.py:Class; null: the built-in one.
-    loss: UserClass | None = None
-    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of its constructor
-    # Upper bound of the trainer/sampler probability ratio that weights each token, or with
-    # ratio_level=sequence each response; null: off.
-    truncated_importance_sampling: Positive | None = None
-
-    @property
-    def ratio_eps_range(self) -> tuple[float, float]:
-        """Clip range as (low, high): the ratio stays in [1 - low, 1 + high]."""
-        if isinstance(self.ratio_eps, tuple):
-            return self.ratio_eps
-        return self.ratio_eps, self.ratio_eps
-
-
-@dataclass(frozen=True)
 class ReferenceConfig:
     """Frozen reference policy. Not built at all where no KL term needs it."""
 
-    mode: Literal["keep", "swap"] = "keep"  # keep: a second model; swap: weights held on the host
+    mode: Literal["keep", "swap"] = "keep"
+    """Place of the reference's weights.
+
+    `keep`: the reference is a second model on the device. `swap`: its weights wait in host memory
+    and change places with the policy's when needed. With adapters it is the policy without them,
+    and this says nothing.
+    """
 
 
 PackingAlgorithmName = Literal[
@@ -151,9 +55,23 @@ class SequencePackingConfig:
     """
 
     enabled: bool = False
-    train_mb_tokens: Count = 4096  # tokens of a row in training; no sequence may be longer
-    logprob_mb_tokens: Count | None = None  # in log-probs and values; null: train_mb_tokens
-    algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"  # which sequences share a row
+    """Micro-batches of several sequences in one row, without padding between them.
+
+    Policy and critic; `micro_batch_size` then says nothing.
+    """
+
+    train_mb_tokens: Count = 4096
+    """Tokens of a row in training, per rank; no sequence may be longer."""
+
+    logprob_mb_tokens: Count | None = None
+    """Tokens of a row in log-probs and values; null: as in training."""
+
+    algorithm: PackingAlgorithmName = "modified_first_fit_decreasing"
+    """Choice of the sequences that share a row.
+
+    `modified_first_fit_decreasing`, `first_fit_decreasing`, `first_fit_shuffle` or `concatenative`
+    (in order).
+    """
 
 
 @dataclass(frozen=True)
@@ -165,44 +83,129 @@ class DynamicBatchingConfig:
     """
 
     enabled: bool = False
-    train_mb_tokens: Count = 4096  # tokens of a micro-batch in training, padding included
-    logprob_mb_tokens: Count | None = None  # in log-probs and values; null: train_mb_tokens
-    sequence_length_round: Count = 8  # padded lengths are rounded up to a multiple of it
+    """Padded micro-batches of a token budget, of sequences of similar length.
+
+    Policy and critic. Not together with packing; `micro_batch_size` then says nothing.
+    """
+
+    train_mb_tokens: Count = 4096
+    """Tokens of a micro-batch in training, padding included, per rank."""
+
+    logprob_mb_tokens: Count | None = None
+    """Tokens of a micro-batch in log-probs and values; null: as in training."""
+
+    sequence_length_round: Count = 8
+    """Padded lengths are rounded up to a multiple of it."""
 
 
 @dataclass(frozen=True)
 class TrainedModelConfig:
     """A model that a run trains. Its parallel layout is the layout of every role of the run."""
 
-    restore_from_path: ModelPath  # a .nemo file, or a Hugging Face directory
-    # Path of another tokenizer, or package.module:function that makes one; null: the one in the
-    # .nemo.
+    restore_from_path: ModelPath
+    """The model to train: a `.nemo` file, an unpacked one, or a Hugging Face directory."""
+
     tokenizer: FilePath | None = None
-    # Sequences per forward-backward, per data-parallel rank; null: up to 8, what divides evenly.
+    """Path of another tokenizer; null: the one in the `.nemo`.
+
+    Or a function that makes one, `package.module:function` or `path/to/file.py:function`
+    (docs/howto.md#own-code-by-path).
+    """
+
     micro_batch_size: Count = field(default=8, metadata=DERIVED)
-    # Sequences per optimizer step, over all ranks; null: those of a rollout, in equal parts of up
-    # to 64 (16 of those that rejection sampling keeps).
+    """Sequences per forward and backward pass, per rank; null: up to 8, evenly.
+
+    The most up to 8 that divide a rank's share. Memory and speed, never results.
+    """
+
     global_batch_size: BatchSize = field(default=64, metadata=DERIVED)
+    """Sequences per optimizer update, over all ranks; null: a rollout in equal parts.
+
+    The fewest parts of up to 64, or of up to 16 of the responses that rejection sampling keeps.
+    Divides the samples of a step; a multiple of `micro_batch_size` × ranks.
+    """
+
     tensor_model_parallel_size: Count = 1
+    """Processes that share every layer.
+
+    Divides heads, query groups, feed-forward and hidden columns. `parallel@model=tensor2` sets 2
+    with sequence parallelism.
+    """
+
     pipeline_model_parallel_size: Count = 1
+    """Processes that hold a run of layers each.
+
+    Divides the layers. `parallel@model=pipeline2` sets 2.
+    """
+
     context_parallel_size: Count = 1
+    """Processes that share every sequence, in chunks.
+
+    `parallel@model=context2` sets 2. See docs/layouts.md.
+    """
+
     expert_model_parallel_size: Count = 1
-    sequence_parallel: bool = False  # shard norms and dropouts over the tensor-parallel group
+    """Processes that share the experts of a mixture of experts.
+
+    Divides the experts and the processes of a pipeline stage.
+    """
+
+    sequence_parallel: bool = False
+    """Shard norms and dropouts over the tensor-parallel processes.
+
+    Needs `tensor_model_parallel_size` above 1.
+    """
+
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    # full: recompute whole layers in backward; selective: the attention only; null: nothing.
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
-    # Probability of dropping hidden states and attention weights while training, critic too; null:
-    # what the checkpoint says.
+    """Parts recomputed in the backward pass.
+
+    `full` (layers), `selective` (attention) or null (nothing: all is kept). Policy and critic.
+    """
+
     dropout: Annotated[float, Range(low=0.0, high=0.9)] | None = 0.0
-    # Format of 8-bit matrix products, on GPUs with Transformer Engine; hybrid: e5m2 backward.
+    """Probability of dropping hidden states and attention weights; null: the checkpoint's.
+
+    In training, of policy and critic, whatever the checkpoint says: old log-probs, the reference's
+    and samples are without, and the ratio would measure the dropout. null (a `.nemo` without the
+    keys means NeMo's 0.1) is what SFT begins with. With `policy.backend=dtensor` a Llama-like model
+    has no dropout of hidden states, and other values than 0 of it are refused.
+    """
+
     fp8: Literal["e4m3", "hybrid"] | None = None
-    # auto: Transformer Engine's layers on GPUs where it is installed; local: megatron-core's.
+    """Format of 8-bit matrix products.
+
+    `e4m3`, `hybrid` with e5m2 in the backward pass, or null (none). Policy and critic; sampling
+    stays in bf16. Needs Transformer Engine, a GPU with such products and `trainer.precision=bf16`.
+    """
+
     layer_spec: LayerSpec = "auto"
-    # On GPUs: SwiGLU, rotary embedding, biases and the products of experts in one kernel each.
+    """Library of the layers; the weights are the same.
+
+    `transformer_engine`'s, `local` (megatron-core's and this library's), or by `auto` the former on
+    GPUs where Transformer Engine is installed and no adapters are trained.
+    """
+
     fusions: bool = True
-    overlap_grad_reduce: bool = False  # sum gradients over ranks during the backward pass
-    overlap_param_gather: bool = False  # collect updated weights during the next forward pass
+    """On GPUs: SwiGLU, rotary embedding, biases and the products of experts in one kernel each.
+
+    A bias with its residual, and the experts of a layer one product each way in bf16. Needs Triton
+    and a C compiler with Python's headers; without them, and on CPUs, operations run one by one.
+    """
+
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks during the backward pass.
+
+    For training over nodes; on NVLink there is little to hide.
+    """
+
+    overlap_param_gather: bool = False
+    """Collect updated weights from data-parallel ranks during the next forward pass.
+
+    Needs `overlap_grad_reduce`; not with adapters.
+    """
+
     peft: PeftConfig = field(default_factory=PeftConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -302,20 +305,55 @@ class CriticConfig:
     its own: ``cluster.engine=ray``.
     """
 
-    restore_from_path: FilePath | None = None  # null: model.restore_from_path, with a fresh head
-    micro_batch_size: Count = field(default=8, metadata=DERIVED)  # as the model's
-    global_batch_size: BatchSize = field(default=64, metadata=DERIVED)  # as the model's
-    forward_micro_batch_size: Count = 16  # sequences per forward pass of values, per rank
-    value_clip: Positive | None = 0.2  # clip of the new value around the old one; null: off
-    tensor_model_parallel_size: Count | None = None  # null: model.tensor_model_parallel_size
-    pipeline_model_parallel_size: Count | None = None  # null: model.pipeline_model_parallel_size
-    context_parallel_size: Count | None = None  # null: model.context_parallel_size
-    expert_model_parallel_size: Count | None = None  # null: model.expert_model_parallel_size
-    sequence_parallel: bool | None = None  # null: model.sequence_parallel
-    offload_adam_states: bool = False  # optimizer state to host memory while not training
-    # Gradient buffers, and float32 weights beside bf16 ones, off the device while not training.
+    restore_from_path: FilePath | None = None
+    """A `.nemo` file; null: the policy's, with a fresh head that says 0.
+
+    For instance a reward model, whose `rm_head` becomes the value head.
+    """
+
+    micro_batch_size: Count = field(default=8, metadata=DERIVED)
+    """As `model.micro_batch_size`."""
+
+    global_batch_size: BatchSize = field(default=64, metadata=DERIVED)
+    """As `model.global_batch_size`; the two may differ."""
+
+    forward_micro_batch_size: Count = 16
+    """Sequences per forward pass of values, per rank."""
+
+    value_clip: Positive | None = 0.2
+    """Clip of the new value around the rollout's; null: off."""
+
+    tensor_model_parallel_size: Count | None = None
+    """Size in the critic's own layout; null: `model.tensor_model_parallel_size`.
+
+    With `cluster.engine=ray`. The numbers do not depend on it.
+    """
+
+    pipeline_model_parallel_size: Count | None = None
+    """The same; null: `model.pipeline_model_parallel_size`."""
+
+    context_parallel_size: Count | None = None
+    """The same; null: `model.context_parallel_size`."""
+
+    expert_model_parallel_size: Count | None = None
+    """The same; null: `model.expert_model_parallel_size`."""
+
+    sequence_parallel: bool | None = None
+    """The same; null: `model.sequence_parallel`."""
+
+    offload_adam_states: bool = False
+    """As `model.ppo.offload_adam_states`."""
+
     offload_gradients: bool = False
-    offload_weights: bool = False  # weights and gradient buffers to host memory while idle
+    """As `model.ppo.offload_gradients`."""
+
+    offload_weights: bool = False
+    """All it has on its device waits in host memory while it is idle.
+
+    Weights, gradient buffers and optimizer state (float32 weights of a bf16 critic included), while
+    it is neither asked nor trained. GPUs only.
+    """
+
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
 
     @property

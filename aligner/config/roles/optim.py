@@ -23,27 +23,52 @@ class SchedConfig:
     cosine: warm up, half a cosine to ``min_lr``, then ``constant_steps`` at ``min_lr``.
     """
 
-    # CosineAnnealing, NeMo's name, is cosine.
     name: Annotated[
         Literal["constant", "cosine", "linear"], Aliases((("CosineAnnealing", "cosine"),))
     ] = "constant"
-    warmup_steps: Natural = 0  # steps of linear rise from 0 to lr
-    constant_steps: Natural = 0  # cosine only: steps held at min_lr at the end
-    min_lr: NonNegative = 0.0  # cosine and linear only: where the decay ends
-    max_steps: Count | None = None  # null: the run's own number of optimizer steps
+    """Course of the learning rate, counted in optimizer updates.
+
+    `constant`: warm up, then `lr`. `linear`: warm up, then a straight line to `min_lr`. `cosine`
+    (NeMo's `CosineAnnealing`): warm up, half a cosine to `min_lr`, then `constant_steps` there.
+    """
+
+    warmup_steps: Natural = 0
+    """Updates of linear rise from 0 to `lr`."""
+
+    constant_steps: Natural = 0
+    """`cosine`: updates held at `min_lr` at the end."""
+
+    min_lr: NonNegative = 0.0
+    """End of the decay of `cosine` and `linear`."""
+
+    max_steps: Count | None = None
+    """Updates that the schedule spans; null: those of the run."""
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer of one role."""
 
-    # adam is AdamW (decoupled weight decay), and so are NeMo's distributed_fused_adam,
-    # mcore_distributed_optim, fused_adam, megatron_fused_adam and adamw.
     name: Annotated[
         Literal["adam", "sgd"], Aliases(tuple((name, "adam") for name in _ADAM_OF_NEMO))
     ] = "adam"
+    """`adam` (AdamW, decoupled weight decay) or `sgd`.
+
+    NeMo's `distributed_fused_adam`, `mcore_distributed_optim`, `fused_adam`, `megatron_fused_adam`
+    and `adamw` are `adam`. The groups `optim@model.optim=sgd` and `optim@critic.optim=sgd` set the
+    matching defaults.
+    """
+
     lr: Positive = 1e-6
-    weight_decay: NonNegative = 0.0  # of matrices; biases and norms have none
-    betas: tuple[Beta, Beta] = (0.9, 0.95)  # adam only
-    eps: Positive = 1e-8  # adam only
+    """Peak learning rate."""
+
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of matrices; biases and norms have none."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of the first and second moment; `adam` only."""
+
+    eps: Positive = 1e-8
+    """Added to the root of the second moment; `adam` only."""
+
     sched: SchedConfig = field(default_factory=SchedConfig)

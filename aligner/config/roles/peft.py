@@ -23,14 +23,24 @@ _LINEARS["all"] = _LINEARS["attention"] + _LINEARS["mlp"]
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): a linear layer W becomes W + alpha / rank · B A."""
 
-    # Linear layers of every transformer layer: all, attention (attention_qkv, attention_dense),
-    # mlp (mlp_fc1, mlp_fc2), or some of those in brackets.
     target_modules: tuple[AdapterTarget, ...] = ("all",)
-    adapter_dim: Count = 32  # rank
-    alpha: Positive = 32.0  # the product B A is multiplied by alpha / adapter_dim
-    # Of what adapters read, in training. A token's draw depends on seed, update, sequence and
-    # position, never on the layout.
+    """Linear layers with adapters, of every transformer layer.
+
+    `all`, `attention` (`attention_qkv`, `attention_dense`), `mlp` (`mlp_fc1`, `mlp_fc2`), or some
+    of those in brackets.
+    """
+
+    adapter_dim: Count = 32
+    """Rank."""
+
+    alpha: Positive = 32.0
+    """The product of an adapter's matrices is multiplied by alpha / adapter_dim."""
+
     adapter_dropout: Annotated[float, Range(low=0.0, high=0.9)] = 0.0
+    """Probability of dropping a number that an adapter reads, in training; at most 0.9.
+
+    A token's draw depends on seed, update, sequence and position, never on the layout.
+    """
 
     @property
     def linears(self) -> frozenset[str]:
@@ -47,10 +57,15 @@ class LoraConfig:
 class PeftConfig:
     """Adapters instead of all weights; the critic follows."""
 
-    # lora: adapters are trained, and heads; all else is frozen. null, or none as in NeMo: all
-    # weights are trained.
     peft_scheme: Annotated[Literal["lora"] | None, Aliases((("none", None),))] = None
-    restore_from_path: FilePath | None = None  # adapters to begin with, of a run; null: fresh ones
+    """Adapters and heads are trained, all other weights frozen.
+
+    `lora`; null, or NeMo's `none`: all weights are trained. Policy and critic. See docs/lora.md.
+    """
+
+    restore_from_path: FilePath | None = None
+    """Adapters to begin with: the `*.lora.safetensors` of another run; null: fresh ones."""
+
     lora_tuning: LoraConfig = field(default_factory=LoraConfig)
 
     @property

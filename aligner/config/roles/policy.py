@@ -12,9 +12,12 @@ from aligner.errors import ConfigError
 class BackendConfig:
     """The library behind policy and critic."""
 
-    # megatron: megatron-core's GPT, all layouts; dtensor: transformers' models, sharded by FSDP2
-    # over data-parallel ranks and by DTensor over tensor-parallel ones.
     backend: Literal["megatron", "dtensor"] = "megatron"
+    """Library behind policy and critic.
+
+    `megatron`: megatron-core, all layouts. `dtensor`: transformers' models, sharded by FSDP2 and
+    tensor-parallel DTensors (docs/value_parity.md).
+    """
 
 
 def check_policy_backend(backend: str, model: TrainedModelConfig, section: str = "model") -> None:

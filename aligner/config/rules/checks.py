@@ -141,8 +141,8 @@ def _check_lengths(model: TrainedModelConfig) -> None:
 def _check_validation(config: SamplingRunConfig) -> None:
     validation, rollout = config.validation, config.model.rollout
     check_sets("validation.sets", validation.sets)
-    drawing = validation.drawing(rollout)
-    sampling = rollout.sampling_params if drawing is None else drawing.sampling
+    sampling_options = validation.sampling_options(rollout)
+    sampling = rollout.sampling_params if sampling_options is None else sampling_options.sampling
     check_samples_differ("validation", validation.samples_per_prompt, sampling.use_greedy)
 
 

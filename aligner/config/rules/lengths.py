@@ -43,7 +43,7 @@ def longest_lengths(
         limit = config.data.max_prompt_length
     elif isinstance(config, SupervisedRunConfig):
         limit = config.data.max_length
-    if not draws_responses(config):
+    if not samples_responses(config):
         budgets = config.model.token_budgets
         usual = _EXAMPLE if budgets is None else budgets.train_mb_tokens
         return 0, length or min(limit or read or usual, most)
@@ -57,8 +57,8 @@ def longest_lengths(
     return prompt, response
 
 
-def draws_responses(config: BaseRunConfig) -> bool:
-    """Return whether the model learns from responses that it draws, not from given examples."""
+def samples_responses(config: BaseRunConfig) -> bool:
+    """Return whether the model learns from responses that it samples, not from given examples."""
     if isinstance(config, DistillRunConfig):
         return config.trainer.distill.on_policy
     return isinstance(config, SamplingRunConfig)

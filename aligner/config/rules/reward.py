@@ -31,7 +31,7 @@ def check_reward(config: SamplingRunConfig) -> None:
     if reward.model is not None:
         _check_workers(config, reward.model)
         if reward.model.share_body_with_critic:
-            _check_shared_body(config, reward.model)
+            _check_shared_backbone(config, reward.model)
     if reward.server is not None:
         _check_waits(config, reward.server)
 
@@ -53,7 +53,7 @@ def _check_workers(config: SamplingRunConfig, model: RewardModelConfig) -> None:
         )
 
 
-def _check_shared_body(config: SamplingRunConfig, model: RewardModelConfig) -> None:
+def _check_shared_backbone(config: SamplingRunConfig, model: RewardModelConfig) -> None:
     """Refuse to share a body that is not there, or that holds more than one model's weights."""
     key = "reward.model.share_body_with_critic=true"
     if getattr(config, "critic", None) is None:

@@ -1,9 +1,9 @@
-"""Tokenizers out of files: which kind they are, and how to read it.
+"""Tokenizers out of files: detection of the kind, and reading it.
 
 Hugging Face tokenizers are :class:`aligner.data.tokenizers.hf.HuggingFaceTokenizer`, SentencePiece
 models :class:`aligner.data.tokenizers.sentencepiece.SentencePieceTokenizer`. Neither imports
-transformers unless a chat template, a GGUF file or a directory without ``tokenizer.json`` asks
-for it.
+transformers unless a chat template, a GGUF file or a directory without ``tokenizer.json`` needs
+it.
 """
 
 import json
@@ -154,7 +154,7 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _name_class(path: Path, origin: str) -> None:
-    """Files by themselves have no ``config.json`` that would tell transformers the class."""
+    """Name the class for transformers: files by themselves have no ``config.json`` that does."""
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

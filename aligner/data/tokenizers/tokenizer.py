@@ -18,7 +18,7 @@ _SENTENCEPIECE = re.compile(r"\w[\w -]*(\.[\w -]+)*\.model")
 
 
 def is_tokenizer_file(name: object) -> bool:
-    """Return whether files of tokenizers are called so.
+    """Return whether this is a name that files of tokenizers have.
 
     A name that another file brings along becomes a path where the tokenizer is written: one that is
     none of these is to be refused.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
 from aligner.generation.vllm.sampling import (
@@ -32,8 +32,8 @@ from aligner.generation.vllm.sampling import (
 from aligner.models.gpt.decode.stop_strings import StopStrings
 
 _ASK_EVERY = 8  # steps, where processes have to agree on whether a batch is abandoned
-# How responses are drawn, and what finds their stop strings; None: there are none.
-Rules = tuple[Drawing, StopStrings | None]
+# Lengths and sampling of responses, and what finds their stop strings; None: there are none.
+Rules = tuple[SamplingOptions, StopStrings | None]
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Response:
 
 
 class VllmEngine:
-    """Draws responses with weights that are pushed into it.
+    """Samples responses with weights that are pushed into it.
 
     It begins with random weights: call `begin_refit`, `load_weights`, `finish_refit` before the
     first `generate`. All calls come from one thread, the one that made the engine.
@@ -83,7 +83,7 @@ class VllmEngine:
         """
         self._peers = peers
         self._sleeps = False
-        self._rules: Rules = (Drawing(length, sampling), stop)
+        self._rules: Rules = (SamplingOptions(length, sampling), stop)
         self._eos_ids = tuple(eos_ids)
         set_environment(settings)
         arguments = {
@@ -107,7 +107,7 @@ class VllmEngine:
             dist.barrier(peers)  # who opens a segment by its name has done so
             _take_names_of_shared_memory()
 
-    def generate(
+    def sample(
         self,
         prompts: Sequence[Sequence[int]],
         sample_ids: Sequence[int],
@@ -129,16 +129,16 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         rules = rules or self._rules
-        drawing, _ = rules
+        sampling_options, _ = rules
         core = self._llm.llm_engine
         responses = [Response() for _ in prompts]
         for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
             arguments = sampling_arguments(
-                drawing.length,
-                drawing.sampling,
+                sampling_options.length,
+                sampling_options.sampling,
                 eos_ids=self._eos_ids,
                 seed=request_seed(seed, sample_id),
-                greedy=greedy or drawing.sampling.use_greedy,
+                greedy=greedy or sampling_options.sampling.use_greedy,
             )
             # Only the new tokens of every step; else each step would repeat all before.
             params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
@@ -223,11 +223,11 @@ class VllmEngine:
         return False
 
     def _ends(self, rules: Rules, prompt: Sequence[int], response: Sequence[int]) -> bool:
-        """As our own engine has it (`aligner.models.gpt.decode.scheduler`)."""
+        """Return whether the response has ended, as in `aligner.models.gpt.decode.scheduler`."""
         if response[-1] in self._eos_ids:
-            return True  # before min_length it could not have been drawn
-        drawing, stop = rules
-        if stop is None or len(response) < drawing.length.min_length:
+            return True  # before min_length it could not have been sampled
+        sampling_options, stop = rules
+        if stop is None or len(response) < sampling_options.length.min_length:
             return False
         return stop.completed(prompt, response)
 
@@ -298,7 +298,7 @@ def _start(architecture: GPTArchitecture, eos_ids: Sequence[int], arguments: dic
     """A ``vllm.LLM`` from nothing but a ``config.json``.
 
     It names the tokens that end a response: without them the family's own default counts as one,
-    which vLLM keeps from being drawn before ``min_tokens``.
+    which vLLM keeps from being sampled before ``min_tokens``.
     """
     _, config = config_to_hf(architecture)
     config["eos_token_id"] = list(eos_ids)

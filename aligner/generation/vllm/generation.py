@@ -1,4 +1,4 @@
-"""`VllmGeneration`: the controller's front of vLLM engines that draw for a policy."""
+"""`VllmGeneration`: the controller's handle of vLLM engines that sample for a policy."""
 
 import os
 from collections.abc import Mapping
@@ -8,13 +8,20 @@ from typing import Any
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.cluster.sharded import columns_of, run_on_all, run_sharded
+from aligner.cluster.dispatch import (
+    columns_of,
+    run_on_all,
+    run_sharded,
+    scored_rows,
+    start_on_all,
+)
 from aligner.cluster.worker_groups import Cluster, WorkerFuture, layout_of
-from aligner.config import Drawing, SamplingRunConfig, VllmConfig
+from aligner.config import SamplingOptions, SamplingRunConfig, VllmConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.generation.vllm.worker import VllmWorker
+from aligner.models.handle import CallSeeds
 from aligner.models.interfaces import BackgroundGeneration
-from aligner.models.role_front import CallSeeds
 from aligner.refit.controller import Refit, RefitSource
 
 WORKER = "aligner.generation.vllm.worker.VllmWorker"
@@ -22,7 +29,10 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 
 
 class VllmGeneration(BackgroundGeneration):
-    """Engines with a copy of the policy's weights, each drawing its share of a rollout."""
+    """Engines with a copy of the policy's weights, each sampling its share of a rollout."""
+
+    model = None  # no token budgets: an engine forms its own micro-batches
+    get_logprobs = scored_rows(VllmWorker.get_logprobs, ("input_ids", "input_lengths"))
 
     def __init__(
         self,
@@ -85,7 +95,7 @@ class VllmGeneration(BackgroundGeneration):
         """Device settings of the engines."""
         return self._settings.in_words()
 
-    # Drawing ----------------------------------------------------------------------------------
+    # Sampling ---------------------------------------------------------------------------------
 
     def weights_changed(self) -> None:
         """The engines' weights are old; the next `prepare_for_generation` replaces them."""
@@ -104,51 +114,38 @@ class VllmGeneration(BackgroundGeneration):
         greedy: bool = False,
         *,
         seed: int | None = None,
-        drawing: Drawing | None = None,
+        sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
 
-        Every response is drawn with a seed of its own, made of ``seed`` and its ``sample_ids``.
+        Every response is sampled with a seed of its own, made of ``seed`` and its ``sample_ids``.
         Columns and seed have the defaults of `Policy.generate`.
-        ``drawing``: lengths and sampling of this call, in place of the configured ones.
+        ``sampling_options``: lengths and sampling of this call, in place of the configured ones.
         """
-        results, _ = run_sharded(
-            self.worker_group,
-            "generate",
-            columns_of(data, GENERATION_COLUMNS),
-            seed=self._seeds.next() if seed is None else seed,
-            greedy=greedy,
-            drawing=drawing,
-        )
-        return self._joined(results)
+        seed = self._seeds.next() if seed is None else seed
+        return self._started(
+            data, seed=seed, greedy=greedy, sampling_options=sampling_options
+        ).result()
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Have the engines give their memory back, where configured; the weights go, too."""
         if self._settings.sleep:
-            run_on_all(self.worker_group, "sleep")
+            run_on_all(self.worker_group, VllmWorker.sleep)
             self._stale = True
         return True
 
     def generate_in_background(self, data: BatchedDataDict, *, seed: int = 0) -> "VllmPending":
-        """As `generate`, without waiting; one batch at a time."""
-        run_sharded(
-            self.worker_group,
-            "start_generation",
-            columns_of(data, GENERATION_COLUMNS),
-            seed=seed,
-        )
-        return VllmPending(self)
+        """Begin what `generate` does, without waiting; one batch at a time."""
+        return self._started(data, seed=seed)
 
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """``logprobs`` float32 [B, S] of given tokens at temperature 1, as the engines see them."""
-        results, _ = run_sharded(
-            self.worker_group, "get_logprobs", columns_of(data, ("input_ids", "input_lengths"))
-        )
-        return BatchedDataDict.from_batches(results)
+    def _started(self, data: BatchedDataDict, **options: Any) -> "VllmPending":
+        rows = columns_of(data, GENERATION_COLUMNS)
+        run_sharded(self.worker_group, VllmWorker.start_generation, rows, **options)
+        return VllmPending(self)
 
     def memory_bytes(self) -> list[int]:
         """Resident memory of every engine's process."""
-        return run_on_all(self.worker_group, "memory_bytes")
+        return run_on_all(self.worker_group, VllmWorker.memory_bytes)
 
     def shutdown(self) -> bool:
         """End the engines."""
@@ -163,31 +160,31 @@ class VllmGeneration(BackgroundGeneration):
 
     def begin_refit(self) -> None:
         """Expect weights."""
-        run_on_all(self.worker_group, "begin_refit")
+        run_on_all(self.worker_group, VllmWorker.begin_refit)
 
     def sharing_keys(self) -> list[str]:
         """The engines' machines or devices."""
-        return run_on_all(self.worker_group, "sharing_key")
+        return run_on_all(self.worker_group, VllmWorker.sharing_key)
 
     def load_weights_from_ipc(self, handles: dict[str, Any]) -> None:
         """Load a group that policy workers offer on the engines' machines or devices."""
-        run_on_all(self.worker_group, "load_weights_from_ipc", handles=handles)
+        run_on_all(self.worker_group, VllmWorker.load_weights_from_ipc, handles)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, timeout_s: float
     ) -> WorkerFuture:
         """Begin to meet the policy."""
-        return self.worker_group.run_all_workers_single_data(
-            "init_collective", ip=ip, port=port, world_size=world_size, timeout_s=timeout_s
+        return start_on_all(
+            self.worker_group, VllmWorker.init_collective, ip, port, world_size, timeout_s
         )
 
     def receive_weights(self, infos: list[tuple[str, Any]]) -> WorkerFuture:
         """Begin to receive a group."""
-        return self.worker_group.run_all_workers_single_data("receive_weights", infos=infos)
+        return start_on_all(self.worker_group, VllmWorker.receive_weights, infos)
 
     def finish_refit(self) -> None:
         """The weights are complete."""
-        run_on_all(self.worker_group, "finish_refit")
+        run_on_all(self.worker_group, VllmWorker.finish_refit)
 
 
 def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str, Any]) -> None:
@@ -209,7 +206,7 @@ def _check_allocator(settings: VllmConfig, on_gpus: bool, env_vars: Mapping[str,
 
 
 class VllmPending:
-    """A batch that the engines are drawing."""
+    """A batch that the engines are sampling."""
 
     def __init__(self, generation: VllmGeneration) -> None:
         self._generation = generation
@@ -217,10 +214,10 @@ class VllmPending:
     def result(self) -> BatchedDataDict:
         """Wait for it; see ``GenerationOutputSpec``."""
         generation = self._generation
-        results = run_on_all(generation.worker_group, "collect_generation")
+        results = run_on_all(generation.worker_group, VllmWorker.collect_generation)
         # All processes of an engine have the same.
         return generation._joined(results[:: generation._settings.tensor_parallel_size])
 
     def abandon(self) -> None:
         """End and forget it."""
-        run_on_all(self._generation.worker_group, "abandon_generation")
+        run_on_all(self._generation.worker_group, VllmWorker.abandon_generation)

@@ -1,4 +1,4 @@
-"""This library's sampling in vLLM's words. Imports nothing of vLLM's."""
+"""This library's sampling parameters as vLLM's. Imports nothing of vLLM's."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ def sampling_arguments(
     """Arguments of ``vllm.SamplingParams`` for one response.
 
     Stop strings are not among them: they are found by our own code on our own tokenizer's text.
-    ``logprobs=0`` asks for the drawn token's log-prob only.
+    ``logprobs=0`` gives the sampled token's log-prob only.
     """
     return {
         "temperature": 0.0 if greedy else sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "repetition_penalty": sampling.repetition_penalty,
-        # vLLM bans the ends while fewer tokens are out; ours counts the end that is being drawn.
+        # vLLM bans the ends while fewer tokens are out; ours counts the end that is being sampled.
         "min_tokens": max(0, length.min_length - 1),
         "max_tokens": length.max_length,
         "stop_token_ids": list(eos_ids),
-        "ignore_eos": True,  # which ids end a response is said above
+        "ignore_eos": True,  # stop_token_ids has all ids that end a response
         "seed": None if greedy else seed,
         "logprobs": 0,
         "detokenize": False,
@@ -37,7 +37,7 @@ def sampling_arguments(
 
 
 def logprobs_mode(sampling: SamplingParams) -> Literal["raw_logprobs", "processed_logprobs"]:
-    """Name of the log-probs that belong to the distribution a token was drawn from.
+    """Name of the log-probs that belong to the distribution a token was sampled from.
 
     ``processed`` ones know temperature, top-k, top-p and repetition penalty, but also the ban of
     EOS before ``min_length``, which the policy's own do not have. Where none of these is on, the

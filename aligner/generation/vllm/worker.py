@@ -1,6 +1,6 @@
 """`VllmWorker`: one vLLM engine behind batch-level methods, in an interpreter of its own.
 
-The engine lives in one thread, so that a rollout can be drawn while the process answers other
+The engine lives in one thread, so that a rollout can be sampled while the process answers other
 calls: `start_generation` returns at once, `collect_generation` waits, `abandon_generation` ends it.
 
 Consumes: prompts, weights. Waits for: the policy's worker in `init_collective` and
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.config import Drawing, LengthParams, SamplingParams, VllmConfig
+from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed import accelerator
 from aligner.errors import WorkerError
@@ -89,35 +89,24 @@ class VllmWorker:
             peers=peers,
         ).result()
 
-    # Drawing ----------------------------------------------------------------------------------
+    # Sampling ---------------------------------------------------------------------------------
 
     def _stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
         if not sampling.end_strings:
             return None
         return StopStrings(tokenizer_from_files(self._tokenizer_files), sampling.end_strings)
 
-    def generate(
-        self,
-        data: Mapping[str, Any],
-        seed: int,
-        greedy: bool = False,
-        drawing: Drawing | None = None,
-    ) -> BatchedDataDict:
-        """Continue right-padded prompts; see `GenerationOutputSpec`."""
-        self.start_generation(data, seed, greedy, drawing)
-        return self.collect_generation()
-
     def start_generation(
         self,
         data: Mapping[str, Any],
         seed: int,
         greedy: bool = False,
-        drawing: Drawing | None = None,
+        sampling_options: SamplingOptions | None = None,
     ) -> None:
         """Begin to continue ``input_ids`` [b, P] of ``input_lengths`` [b] and ``sample_ids`` [b].
 
-        One batch at a time: the one before must have been collected or abandoned. ``drawing``:
-        lengths and sampling of this batch, in place of the engine's.
+        One batch at a time: the one before must have been collected or abandoned.
+        ``sampling_options``: lengths and sampling of this batch, in place of the engine's.
         """
         if self._pending is not None:
             raise WorkerError("a batch is in flight; collect or abandon it before the next")
@@ -126,13 +115,15 @@ class VllmWorker:
         self._prompts = [row[:length] for row, length in rows]
         self._abandoned.clear()
         self._pending = self._thread.submit(
-            self._engine.generate,
+            self._engine.sample,
             self._prompts,
             data["sample_ids"].tolist(),
             seed=seed,
             greedy=greedy,
             abandoned=self._abandoned,
-            rules=None if drawing is None else (drawing, self._stop_strings(drawing.sampling)),
+            rules=None
+            if sampling_options is None
+            else (sampling_options, self._stop_strings(sampling_options.sampling)),
         )
 
     def collect_generation(self) -> BatchedDataDict:

@@ -39,7 +39,7 @@ def get_logprobs_from_vocab_parallel_logits(
             "dimension, or leave seq_index out"
         )
     local, shard = local_shard(vocab_parallel_logits)
-    # Whole rows are exchanged to find a kept set, for which all ranks need as many columns.
+    # Top-k and top-p need whole rows, and the exchange of rows as many columns on every rank.
     width = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())
     if local.shape[-1] < width:
         local = F.pad(local, (0, width - local.shape[-1]))
@@ -85,8 +85,8 @@ def dtensor_from_parallel_logits_to_logprobs(
     vocab_start_index`` columns are those global ids. ``target``: int64 [B, S], unshifted; a DTensor
     sharded by its sequence on a mesh with ``cp`` when the logits are, arranged by ``seq_index``
     int64 [S]. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``:
-    the distribution the tokens were drawn from, temperature included. ``inference_only``: keep
-    nothing for backward.
+    the distribution that was sampled from, temperature included. ``inference_only``: keep nothing
+    for backward.
 
     The gradient of a rank's positions is that of its own copy of the result, as DTensor has it:
     exact for a loss that all ranks compute alike, nothing is summed over ``cp``.
@@ -105,8 +105,8 @@ def dtensor_from_parallel_logits_to_logprobs(
         return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
     if seq_index is None:
         raise LayoutError(
-            "seq_index is missing: target is sharded over 'cp', and only seq_index says which "
-            "position stands where"
+            "seq_index is missing: target is sharded over 'cp', and only seq_index has the "
+            "order of its positions"
         )
     assert isinstance(target, DTensor)
     mesh, placements = target.device_mesh, target.placements

@@ -67,7 +67,7 @@ def from_parallel_hidden_states_to_logprobs(
         inference_only: keep nothing for backward.
         cp_group: spreads the sequence, in the chunks of `aligner.logprobs.published.context_shard`.
         chunk_size: most tokens at a time; None lets the memory of a tile decide.
-        sampling_params: the distribution the tokens were drawn from, temperature included.
+        sampling_params: the distribution that was sampled from, temperature included.
         cu_seqlens_padded: integers [n + 1], boundaries of packed sequences in [T] (B is 1).
         unpacked_seqlen: length of the rows that packed sequences are put into.
         sequence_parallel: whether the hidden states are sharded over ``tp_group``.

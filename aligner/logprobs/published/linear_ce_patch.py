@@ -1,7 +1,7 @@
 """Let megatron-core's GPTModel return log-probs instead of logits.
 
 This changes the class for the whole process, which code that calls `GPTModel` itself may want. The
-library's own roles do not need it: they ask for log-probs of selected positions.
+library's own roles do not need it: they compute log-probs of selected positions.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,7 @@ def _gpt_forward_with_linear_ce_fusion(
     Pipeline stages before the last return their hidden states. Everything else is megatron-core's.
 
     Raises:
-        ConfigError: log-probs were asked for without labels.
+        ConfigError: log-probs need labels, and there are none.
     """
     arguments = {
         "input_ids": input_ids,

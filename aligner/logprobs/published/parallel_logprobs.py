@@ -1,6 +1,6 @@
-"""Next-token log-probs in the published frame, from logits in any layout.
+"""Next-token log-probs by the published convention, from logits in any layout.
 
-The published frame is [B, S-1]: position t speaks of token t + 1. Targets come unshifted.
+They are [B, S-1]: position t speaks of token t + 1. Targets come unshifted.
 `aligner.logprobs.published.context_shard` has the positions that a context-parallel rank holds.
 """
 
@@ -35,7 +35,7 @@ def from_parallel_logits_to_logprobs(
     vocab_start_index`` columns are those global ids (the rest is padding and takes no part); the
     sequence may have been padded beyond S. ``target``: int64 [B, S], unshifted, whole on every
     rank. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``: the
-    distribution the tokens were drawn from, temperature included. ``inference_only``: keep nothing
+    distribution that was sampled from, temperature included. ``inference_only``: keep nothing
     for backward.
 
     Every rank returns the whole [B, S-1]. The gradient is exact for a loss that the tensor-parallel

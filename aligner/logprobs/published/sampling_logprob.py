@@ -47,7 +47,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
 
         ``vocab_parallel_logits``: float [B, S, V_local], rank r holding the r-th part of the
         vocabulary. ``target``: int64 [B, S], already shifted, global ids; -inf where it is outside
-        the kept set. ``top_k`` (None, 0 or -1: off), then ``top_p`` (1: off) over what it leaves;
+        the filter. ``top_k`` (None, 0 or -1: off), then ``top_p`` (1: off) over what it leaves;
         equal logits are kept or left out together. ``inference_only``: keep nothing for backward.
 
         Raises:
@@ -64,7 +64,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S].
 
-        It passes through the kept set held fixed and is 0 outside it.
+        It is exact for a fixed set of kept tokens and 0 outside it.
         """
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None
@@ -96,7 +96,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S].
 
-        It passes through the kept set held fixed and is 0 outside it.
+        It is exact for a fixed set of kept tokens and 0 outside it.
         """
         grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
         return grad, None, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""The policy: its front `Policy` and its workers."""
+"""The policy: its handle `Policy` and its workers."""
 
 from aligner.config.elsewhere.nemo_rl import PolicyConfig
 

@@ -1,4 +1,4 @@
-"""`Policy`: the controller's front of a group of policy workers.
+"""`Policy`: the controller's handle of a group of policy workers.
 
 Every method takes and returns global batches; the workers see their data-parallel shares.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.sharded import columns_of, run_on_all, run_sharded, score_sharded
+from aligner.cluster.dispatch import columns_of, phase, run_sharded, scored_rows
 from aligner.cluster.worker_groups import Cluster
-from aligner.config import Drawing, TrainedModelConfig
+from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.elsewhere.nemo_rl import PublishedRole, published_role
 from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.batches import check_token_budgets
@@ -20,13 +20,14 @@ from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, TokenizerError
 from aligner.models.gpt.decode.scheduler import TokenListener
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.handle import CallSeeds, RoleHandle, checkpoint_paths, worker_class
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
     GenerationInterface,
     check_generation_output,
 )
-from aligner.models.role_front import CallSeeds, RoleFront, checkpoint_paths, worker_class
+from aligner.models.policy.workers.policy_worker import PolicyWorker
 from aligner.refit.controller import RefitSource
 
 WORKERS = {
@@ -37,7 +38,7 @@ GENERATION_COLUMNS = ("input_ids", "input_lengths", "sample_ids")
 LOGPROB_COLUMNS = ("input_ids", "input_lengths", "token_mask")
 
 
-class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInterface):
+class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInterface):
     """A language-model policy: samples, scores tokens, and learns."""
 
     def __init__(
@@ -52,7 +53,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         optimizer_path: str | os.PathLike[str] | None = None,
         init_reference_model: bool = True,
         *,
-        run: RunFacts | None = None,
+        run: RunSettings | None = None,
         backend: str = "megatron",
         max_optimizer_steps: int | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
             init_reference_model: False keeps no copy of the initial weights, for runs without a KL
                 term.
             run: precision, gradient clipping and seed; default those of a mapping, and the
-                defaults of `RunFacts`.
+                defaults of `RunSettings`.
             backend: ``megatron`` or ``dtensor``, where ``config`` is no mapping.
             max_optimizer_steps: what a schedule without ``max_steps`` decays over.
 
@@ -86,8 +87,8 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         if not isinstance(config, TrainedModelConfig):
             published = published_role(config)
             config, backend = published.model, published.backend
-            run = run or RunFacts.of(published)
-        run = run or RunFacts()
+            run = run or RunSettings.of(published)
+        run = run or RunSettings()
         check_token_budgets(config)
         check_policy_backend(backend, config)
         tokenizer = as_tokenizer(tokenizer)
@@ -112,47 +113,15 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         self.tokenizer = tokenizer
         self._seeds = CallSeeds(run.seed)
 
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """Log-probs of ``input_ids`` under the current weights.
+    get_logprobs = scored_rows(PolicyWorker.get_logprobs, LOGPROB_COLUMNS)
+    get_reference_policy_logprobs = scored_rows(
+        PolicyWorker.get_reference_policy_logprobs, LOGPROB_COLUMNS
+    )
+    get_topk_logits = scored_rows(PolicyWorker.get_topk_logits, LOGPROB_COLUMNS)
 
-        Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
-        [B, S] (1 where the log-prob is wanted; default every token but the first). Returns
-        ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
-        0.
-        """
-        columns = columns_of(data, LOGPROB_COLUMNS)
-        return score_sharded(self.worker_group, "get_logprobs", columns, self.model)
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
-        return score_sharded(
-            self.worker_group,
-            "get_reference_policy_logprobs",
-            columns_of(data, LOGPROB_COLUMNS),
-            self.model,
-            micro_batch_size,
-        )
-
-    def get_topk_logits(
-        self, data: BatchedDataDict, k: int, vocab_size: int, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """The ``k`` tokens that are likeliest at each position, of the first ``vocab_size`` ids.
-
-        Reads what `get_logprobs` reads. Returns ``topk_logits`` float32 [B, S, k], over the
-        sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
-        t speaks of token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
-        """
-        return score_sharded(
-            self.worker_group,
-            "get_topk_logits",
-            columns_of(data, LOGPROB_COLUMNS),
-            self.model,
-            micro_batch_size,
-            k=k,
-            vocab_size=vocab_size,
-        )
+    prepare_for_lp_inference = phase(PolicyWorker.prepare_for_lp_inference)
+    prepare_for_generation = phase(PolicyWorker.prepare_for_generation)
+    finish_generation = phase(PolicyWorker.finish_generation)
 
     def generate(
         self,
@@ -160,18 +129,18 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         greedy: bool = False,
         *,
         seed: int | None = None,
-        drawing: Drawing | None = None,
+        sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> BatchedDataDict:
         """Continue the right-padded prompts in ``input_ids``; see ``GenerationOutputSpec``.
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``sample_ids`` int64 [B]
         (default 0, 1, 2, ...). The tokens of a sample depend on ``seed``, its ``sample_ids`` entry
-        and its prompt alone. Without a seed every call has one of its own, made of the run's seed
+        and its prompt only. Without a seed every call has one of its own, made of the run's seed
         and the number of the call.
 
-        ``drawing``: lengths and sampling of this call, in place of the configured ones.
-        ``listener`` receives every token that a worker of this process draws, by the row of its
+        ``sampling_options``: lengths and sampling of this call, in place of the configured ones.
+        ``listener`` receives every token that a worker of this process samples, by the row of its
         share of the prompts.
 
         Raises:
@@ -180,16 +149,16 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
         """
         if self._published is not None and not self._published.generates:
             raise ConfigError(
-                "policy.generation: not set, so nothing says how to draw; give it max_new_tokens, "
-                "temperature, top_p and top_k"
+                "policy.generation: not set, so nothing says how to sample; give it "
+                "max_new_tokens, temperature, top_p and top_k"
             )
         results, _ = run_sharded(
             self.worker_group,
-            "generate",
+            PolicyWorker.generate,
             columns_of(data, GENERATION_COLUMNS),
             seed=self._seeds.next() if seed is None else seed,
             greedy=greedy,
-            drawing=drawing,
+            sampling_options=sampling_options,
             listener=listener,
         )
         output: BatchedDataDict = BatchedDataDict.from_batches(
@@ -203,20 +172,6 @@ class Policy(RoleFront, RefitSource, ColocatablePolicyInterface, GenerationInter
                 padding.to(output["output_ids"].device), self._published.pad_token_id
             )
         return output
-
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Ready the workers to generate."""
-        run_on_all(self.worker_group, "prepare_for_generation")
-        return True
-
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Release the memory that only generation needs."""
-        run_on_all(self.worker_group, "finish_generation")
-        return True
-
-    def prepare_for_lp_inference(self, *args: Any, **kwargs: Any) -> None:
-        """Ready the workers to score tokens; `finish_inference` ends it."""
-        run_on_all(self.worker_group, "prepare_for_lp_inference")
 
 
 def _with_stop_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokenizer:

@@ -1,18 +1,18 @@
-"""`RewardModel`: the controller's front of a group of reward-model workers."""
+"""`RewardModel`: the controller's handle of a group of reward-model workers."""
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.sharded import columns_of, run_on_all, score_sharded
+from aligner.cluster.dispatch import on_all_workers, scored_rows
 from aligner.cluster.worker_groups import Cluster
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.models.gpt.role.settings import RunFacts
-from aligner.models.role_front import RoleFront, checkpoint_paths
+from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.handle import RoleHandle, checkpoint_paths
+from aligner.models.reward.workers.reward_worker import RewardWorker
 
 WORKER = "aligner.models.reward.workers.megatron_reward_worker.MegatronRewardWorker"
 REWARD_COLUMNS = ("input_ids", "input_lengths")
 
 
-class RewardModel(RoleFront):
+class RewardModel(RoleHandle):
     """Scores whole sequences, and learns to."""
 
     def __init__(
@@ -20,7 +20,7 @@ class RewardModel(RoleFront):
         cluster: Cluster,
         config: TrainedModelConfig,
         tokenizer: Tokenizer,
-        run: RunFacts,
+        run: RunSettings,
         *,
         name_prefix: str = "reward_model",
         attributes: tuple[str, ...] | None = None,
@@ -50,31 +50,9 @@ class RewardModel(RoleFront):
         )
         super().__init__(workers, config, config)
         self.tokenizer = tokenizer
-        self.attributes: tuple[str, ...] = run_on_all(workers, "attributes")[0]
+        self.attributes = self.reward_attributes()
 
-    def get_rewards(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``rewards`` float32 [B], or [B, K] where K attributes are rated.
-
-        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. Standardised where the
-        model is (`standardize`).
-        """
-        return score_sharded(
-            self.worker_group,
-            "get_rewards",
-            columns_of(data, REWARD_COLUMNS),
-            self.model,
-            micro_batch_size,
-        )
-
-    def standardize(self, mean: float, std: float) -> None:
-        """Rewards are ``(reward - mean) / std`` from now on, in the saved model too."""
-        run_on_all(self.worker_group, "standardize", mean=mean, std=std)
-
-    def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Record whether training's sequences began with BOS, and the token that ended all of them.
-
-        Saved with the model; who asks it makes such sequences.
-        """
-        run_on_all(self.worker_group, "remember_sequences", add_bos=add_bos, end_id=end_id)
+    get_rewards = scored_rows(RewardWorker.get_rewards, REWARD_COLUMNS)
+    reward_attributes = on_all_workers(RewardWorker.reward_attributes)
+    standardize = on_all_workers(RewardWorker.standardize)
+    remember_sequences = on_all_workers(RewardWorker.remember_sequences)

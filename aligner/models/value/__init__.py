@@ -1,4 +1,4 @@
-"""The critic: its front `Value` and its workers."""
+"""The critic: its handle `Value` and its workers."""
 
 from aligner.config.elsewhere.nemo_rl import ValueConfig
 

@@ -1,11 +1,10 @@
-"""`Value`: the controller's front of a group of value workers."""
+"""`Value`: the controller's handle of a group of value workers."""
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.sharded import columns_of, score_sharded
+from aligner.cluster.dispatch import scored_rows
 from aligner.cluster.worker_groups import Cluster
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.elsewhere.nemo_rl import published_role
@@ -14,9 +13,10 @@ from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
 from aligner.models.interfaces import ValueInterface
-from aligner.models.role_front import RoleFront, checkpoint_paths, worker_class
+from aligner.models.value.workers.value_worker import ValueWorker
 
 WORKERS = {
     "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
@@ -25,7 +25,7 @@ WORKERS = {
 VALUE_COLUMNS = ("input_ids", "input_lengths")
 
 
-class Value(RoleFront, ValueInterface):
+class Value(RoleHandle, ValueInterface):
     """A critic: predicts the return from every state, and learns it."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Value(RoleFront, ValueInterface):
         optimizer_path: str | os.PathLike[str] | None = None,
         *,
         model: TrainedModelConfig | None = None,
-        run: RunFacts | None = None,
+        run: RunSettings | None = None,
         backend: str = "megatron",
         max_optimizer_steps: int | None = None,
     ) -> None:
@@ -74,14 +74,14 @@ class Value(RoleFront, ValueInterface):
         if not isinstance(config, CriticConfig):
             published = published_role(config, "value")
             config, model, backend = published.critic, published.model, published.backend
-            run, env_vars = run or RunFacts.of(published), published.env_vars
+            run, env_vars = run or RunSettings.of(published), published.env_vars
         if model is None:
             raise ConfigError(
                 "model: required beside a CriticConfig, which does not say everything; give the "
                 "policy's section"
             )
         model = config.laid_out(model)
-        run = run or RunFacts()
+        run = run or RunSettings()
         check_token_budgets(model)
         check_policy_backend(backend, model)
         tokenizer = as_tokenizer(tokenizer)
@@ -101,18 +101,4 @@ class Value(RoleFront, ValueInterface):
         )
         super().__init__(workers, config, model)
 
-    def get_values(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``values`` float32 [B, S]: position t is the value of the state before token t.
-
-        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. 0 at t = 0 and from a
-        row's length on.
-        """
-        return score_sharded(
-            self.worker_group,
-            "get_values",
-            columns_of(data, VALUE_COLUMNS),
-            self.model,
-            micro_batch_size,
-        )
+    get_values = scored_rows(ValueWorker.get_values, VALUE_COLUMNS)

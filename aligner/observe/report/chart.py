@@ -1,10 +1,10 @@
-"""Line charts and bars as inline SVG: no library, no network, theme colours from the page."""
+"""Line charts and bars as coordinates; ``templates/parts.html`` draws them as inline SVG."""
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cached_property
 
 WIDTH, HEIGHT = 380, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 10, 22  # room for the axes' numbers
@@ -22,6 +22,33 @@ class Series:
     style: str = "a"  # a | b: the page's first or second colour
 
 
+def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
+    """Steps and values of each metric, in order of first appearance."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for line in metrics:
+        for name, value in line.items():
+            if name != "step":
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(int(line["step"]))
+                values.append(float(value))
+    return {name: Series("", steps, values) for name, (steps, values) in found.items()}
+
+
+def lines_of(series: Mapping[str, Series], metric: str, held_out: str) -> list[Series]:
+    """Training and held-out values of ``metric`` in two colours; ``held_out``: label of these."""
+    groups = (
+        ("train_rollouts", "training", "a"),
+        ("train_optim", "training", "a"),
+        ("val_rollouts", held_out, "b"),
+        ("val_optim", held_out, "b"),
+    )
+    return [
+        Series(label, found.steps, found.values, style)
+        for group, label, style in groups
+        if (found := series.get(f"{group}/{metric}")) is not None
+    ]
+
+
 def short_number(value: float, digits: int = 4) -> str:
     """Number with this many significant digits: ``0.75``, ``12.3``, ``1e-05``, ``1,234``."""
     if not math.isfinite(value):
@@ -31,6 +58,23 @@ def short_number(value: float, digits: int = 4) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference as text, and whether it is one for the better."""
+
+    text: str
+    mood: str  # up: better, down: worse, empty: neither
+
+    @classmethod
+    def between(cls, before: float, after: float, better: int) -> "Change":
+        """``after - before``. ``better``: 1 where more is better, -1 where less is, else 0."""
+        change = after - before
+        if not math.isfinite(change) or not change:
+            return cls("–" if change else "±0", "")
+        mood = "" if not better else "up" if change * better > 0 else "down"
+        return cls(f"{'+' if change > 0 else '−'}{short_number(abs(change), 3)}", mood)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -57,28 +101,55 @@ def thin_out(points: list[tuple[int, float]], most: int = _MOST_POINTS) -> list[
     return sorted(kept)
 
 
-def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> str:
-    """An SVG of lines over steps. Empty text when no series has a finite value.
+@dataclass(frozen=True)
+class Line:
+    """One line in pixels."""
+
+    style: str
+    path: str  # of an SVG ``path``
+    dots: Sequence[tuple[float, float]]  # empty where there would be too many
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over steps, in pixels from the upper left."""
+
+    value_ticks: Sequence[tuple[float, str]]  # y and number
+    step_ticks: Sequence[tuple[float, str]]  # x and step
+    lines: Sequence[Line]
+    hover: str  # JSON: label, style and points of each line, for templates/hover.js
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = _LEFT
+    right: int = WIDTH - _RIGHT
+
+
+def line_chart(series: Sequence[Series], shows: Sequence[float] = ()) -> Chart | None:
+    """Lines over steps; None when no series has a finite value.
 
     ``shows``: values that the axis reaches in any case, so that charts can be compared.
     """
-    drawn = [(one, _finite(one)) for one in series]
-    everything = [point for _, points in drawn for point in points]
-    if not everything:
-        return ""
+    finite = [(one, points) for one in series if (points := _finite(one))]
+    if not finite:
+        return None
+    everything = [point for _, points in finite for point in points]
     scale = _Scale.around([*everything, *((everything[0][0], value) for value in shows)])
-    parts = [_axes(scale)]
-    hover = []
-    for one, points in drawn:
-        if not points:
-            continue
-        thin = thin_out(points)
-        parts.append(_line(scale, one, thin))
-        hover.append({"l": one.label, "s": one.style, "p": [[*scale.at(p), *p] for p in thin]})
-    data = escape(json.dumps(hover), quote=True)
-    return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" data-lines="{data}">'
-        f"{''.join(parts)}</svg>"
+    thinned = [(one, thin_out(points)) for one, points in finite]
+    hover = [
+        {"l": one.label, "s": one.style, "p": [[*scale.at(p), *p] for p in thin]}
+        for one, thin in thinned
+    ]
+    return Chart(
+        value_ticks=[
+            (scale.at((int(scale.first), value))[1], short_number(value))
+            for value in ticks(scale.low, scale.high)
+        ],
+        step_ticks=[
+            (scale.at((int(step), scale.low))[0], f"{int(step):,}")
+            for step in _step_ticks(scale.first, scale.last)
+        ],
+        lines=[_line(one.style, [scale.at(point) for point in thin]) for one, thin in thinned],
+        hover=json.dumps(hover),
     )
 
 
@@ -112,18 +183,6 @@ def _finite(series: Series) -> list[tuple[int, float]]:
     return [(step, value) for step, value in pairs if math.isfinite(value)]
 
 
-def _axes(scale: _Scale) -> str:
-    parts = []
-    for value in ticks(scale.low, scale.high):
-        _, y = scale.at((int(scale.first), value))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5}" class="y">{short_number(value)}</text>')
-    for step in _step_ticks(scale.first, scale.last):
-        x, _ = scale.at((int(step), scale.low))
-        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" class="x">{int(step):,}</text>')
-    return "".join(parts)
-
-
 def _step_ticks(first: float, last: float) -> list[float]:
     """Whole steps to name on the axis, the last one always among them."""
     span = last - first
@@ -131,24 +190,48 @@ def _step_ticks(first: float, last: float) -> list[float]:
     return [*inner, last]
 
 
-def _line(scale: _Scale, series: Series, points: list[tuple[int, float]]) -> str:
-    path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(map(scale.at, points)))
-    drawn = f'<path class="line {series.style}" d="{path}"/>'
-    if len(points) <= _MOST_DOTS:
-        dots = (f'<circle cx="{x}" cy="{y}" r="2.4"/>' for x, y in map(scale.at, points))
-        drawn += f'<g class="dots {series.style}">{"".join(dots)}</g>'
-    return drawn
+def _line(style: str, points: Sequence[tuple[float, float]]) -> Line:
+    path = "".join(f"{'L' if i else 'M'}{x} {y}" for i, (x, y) in enumerate(points))
+    return Line(style, path, points if len(points) <= _MOST_DOTS else ())
 
 
-def bars(parts: Sequence[tuple[str, float]], unit: str) -> str:
-    """Horizontal bars, the largest first, each with its amount and its share of the sum."""
+@dataclass(frozen=True)
+class ChartCard:
+    """A chart with its text."""
+
+    heading: str
+    lead: str
+    tooltip: str
+    lines: Sequence[Series]
+    shows: Sequence[float] = ()  # of `line_chart`
+    is_single: bool = False  # the latest value beside the heading, not a legend
+
+    @cached_property
+    def chart(self) -> Chart | None:
+        """The chart; None where nothing would be drawn."""
+        return line_chart(self.lines, self.shows)
+
+
+def drawn(cards: Iterable[ChartCard]) -> list[ChartCard]:
+    """The cards that have a chart."""
+    return [card for card in cards if card.chart is not None]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """An amount beside others."""
+
+    name: str
+    amount: float
+    width: float  # per cent of the largest amount
+    share: float  # per cent of the sum
+
+
+def bars(parts: Sequence[tuple[str, float]]) -> list[Bar]:
+    """Bars of (name, amount), the largest first."""
     total = sum(amount for _, amount in parts) or 1.0
     largest = max((amount for _, amount in parts), default=1.0) or 1.0
-    rows = (
-        f"<tr><th>{escape(name)}</th>"
-        f'<td class="bar"><div style="width:{100 * amount / largest:.1f}%"></div></td>'
-        f'<td class="number">{short_number(amount)} {escape(unit)}</td>'
-        f'<td class="number">{100 * amount / total:.0f} %</td></tr>'
+    return [
+        Bar(name, amount, 100 * amount / largest, 100 * amount / total)
         for name, amount in sorted(parts, key=lambda part: -part[1])
-    )
-    return f'<table class="bars">{"".join(rows)}</table>'
+    ]

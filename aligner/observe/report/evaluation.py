@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
-from aligner.observe.estimates import Estimate
+from aligner.observe.estimates import Z95, Estimate
 from aligner.observe.metric_names import describe
 from aligner.observe.report.chart import short_number
-from aligner.observe.report.page import facts, folded, page, section
-from aligner.observe.report.samples import plain_table
+from aligner.observe.report.page import render
 from aligner.observe.samples import Sample
 
-_Z95 = 1.959963984540054  # the normal distribution holds 95 % within this many deviations
 _MEANINGS = (
     ("accuracy", "share of right answers"),
     ("rewards", "mean reward"),
@@ -41,27 +39,42 @@ def render_evaluation(
     model: str, sets: Mapping[str, EvaluatedSet], *, config: str, environment: Mapping[str, str]
 ) -> str:
     """The document."""
+    prompts = sum(one.prompts for one in sets.values())
     count = sum(one.prompts * one.samples_per_prompt for one in sets.values())
-    lead = f"{count} answers to {sum(one.prompts for one in sets.values())} prompts."
-    sections = [f'<h1>Evaluation of {escape(model)}</h1><p class="lead">{escape(lead)}</p>']
-    for name, one in sets.items():
-        sections.append(
-            section(
-                name,
-                f"{one.prompts} prompts, {one.samples_per_prompt} responses to each. ±: standard "
-                "error over prompts. In brackets: 95 % confidence interval by it.",
-                _estimates(one.estimates),
-            )
-        )
-        rows = {key: short_number(value) for key, value in one.metrics.items()}
-        known = {key: f"{value}  ({_meaning(key)})" for key, value in rows.items()}
-        sections.append(folded("All metrics", facts(known)))
-        sections.append(folded("Answers", plain_table(one.samples), is_open=True))
-    sections += [
-        folded("Configuration", f'<pre class="card">{escape(config)}</pre>'),
-        folded("Environment", facts(dict(environment))),
-    ]
-    return page(f"Evaluation of {model}", sections)
+    return render(
+        "evaluation.html",
+        title=f"Evaluation of {model}",
+        lead=f"{count} answers to {prompts} prompts.",
+        sets=[_shown(name, one) for name, one in sets.items()],
+        config=config,
+        environment=environment,
+    )
+
+
+class _ShownEstimate(NamedTuple):
+    name: str
+    meaning: str
+    share: float | None  # 0 to 1, of the bar; None: no bar
+    shown: str
+
+
+class _ShownSet(NamedTuple):
+    name: str
+    lead: str
+    estimates: Sequence[_ShownEstimate]
+    metrics: Mapping[str, str]
+    samples: Sequence[Sample]
+
+
+def _shown(name: str, one: EvaluatedSet) -> _ShownSet:
+    return _ShownSet(
+        name,
+        f"{one.prompts} prompts, {one.samples_per_prompt} responses to each. ±: standard error "
+        "over prompts. In brackets: 95 % confidence interval by it.",
+        [_estimate(key, estimate) for key, estimate in one.estimates.items()],
+        {key: f"{short_number(value)}  ({_meaning(key)})" for key, value in one.metrics.items()},
+        one.samples,
+    )
 
 
 def _meaning(name: str) -> str:
@@ -69,19 +82,12 @@ def _meaning(name: str) -> str:
     return "" if info is None else info.meaning
 
 
-def _estimates(estimates: Mapping[str, Estimate]) -> str:
-    rows = []
-    for key, one in estimates.items():
-        name = shown_name(key)
-        meaning = next((text for start, text in _MEANINGS if name.startswith(start)), "")
-        shown = short_number(one.value, 3)
-        if one.error is not None:
-            low, high = one.value - _Z95 * one.error, one.value + _Z95 * one.error
-            shown += f" ± {short_number(one.error, 2)} [{low:.3f}, {high:.3f}]"
-        width = f"width:{100 * min(max(one.value, 0.0), 1.0):.1f}%"
-        bar = "" if key == "rewards" else f'<div style="{width}"></div>'
-        rows.append(
-            f'<tr><td class="text">{escape(name)}</td><td class="text">{escape(meaning)}</td>'
-            f'<td class="bar" style="width:35%">{bar}</td><td class="number">{shown}</td></tr>'
-        )
-    return f'<div class="card scroll"><table class="samples">{"".join(rows)}</table></div>'
+def _estimate(key: str, one: Estimate) -> _ShownEstimate:
+    name = shown_name(key)
+    meaning = next((text for start, text in _MEANINGS if name.startswith(start)), "")
+    shown = short_number(one.value, 3)
+    if one.error is not None:
+        low, high = one.value - Z95 * one.error, one.value + Z95 * one.error
+        shown += f" ± {short_number(one.error, 2)} [{low:.3f}, {high:.3f}]"
+    share = None if key == "rewards" else min(max(one.value, 0.0), 1.0)
+    return _ShownEstimate(name, meaning, share, shown)

@@ -3,16 +3,24 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import read_metrics
-from aligner.observe.report.chart import Series, bars, line_chart, short_number
-from aligner.observe.report.page import facts, folded, page, section
-from aligner.observe.report.samples import samples_section
+from aligner.observe.report.chart import (
+    Bar,
+    Change,
+    ChartCard,
+    Series,
+    bars,
+    collect_series,
+    drawn,
+    lines_of,
+    short_number,
+)
+from aligner.observe.report.page import render
 from aligner.observe.samples import Sample, read_samples
 
 
@@ -45,6 +53,8 @@ _HEADLINES = (
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
 
+_MOST_ROWS = 12  # of a table of samples
+
 _LOSS = "loss"  # a chart of supervised runs: in others it means little, and they do not validate it
 
 # Charts at the top: metric after its group, heading, what to look for.
@@ -73,13 +83,6 @@ _OVERVIEW = (
         "How undecided the policy is about the next token. At 0 it explores nothing.",
     ),
 )
-_LINES = (  # group, label, colour
-    ("train_rollouts", "training", "a"),
-    ("train_optim", "training", "a"),
-    ("val_rollouts", "validation", "b"),
-    ("val_optim", "validation", "b"),
-)
-
 _GROUPS = {
     "val_rollouts": "Validation",
     "val_sets": "Validation, further sets",
@@ -124,34 +127,23 @@ def render_report(run: RunRecord) -> str:
     """The document."""
     series = collect_series(run.metrics)
     last = max((int(line["step"]) for line in run.metrics), default=0)
-    lead = f"{last:,} steps. {run.status}".strip()
-    sections = [f'<h1>{escape(run.title)}</h1><p class="lead">{escape(lead)}</p>']
-    if series:
-        sections += [
-            _tiles(series),
-            section(
-                "Is it learning?",
-                f"{_what_a_step_does(series)} Point at a curve to read its numbers.",
-                _overview(series),
-            ),
-        ]
-    sections += [samples_section(run.samples)]
-    if series:
-        sections += [
-            _times(series),
-            section(
-                "All metrics",
-                "Every number the run recorded. Hover over a name for its denominator.",
-                _all_metrics(series),
-            ),
-        ]
-    if run.artifacts:
-        sections.append(section("Files", "What the run left behind.", facts(dict(run.artifacts))))
-    sections += [
-        folded("Configuration", f'<pre class="card">{escape(run.config)}</pre>'),
-        folded("Environment", facts(dict(run.environment))),
-    ]
-    return page(run.title, sections)
+    return render(
+        "run.html",
+        title=run.title,
+        lead=f"{last:,} steps. {run.status}".strip(),
+        has_metrics=bool(series),
+        tiles=[_tile(series[h.metric], h, series) for h in _HEADLINES if h.metric in series],
+        step_lead=_what_a_step_does(series),
+        overview=_overview(series),
+        has_samples=bool(run.samples),
+        pairs=before_and_after(run.samples)[:_MOST_ROWS],
+        training_samples=_training_samples(run.samples),
+        phases=_phases(series),
+        groups=_groups(series),
+        artifacts=run.artifacts,
+        config=run.config,
+        environment=run.environment,
+    )
 
 
 def _what_a_step_does(series: Mapping[str, Series]) -> str:
@@ -160,39 +152,22 @@ def _what_a_step_does(series: Mapping[str, Series]) -> str:
     return "Each step the model is changed a little, by what a batch of examples tells."
 
 
-def collect_series(metrics: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Steps and values of each metric, in order of first appearance."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for line in metrics:
-        for name, value in line.items():
-            if name != "step":
-                steps, values = found.setdefault(name, ([], []))
-                steps.append(int(line["step"]))
-                values.append(float(value))
-    return {name: Series("", steps, values) for name, (steps, values) in found.items()}
+class _Tile(NamedTuple):
+    label: str
+    first: str
+    last: str
+    change: Change
+    note: str
 
 
-def _tiles(series: Mapping[str, Series]) -> str:
-    tiles = [_tile(series[h.metric], h, series) for h in _HEADLINES if h.metric in series]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-def _tile(series: Series, headline: _Headline, everything: Mapping[str, Series]) -> str:
+def _tile(series: Series, headline: _Headline, everything: Mapping[str, Series]) -> _Tile:
     first, last = series.values[0], series.values[-1]
-    change = last - first
-    mood = ""
-    if headline.better and math.isfinite(change) and change:
-        mood = " up" if change * headline.better > 0 else " down"
     note = f"step {series.steps[0]} → {series.steps[-1]}"
     error = _standard_error(headline.metric, last, everything)
     if error is not None:
         note += f", standard error {short_number(error)}"
-    shown = "±0" if not change else f"{'+' if change > 0 else '−'}{short_number(abs(change), 3)}"
-    return (
-        f'<div class="card tile"><div class="name">{escape(headline.label)}</div>'
-        f'<div class="value">{_beside(first, last)} → {_beside(last, first)}</div>'
-        f'<div class="note"><b class="{mood.strip()}">{shown}</b> · {note}</div></div>'
-    )
+    change = Change.between(first, last, headline.better)
+    return _Tile(headline.label, _beside(first, last), _beside(last, first), change, note)
 
 
 def _beside(value: float, other: float) -> str:
@@ -209,74 +184,71 @@ def _standard_error(metric: str, value: float, series: Mapping[str, Series]) -> 
     return round(math.sqrt(value * (1 - value) / max(count.values[-1], 1)), 3)
 
 
-def _overview(series: Mapping[str, Series]) -> str:
+def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
     cards = []
     for name, heading, lead in _OVERVIEW:
         if name == _LOSS and f"val_optim/{_LOSS}" not in series:
             continue
-        lines = [
-            Series(label, one.steps, one.values, style)
-            for group, label, style in _LINES
-            if (one := series.get(f"{group}/{name}")) is not None
-        ]
         if name == "accuracy" and "val_rollouts/accuracy" not in series:
             info = describe("val_optim/accuracy")
             lead = f"{info.meaning} Should rise." if info else lead
-        cards.append(chart_card(heading, legend_of(lines), lead, lead, lines))
-    return f'<div class="charts">{"".join(cards)}</div>'
+        cards.append(ChartCard(heading, lead, lead, lines_of(series, name, "validation")))
+    return drawn(cards)
 
 
-def _all_metrics(series: Mapping[str, Series]) -> str:
-    parts = []
-    for group, heading in _GROUPS.items():
-        members = {n: s for n, s in series.items() if n.split("/", 1)[0] == group}
-        cards = "".join(_metric_card(name, one) for name, one in sorted(members.items()))
-        if cards:
-            is_open = group != "timers"
-            body = f'<div class="charts">{cards}</div>'
-            parts.append(folded(f"{heading}: {group}/", body, is_open=is_open))
-    return "".join(parts)
+def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Validation samples of the first and of the last validation that share their prompt."""
+    held_out = [sample for sample in samples if sample.split == "val"]
+    if not held_out:
+        return []
+    first_step, last_step = held_out[0].step, held_out[-1].step
+    last = {sample.prompt: sample for sample in held_out if sample.step == last_step}
+    firsts = {sample.prompt: sample for sample in held_out if sample.step == first_step}
+    if first_step == last_step:
+        return []
+    return [(first, last[prompt]) for prompt, first in firsts.items() if prompt in last]
 
 
-def _metric_card(name: str, series: Series) -> str:
-    info = describe(name)
-    meaning, over = (info.meaning, info.over) if info else ("", "")
-    latest = f"<span>{short_number(series.values[-1])}</span>"
-    heading = name.split("/", 1)[1]
-    return chart_card(heading, latest, meaning, f"{name}: {meaning} Over: {over}", [series])
+def _training_samples(samples: Sequence[Sample]) -> list[tuple[str, int, list[Sample]]]:
+    """(``First`` or ``Last``, step, samples) of the first and the last step with samples."""
+    training = [sample for sample in samples if sample.split == "train"]
+    steps = sorted({sample.step for sample in training})
+    return [
+        (name, step, [sample for sample in training if sample.step == step][:_MOST_ROWS])
+        for step, name in zip(steps[:1] + steps[1:][-1:], ("First", "Last"), strict=False)
+    ]
 
 
-def legend_of(lines: Sequence[Series]) -> str:
-    """Legend of the colours of the lines, as HTML."""
-    names = "".join(f'<i class="{one.style}"></i>{escape(one.label)}' for one in lines)
-    return f'<span class="legend">{names}</span>'
-
-
-def chart_card(
-    heading: str,
-    aside: str,
-    lead: str,
-    tooltip: str,
-    lines: Sequence[Series],
-    shows: Sequence[float] = (),
-) -> str:
-    """A chart with what is said of it; ``aside`` is HTML. Empty text where nothing is drawn."""
-    chart = line_chart(lines, shows)
-    if not chart:
-        return ""
-    return (
-        f'<div class="card" title="{escape(tooltip, quote=True)}"><h3><b>{escape(heading)}</b>'
-        f"{aside}</h3><p>{escape(lead)}</p>{chart}</div>"
+def _phases(series: Mapping[str, Series]) -> list[Bar]:
+    """Seconds of each phase."""
+    return bars(
+        [
+            (name.removeprefix("timers/").replace("_", " "), sum(one.values))
+            for name, one in series.items()
+            if name.startswith("timers/") and name != "timers/total" and "per_second" not in name
+        ]
     )
 
 
-def _times(series: Mapping[str, Series]) -> str:
-    phases = [
-        (name.removeprefix("timers/").replace("_", " "), sum(one.values))
-        for name, one in series.items()
-        if name.startswith("timers/") and name != "timers/total" and "per_second" not in name
-    ]
-    if not phases:
-        return ""
-    body = f'<div class="card">{bars(phases, "s")}</div>'
-    return section("Where the time went", "Seconds of each phase over the whole run.", body)
+class _Group(NamedTuple):
+    heading: str
+    is_open: bool
+    cards: Sequence[ChartCard]
+
+
+def _groups(series: Mapping[str, Series]) -> list[_Group]:
+    """All metrics by what is before the ``/``, without groups in which nothing is drawn."""
+    groups = []
+    for group, heading in _GROUPS.items():
+        members = {n: s for n, s in series.items() if n.split("/", 1)[0] == group}
+        cards = drawn(_metric_card(name, one) for name, one in sorted(members.items()))
+        if cards:
+            groups.append(_Group(f"{heading}: {group}/", group != "timers", cards))
+    return groups
+
+
+def _metric_card(name: str, series: Series) -> ChartCard:
+    info = describe(name)
+    meaning, over = (info.meaning, info.over) if info else ("", "")
+    heading, tooltip = name.split("/", 1)[1], f"{name}: {meaning} Over: {over}"
+    return ChartCard(heading, meaning, tooltip, [series], is_single=True)

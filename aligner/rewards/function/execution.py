@@ -12,7 +12,7 @@ from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 Scored = tuple[list[float], dict[str, list[float]]]
 
-# A function that failed on a batch is tried on this many single samples to name the guilty one.
+# A function that failed on a batch is tried on this many single samples to find the culprit.
 _MOST_TRIED = 256
 
 
@@ -56,7 +56,7 @@ class LoadedFunction:
 
 
 def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
-    """The answer, or the error for one that did not come in time."""
+    """The result, or the error if it did not come in time."""
     try:
         return answer()
     except RewardTimeoutError as error:

@@ -34,7 +34,7 @@ def kill_tree(pid: int) -> None:
     with suppress(psutil.Error):
         top = psutil.Process(pid)
         if pid != os.getpid():
-            top.suspend()  # it starts nothing more, and what its children leave behind comes to it
+            top.suspend()  # it starts nothing more, and adopts its children's orphans
         deadline = time.monotonic() + _LONGEST_S
         while (alive := _living(top)) and time.monotonic() < deadline:
             for process in alive:

@@ -31,7 +31,7 @@ _BOOT = (
 
 
 class ProcessRunner:
-    """As many children as a batch has parts, started when first needed and then kept."""
+    """Children, one for each part of a batch, started when first needed and then kept."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         """Start the first child, so that a function that cannot be imported is refused now."""
@@ -43,7 +43,7 @@ class ProcessRunner:
     def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
         """Score all parts at the same time; they share one time limit.
 
-        In place of the scores of a part that did not answer, an error.
+        A part that does not answer in time gets an error in place of scores.
         """
         self._children = [child for child in self._children if child.alive]
         while len(self._children) < len(parts):
@@ -176,8 +176,8 @@ class RewardProcess:
         code = self._child.returncode
         self.close()
         return RewardError(
-            f"the process of reward function {self._name!r} died (exit code {code}); what it said "
-            "stands in the output above"
+            f"the process of reward function {self._name!r} died (exit code {code}); its output "
+            "is above"
         )
 
 

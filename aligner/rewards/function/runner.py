@@ -12,9 +12,12 @@ Where it runs:
 
 import logging
 import math
+import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -22,10 +25,10 @@ import torch
 from torch import Tensor
 
 from aligner.config.fields import MOST_SECONDS
-from aligner.errors import ConfigError, RewardError, RewardTimeoutError
-from aligner.rewards.function.execution import Scored
+from aligner.errors import AlignerError, ConfigError, RewardError, RewardTimeoutError
+from aligner.importing import describe_exception
+from aligner.rewards.function.execution import LoadedFunction, Scored, failure_message, in_time
 from aligner.rewards.function.processes import ProcessRunner
-from aligner.rewards.function.threads import ThreadRunner
 from aligner.rewards.protocol import Samples, Signature
 
 log = logging.getLogger(__name__)
@@ -185,8 +188,8 @@ class RewardFunction:
     def _answers(self, samples: Samples) -> list[tuple[Samples, Scored | None]]:
         """Parts of the batch in order, each with its scores; None where none came in time.
 
-        One sample that hangs takes its whole part with it. Such a part is asked again in halves,
-        one after the other, until what hangs is a single sample, for twice the time limit at most.
+        One sample that hangs takes its whole part with it. Such a part is scored again in halves,
+        one after the other, until a single sample is left, for twice the time limit at most.
         A half is given four times as long as the last one that answered took.
         """
         answers: list[tuple[Samples, Scored | None]] = []
@@ -250,3 +253,59 @@ def _join(
         for key, values in part_metrics.items():
             metrics[key].extend(values)
     return RewardOutput(torch.tensor(rewards, dtype=torch.float32), metrics, timeouts)
+
+
+class ThreadRunner:
+    """One daemon thread per part of a batch. A thread that hangs is left behind."""
+
+    def __init__(self, function: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+        """Bind ``kwargs``; refuses a signature that does not fit."""
+        self._function = LoadedFunction(function, name, kwargs)
+        self.signature: Signature = self._function.signature
+
+    def score(self, parts: list[Samples], time_limit_s: float) -> list[Scored | RewardTimeoutError]:
+        """Score all parts at the same time; see `ProcessRunner.score`."""
+        deadline = time.monotonic() + time_limit_s
+        replies = [self._start(part, time_limit_s) for part in parts]
+        return [in_time(partial(self._result, reply, deadline, time_limit_s)) for reply in replies]
+
+    def close(self) -> None:
+        """Nothing is kept between batches."""
+
+    def _start(
+        self, part: Samples, time_limit_s: float
+    ) -> "queue.SimpleQueue[Scored | AlignerError]":
+        reply: queue.SimpleQueue[Scored | AlignerError] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                # A second more, so that the caller's own message comes first.
+                reply.put(self._function.score(part, limit_s=time_limit_s + 1))
+            except AlignerError as error:
+                reply.put(error)
+            except BaseException as error:
+                culprit = self._function.find_failing(part)
+                raised = describe_exception(error)
+                message = failure_message(self.signature.name, raised, part, culprit)
+                reply.put(RewardError(message))
+
+        threading.Thread(target=run, daemon=True, name=f"reward {self.signature.name}").start()
+        return reply
+
+    def _result(
+        self,
+        reply: "queue.SimpleQueue[Scored | AlignerError]",
+        deadline: float,
+        time_limit_s: float,
+    ) -> Scored:
+        try:
+            result = reply.get(timeout=max(0.001, deadline - time.monotonic()))
+        except queue.Empty:
+            raise RewardTimeoutError(
+                f"reward function {self.signature.name!r} did not answer within {time_limit_s:g} "
+                "seconds and was left behind in its thread; raise reward.time_limit_s or make it "
+                "faster"
+            ) from None
+        if isinstance(result, AlignerError):
+            raise result
+        return result

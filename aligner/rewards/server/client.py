@@ -6,25 +6,31 @@ refused, an answer that makes no sense) stops the run at once. Either way the me
 server and the cause, and reaches every rank.
 """
 
-import contextlib
+import asyncio
+import json
 import logging
 import os
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
-from urllib.parse import SplitResult, urlsplit
+from typing import Any
 
+import httpx
 import torch
+from anyio.from_thread import start_blocking_portal
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential,
+)
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.agreement import on_rank_zero
+from aligner.distributed.object_collectives import on_rank_zero
 from aligner.errors import ConfigError, DataError, RewardServerError
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.interface import ScoredResponses, check_finite
@@ -34,23 +40,39 @@ from aligner.rewards.server.wire import (
     JSON_TYPE,
     MAX_BYTES,
     SCORE,
+    HealthAnswer,
     WireSample,
+    parse,
     parse_error,
-    parse_health,
     parse_rewards,
-    request_body,
 )
 
-Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request otherwise
 
 # Timeouts, too many requests, and statuses of servers and proxies that restart.
 _PASSING = (408, 429, 500, 502, 503, 504)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
+_BACK_OFF = wait_exponential(multiplier=0.5, max=15.0)
 
 
 class _TryAgainError(Exception):
     """Failure that may pass: the request is tried again."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    method: str
+    path: str
+    body: bytes
+    read: Callable[[bytearray], Any]  # `DataError` where the answer is none
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def _rating(samples: Sequence[WireSample], width: int) -> _Request:
+    body = json.dumps({"samples": list(map(asdict, samples))}).encode()
+    return _Request("POST", SCORE, body, lambda body: parse_rewards(body, len(samples), width))
 
 
 class RewardClient:
@@ -59,14 +81,28 @@ class RewardClient:
     def __init__(self, config: RewardServerConfig) -> None:
         """Read the token; nothing is sent yet."""
         self.config = config
-        self._address = _address(config.url)
-        self._token = read_token(config)
+        url, token = _checked_url(config.url), read_token(config)
+        headers = {"Content-Type": JSON_TYPE, "Accept": JSON_TYPE, "Accept-Encoding": "identity"}
+        headers["Connection"] = "close"
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        self._options: dict[str, Any] = {
+            "base_url": url,
+            "headers": headers,
+            "timeout": None,  # of httpx: begins again with every byte
+            "trust_env": False,  # no proxies
+            # The system's authorities, where httpx would take those of the package certifi.
+            "verify": ssl.create_default_context() if url.scheme == "https" else False,
+        }
 
     def check(self) -> tuple[str, ...]:
         """Wait until the server is ready and takes the token; what it rates (see `wire`)."""
-        attributes = self._ask("GET", HEALTH, b"", parse_health)
-        self._ask("POST", SCORE, request_body([]), lambda body: parse_rewards(body, 0, 1))
-        return attributes
+
+        def attributes(answer: bytearray) -> tuple[str, ...]:
+            return tuple(parse(HealthAnswer, answer).attributes)
+
+        health = _Request("GET", HEALTH, b"", attributes)
+        return self._ask_all([health, _rating([], 1)])[0]
 
     def score(self, samples: Sequence[WireSample], width: int = 1) -> list[list[float]]:
         """``width`` numbers of each sample, asked for in several requests at once.
@@ -76,142 +112,112 @@ class RewardClient:
                 answers that cannot be used.
         """
         size = self.config.samples_per_request
-        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-        failed = threading.Event()  # one part did: the others need not be asked for any more
+        starts = range(0, len(samples), size)
+        answers = self._ask_all([_rating(samples[at : at + size], width) for at in starts])
+        return [row for rows in answers for row in rows]
 
-        def ask(part: Sequence[WireSample]) -> list[list[float]]:
-            def parse(body: bytes) -> list[list[float]]:
-                return parse_rewards(body, len(part), width)
+    def _ask_all(self, requests: Sequence[_Request]) -> list[Any]:
+        """Answers to all requests as they were read, in order."""
 
-            try:
-                return self._ask("POST", SCORE, request_body(part), parse, failed)
-            except BaseException:
-                failed.set()
-                raise
+        async def run() -> list[Any]:
+            at_once = asyncio.Semaphore(self.config.concurrent_requests)
 
-        with ThreadPoolExecutor(self.config.concurrent_requests) as pool:
-            return [row for rows in pool.map(ask, parts) for row in rows]
+            async def ask(request: _Request) -> Any:
+                async with at_once:
+                    return await self._ask(session, request)
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        parse: Callable[[bytes], Answer],
-        given_up: threading.Event | None = None,
-    ) -> Answer:
-        """The parsed answer, however many tries it takes; none once ``given_up`` is set."""
-        given_up = given_up or threading.Event()
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        tries = 0
-        while True:
-            tries += 1
-            try:
-                return parse(self._exchange(method, path, body))
-            except DataError as error:
-                raise self._error(f"{method} {path} was answered with {error}") from error
-            except RewardServerError:  # an OSError too, but nothing that passes
-                raise
-            except (_TryAgainError, OSError, HTTPException) as error:
-                cause = str(error) or type(error).__name__
-                left = started + self.config.retry_for_s - time.monotonic()
-                if left <= 0 or given_up.is_set():
-                    raise self._error(
-                        f"{cause}; gave up after {tries} tries "
-                        f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state "
-                        "is as of the last save; start the server again and repeat the command"
-                    ) from error
-                pause = min(pause * 2, _LONGEST_PAUSE_S, max(left, 0.01))
-                log.warning(
-                    "reward server %s: %s; next try in %.1f s, for %.0f s at most",
-                    self.config.url,
-                    cause,
-                    pause,
-                    left,
-                )
-                given_up.wait(pause)
+            async with httpx.AsyncClient(**self._options) as session:
+                # Where one fails the loop ends, and with it the others.
+                return await asyncio.gather(*map(ask, requests))
 
-    def _exchange(self, method: str, path: str, body: bytes) -> bytes:
-        """One request; the body of a good answer."""
-        connection = self._connection()
+        with start_blocking_portal() as portal:  # a notebook's own loop may run in this thread
+            return portal.call(run)
+
+    async def _ask(self, session: httpx.AsyncClient, request: _Request) -> Any:
+        """Answer as it was read, however many tries it takes."""
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type((_TryAgainError, httpx.TransportError)),
+            stop=stop_after_delay(self.config.retry_for_s),
+            wait=self._pause,
+            before_sleep=self._warn,
+            retry_error_callback=self._give_up,
+        )
+        answer: bytearray = await retrying(self._exchange, session, request)
         try:
-            headers = {"Content-Type": JSON_TYPE, "Accept": JSON_TYPE, "Connection": "close"}
-            if self._token is not None:
-                headers["Authorization"] = f"Bearer {self._token}"
-            with _ended_after(self.config.timeout_s, connection):
-                connection.request(method, f"{self._address.path.rstrip('/')}{path}", body, headers)
-                response = connection.getresponse()
-                answer = self._read(response)
+            return request.read(answer)
+        except DataError as error:
+            raise self._error(f"{request} was answered with {error}") from error
+
+    async def _exchange(self, session: httpx.AsyncClient, request: _Request) -> bytearray:
+        """One try; the body of a good answer."""
+        answer = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self.config.timeout_s),
+                session.stream(request.method, request.path, content=request.body) as response,
+            ):
+                async for part in response.aiter_raw():
+                    answer += part
+                    if len(answer) > MAX_BYTES:
+                        raise self._error(f"an answer of more than {MAX_BYTES} bytes")
         except TimeoutError as error:
             raise _TryAgainError(
-                f"no answer to {method} {path} within {self.config.timeout_s:g} s "
+                f"no answer to {request} within {self.config.timeout_s:g} s "
                 "(reward.server.timeout_s)"
             ) from error
-        finally:
-            connection.close()
-        if response.status == 200:
+        if response.status_code == 200:
             return answer
-        said = f"{response.status} {response.reason} to {method} {path}: {parse_error(answer)}"
-        if response.status in _PASSING:
+        status = f"{response.status_code} {response.reason_phrase}"
+        said = f"{status} to {request}: {parse_error(answer)}"
+        if response.status_code in _PASSING:
             raise _TryAgainError(said)
-        if response.status in (401, 403):
+        if response.status_code in (401, 403):
             said += " (the token comes from reward.server.token_env or reward.server.token_file)"
         raise self._error(said)
 
-    def _read(self, response: HTTPResponse) -> bytes:
-        """The whole body; one that is cut short passes."""
-        parts: list[bytes] = []
-        size = 0
-        while part := response.read1(2**16):
-            parts.append(part)
-            size += len(part)
-            if size > MAX_BYTES:
-                raise self._error(f"an answer of more than {MAX_BYTES} bytes")
-        if response.length:  # bytes that were announced and did not come
-            raise _TryAgainError(
-                f"an answer cut short after {size} of {size + response.length} bytes"
-            )
-        return b"".join(parts)
+    def _left(self, state: RetryCallState) -> float:
+        return self.config.retry_for_s - (state.seconds_since_start or 0.0)
 
-    def _connection(self) -> HTTPConnection:
-        kind = HTTPSConnection if self._address.scheme == "https" else HTTPConnection
-        assert self._address.hostname is not None
-        return kind(self._address.hostname, self._address.port, timeout=self.config.timeout_s)
+    def _pause(self, state: RetryCallState) -> float:
+        """Seconds until the next try; the last one is made as the time ends."""
+        return min(_BACK_OFF(state), max(self._left(state), 0.01))
+
+    def _warn(self, state: RetryCallState) -> None:
+        log.warning(
+            "reward server %s: %s; next try in %.1f s, for %.0f s at most",
+            self.config.url,
+            _cause(state),
+            state.upcoming_sleep,
+            self._left(state),
+        )
+
+    def _give_up(self, state: RetryCallState) -> None:
+        raise self._error(
+            f"{_cause(state)}; gave up after {state.attempt_number} tries "
+            f"(reward.server.retry_for_s={self.config.retry_for_s:g}). The run state is as of the "
+            "last save; start the server again and repeat the command"
+        ) from _failure(state)
 
     def _error(self, cause: str) -> RewardServerError:
         return RewardServerError(f"reward server {self.config.url}: {cause}")
 
 
-@contextlib.contextmanager
-def _ended_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
-    """Connect, and raise `TimeoutError` where the block takes longer than ``seconds`` in all.
+def _failure(state: RetryCallState) -> BaseException:
+    failure = None if state.outcome is None else state.outcome.exception()
+    assert failure is not None, "asked only after a failed try"
+    return failure
 
-    A timeout of the socket starts again with every byte, and a server may send them one by one.
-    """
-    deadline = time.monotonic() + seconds
-    connection.connect()
-    # Not connection.sock, which is gone once an answer that closes the connection has begun.
-    channel = connection.sock
-    expired = threading.Event()
 
-    def end() -> None:
-        expired.set()
-        with contextlib.suppress(OSError):
-            channel.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except Exception as error:
-        if expired.is_set():
-            raise TimeoutError from error
-        raise
-    finally:
-        timer.cancel()
-    if expired.is_set():
-        raise TimeoutError
+def _cause(state: RetryCallState) -> str:
+    """The innermost cause of a failed try: httpx itself only says that no connection was made."""
+    error = _failure(state)
+    if isinstance(error, _TryAgainError):
+        return str(error)
+    while inner := getattr(error, "exceptions", [error.__cause__ or error.__context__])[0]:
+        error = inner
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__
 
 
 class RemoteReward:
@@ -276,15 +282,15 @@ def _content(path: Path) -> str | None:
         return None
 
 
-def _address(url: str) -> SplitResult:
-    address = urlsplit(url)
+def _checked_url(url: str) -> httpx.URL:
     try:
-        fits = address.scheme in ("http", "https") and address.hostname and address.port != 0
-    except ValueError:  # a port that is no number
+        address = httpx.URL(url)
+        fits = address.scheme in ("http", "https") and address.host and address.port != 0
+    except httpx.InvalidURL:
         fits = False
-    if not fits or address.username or address.query or address.fragment:
+    if not fits or address.userinfo or address.query or address.fragment:
         raise ConfigError(
-            f"reward.server.url={url if not address.username else '(with a password)'}: expected "
+            f"reward.server.url={'(with a password)' if '@' in url else url}: expected "
             "http://host:port or https://host:port, without user, query and fragment; the token "
             "goes into reward.server.token_env or token_file"
         )

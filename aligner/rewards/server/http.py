@@ -1,26 +1,35 @@
-"""The HTTP side of a reward server: requests in threads, samples of many requests in one batch.
+"""The HTTP side of a reward server: FastAPI on uvicorn, samples of many requests in one batch.
 
-thread per connection: token, JSON, tokens ─► Waiting ─► the model's loop (main thread)
-                           ▲                                     │
-                           └────────── rewards or failure ◄──────┘
+event loop (a thread): token, bytes ─► threads: JSON, tokens ─► Waiting ─► the model (main thread)
+                  ▲                                                           │
+                  └─────────────────── rewards or failure ◄───────────────────┘
 
 What a sender can take of the server is bounded: connections, the time until its request is there,
 bytes of requests that are worked on, sequences that wait, and the turn of a large request, which is
 scored in slices between the others'.
 """
 
+import asyncio
 import contextlib
 import hmac
-import select
+import json
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from http import HTTPStatus
+from typing import NamedTuple
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aligner.errors import AlignerError
 from aligner.rewards.server.wire import (
@@ -28,11 +37,10 @@ from aligner.rewards.server.wire import (
     JSON_TYPE,
     MAX_BYTES,
     SCORE,
+    HealthAnswer,
+    ScoreRequest,
     WireSample,
-    error_body,
-    health_body,
-    parse_request,
-    rewards_body,
+    parse,
 )
 
 Ids = list[int]
@@ -41,8 +49,7 @@ GATHER_S = 0.005  # a batch waits so long for more requests
 MOST_CONNECTIONS = 512
 ARRIVAL_S = 60.0  # of a whole request, headers and body, from the moment it is connected
 MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
-_LOOK_S = 0.5  # so often a handler looks whether its sender is still there
-_PIECE = 2**16
+_PIECE = 2**12  # of what came, for h11
 
 
 @dataclass
@@ -50,15 +57,9 @@ class Job:
     """The sequences of one request, and where their rewards go."""
 
     sequences: list[Ids]
-    deadline: float  # on the monotonic clock: nobody waits after it
     rewards: "Future[Rewards]" = field(default_factory=Future)  # cancelled: nobody waits any more
     taken: int = 0  # number of sequences, from the first, that the model was given
     found: Rewards = field(default_factory=list)  # of those that it has scored
-
-    @property
-    def is_wanted(self) -> bool:
-        """True if somebody still waits for it."""
-        return not self.rewards.done() and time.monotonic() < self.deadline
 
     def take(self, at_most: int) -> "Slice":
         """The next sequences."""
@@ -119,7 +120,7 @@ class Waiting:
             room = at_most
             while self._jobs and room:
                 job = self._jobs.popleft()
-                if not job.is_wanted:
+                if job.rewards.done():
                     continue
                 taken.append(job.take(room))
                 room -= len(taken[-1].sequences)
@@ -128,9 +129,9 @@ class Waiting:
             return taken
 
 
-@dataclass(frozen=True)
+@dataclass
 class RewardService:
-    """Objects that the handlers of requests share.
+    """Answers to requests; an `HTTPException` is the refusal of one.
 
     ``encode``: a sample's tokens, or an `AlignerError` for its sender. ``timeout_s``: a
     request waits so long for the model. ``token``: None lets everybody ask.
@@ -141,201 +142,179 @@ class RewardService:
     waiting: Waiting
     timeout_s: float
     token: str | None = None
+    _bytes: int = 0  # of bodies that are worked on
+    # JSON takes many times its bytes: one request at a time.
+    _parsing: threading.Lock = field(default_factory=threading.Lock)
 
+    async def health(self) -> HealthAnswer:
+        """Names of what the model rates; open to all, for they give nothing away."""
+        return HealthAnswer(status="ok", attributes=list(self.attributes))
 
-class RewardHTTPServer(ThreadingHTTPServer):
-    """One thread per connection; a client's mistakes are reported only to that client."""
-
-    daemon_threads = True
-    request_queue_size = 512  # connections that wait to be accepted
-
-    def __init__(self, address: tuple[str, int], service: RewardService) -> None:
-        super().__init__(address, _Handler)
-        self.service = service
-        self.parsing = threading.Lock()  # JSON takes many times its bytes: one request at a time
-        self._connections: dict[Any, float | None] = {}  # when its request must be there; None: is
-        self._bytes = 0  # of bodies that are worked on
-        self._lock = threading.Lock()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, unless there are as many as may be."""
-        with self._lock:
-            welcome = len(self._connections) < MOST_CONNECTIONS
-            if welcome:
-                self._connections[request] = time.monotonic() + ARRIVAL_S
-        if welcome:
-            super().process_request(request, client_address)
-            return
-        with contextlib.suppress(OSError):
-            request.setblocking(False)
-            request.send(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        self.shutdown_request(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        """A connection has ended."""
-        with self._lock:
-            self._connections.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Between two connections, and twice a second: end those whose request does not arrive."""
-        now = time.monotonic()
-        with self._lock:
-            late = [item for item, until in self._connections.items() if until and until < now]
-        for request in late:
-            with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
-
-    def arrived(self, request: Any) -> None:
-        """The whole request is there."""
-        with self._lock:
-            self._connections[request] = None
-
-    @contextlib.contextmanager
-    def room(self) -> Iterator[Callable[[int], bool]]:
-        """A function that takes room for more bytes until the block ends; False: none is left."""
-        held = 0
-
-        def take(size: int) -> bool:
-            nonlocal held
-            with self._lock:
-                if self._bytes + size > MOST_BYTES_IN_FLIGHT:
-                    return False
-                self._bytes += size
-            held += size
-            return True
-
-        try:
-            yield take
-        finally:
-            with self._lock:
-                self._bytes -= held
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore errors of a connection: the client closed it."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: RewardHTTPServer
-    protocol_version = "HTTP/1.1"
-    timeout = ARRIVAL_S  # without a byte ends a connection
-
-    def do_GET(self) -> None:
-        """Health; open to all, for it gives nothing away."""
-        if self.path == HEALTH:
-            self._answer(200, health_body(self.server.service.attributes))
-        else:
-            self._refuse(404, f"there is no {self.path[:80]!r}; GET {HEALTH} or POST {SCORE}")
-
-    def do_POST(self) -> None:
-        """Scores."""
-        service = self.server.service
-        if self.path != SCORE:
-            self._refuse(404, f"there is no {self.path[:80]!r}; GET {HEALTH} or POST {SCORE}")
-            return
-        if not self._is_welcome(service.token):
-            self._refuse(401, "the bearer token is missing or wrong")
-            return
-        with self.server.room() as take:
-            body = self._body(take)
-            if body is None:
-                return
-            self.server.arrived(self.request)
-            sequences = self._sequences(service, body)
-            if sequences is not None:
-                self._score(service, sequences)
-
-    def _sequences(self, service: RewardService, body: bytes) -> list[Ids] | None:
-        """The tokens of all samples; None where the request was refused."""
-        try:
-            with self.server.parsing:
-                samples = parse_request(body)
-            most = service.waiting.max_sequences
-            if len(samples) > most:
-                self._refuse(413, f"{len(samples)} samples, at most {most} are taken in a request")
-                return None
-            return [service.encode(sample) for sample in samples]
-        except AlignerError as error:
-            self._refuse(400, str(error))
-        except Exception as error:  # a tokenizer that cannot take the text
-            self._refuse(400, f"the samples cannot be encoded: {type(error).__name__}: {error}")
-        return None
-
-    def _score(self, service: RewardService, sequences: list[Ids]) -> None:
-        if not sequences:
-            self._answer(200, rewards_body([]))
-            return
-        job = Job(sequences, time.monotonic() + service.timeout_s)
-        if not service.waiting.add(job):
-            self._refuse(503, "too many samples are waiting; try again later")
-            return
-        while not job.rewards.done() and time.monotonic() < job.deadline:
-            with contextlib.suppress(Exception):
-                job.rewards.result(min(_LOOK_S, max(0.0, job.deadline - time.monotonic())))
-            if not job.rewards.done() and self._sender_left():
-                job.rewards.cancel()
-                return
-        if job.rewards.cancel():
-            self._refuse(503, f"the model did not get to it within {service.timeout_s:g} s")
-            return
-        try:
-            rewards = job.rewards.result()
-        except Exception as error:
-            self._refuse(500, f"the model failed: {type(error).__name__}: {error}")
-        else:
-            self._answer(200, rewards_body(rewards))
-
-    def _is_welcome(self, token: str | None) -> bool:
-        if token is None:
-            return True
-        given = self.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
-
-    def _sender_left(self) -> bool:
-        try:
-            if not select.select([self.connection], [], [], 0)[0]:
-                return False
-            return not self.connection.recv(1, socket.MSG_PEEK)
-        except (OSError, ValueError):
-            return True
-
-    def _body(self, take: Callable[[int], bool]) -> bytes | None:
-        """The request's body; None where it was refused. ``take``: room for bytes that came."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isascii() or not length.isdigit():
-            self._refuse(411, "Content-Length is missing")
-            return None
-        if len(length) > 20:
-            self._refuse(400, f"Content-Length has {len(length)} digits")
-            return None
-        left = int(length)
-        if left > MAX_BYTES:
-            self._refuse(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
-            return None
+    async def score(self, request: Request) -> Response:
+        """Rewards of the samples."""
+        if self.token is not None:
+            given = request.headers.get("Authorization", "").encode()
+            if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
+                raise HTTPException(401, "the bearer token is missing or wrong")
         body = bytearray()
-        while left:
-            piece = self.rfile.read(min(left, _PIECE))
-            if not piece:
-                self._refuse(400, f"the body ended {left} bytes early")
-                return None
-            if not take(len(piece)):
-                self._refuse(503, "too many bytes are being worked on; try again later")
-                return None
+        try:
+            await self._read(request, body)
+            sequences = await run_in_threadpool(self._sequences, body)
+            rewards = await self._rewards(request, sequences) if sequences else []
+        finally:
+            self._bytes -= len(body)
+        plain = [row[0] if len(row) == 1 else row for row in rewards]
+        # Not JSONResponse, which takes no NaN: the client tells its user of one.
+        return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Append what comes to ``body``, as far as there is room for it."""
+        length = request.headers.get("Content-Length")
+        if length is None or "Transfer-Encoding" in request.headers:
+            raise HTTPException(411, "Content-Length is missing")
+        if int(length) > MAX_BYTES:
+            raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
+        async for piece in request.stream():
+            if self._bytes + len(piece) > MOST_BYTES_IN_FLIGHT:
+                raise HTTPException(503, "too many bytes are being worked on; try again later")
+            self._bytes += len(piece)
             body += piece
-            left -= len(piece)
-        return bytes(body)
 
-    def _refuse(self, status: int, message: str) -> None:
-        self.close_connection = True  # a body may be left unread
-        self._answer(status, error_body(message))
+    def _sequences(self, body: bytearray) -> list[Ids]:
+        """The tokens of all samples."""
+        most = self.waiting.max_sequences
+        try:
+            with self._parsing:
+                samples = parse(ScoreRequest, body).samples
+            if len(samples) <= most:
+                return [self.encode(sample) for sample in samples]
+        except AlignerError as error:
+            raise HTTPException(400, str(error)) from error
+        except Exception as error:  # a tokenizer that cannot take the text
+            cause = f"{type(error).__name__}: {error}"
+            raise HTTPException(400, f"the samples cannot be encoded: {cause}") from error
+        raise HTTPException(413, f"{len(samples)} samples, at most {most} are taken in a request")
 
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", JSON_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+    async def _rewards(self, request: Request, sequences: list[Ids]) -> Rewards:
+        """Rewards of the model; where the sender leaves, nobody waits for them any more."""
+        job = Job(sequences)
+        if not self.waiting.add(job):
+            raise HTTPException(503, "too many samples are waiting; try again later")
+        watch = asyncio.create_task(_cancel_when_left(request, job))
+        seconds = self.timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(job.rewards), seconds)
+        except asyncio.CancelledError as error:
+            raise HTTPException(503, "the server is ending; try again later") from error
+        except TimeoutError as error:
+            raise HTTPException(503, f"the model did not get to it within {seconds:g} s") from error
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise HTTPException(500, f"the model failed: {cause}") from error
+        finally:
+            watch.cancel()
+            job.rewards.cancel()
 
-    def log_message(self, *arguments: object) -> None:
-        """Requests are not logged: headers hold the token, bodies are people's texts."""
+
+async def _cancel_when_left(request: Request, job: Job) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.rewards.cancel()
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    cause = error.detail
+    if error.status_code in (404, 405):
+        cause += f": {request.method} {request.url.path[:80]!r}; GET {HEALTH} or POST {SCORE}"
+    return JSONResponse({"error": cause}, error.status_code)
+
+
+class _Connection(H11Protocol):
+    """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, unless there are as many connections as may be."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(ARRIVAL_S, self._expire)
+        if len(self.connections) > MOST_CONNECTIONS:
+            self._refuse(503, "too many connections; try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait until the answer is taken."""
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(ARRIVAL_S, self.transport.abort)
+        super().on_response_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse in pieces: headers of any size would pass h11's limit if they came at once."""
+        for start in range(0, len(data), _PIECE):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + _PIECE])
+
+    def eof_received(self) -> None:
+        """Refuse a body that ends early; asyncio closes the connection."""
+        if self.cycle is not None and self.cycle.more_body:
+            self.conn.receive_data(b"")
+            self.handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what h11 has raised an error for."""
+        error = sys.exception()
+        self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
+
+    def _expire(self) -> None:
+        if self.cycle is None or self.cycle.more_body:
+            self._refuse(408, f"the request did not arrive within {ARRIVAL_S:g} s")
+
+    def _refuse(self, status: int, cause: str) -> None:
+        """Answer in place of the application."""
+        body = json.dumps({"error": cause}).encode()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"
+            f"Content-Type: {JSON_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+@contextlib.contextmanager
+def http_server(address: tuple[str, int], service: RewardService) -> Iterator[tuple[str, int]]:
+    """Answer requests in a thread until the block ends; the host and port that it listens on.
+
+    Raises:
+        OSError: it cannot listen at ``address``.
+    """
+    app = FastAPI(
+        openapi_url=None, redirect_slashes=False, exception_handlers={HTTPException: _refused}
+    )
+    app.add_api_route(HEALTH, service.health)
+    app.add_api_route(SCORE, service.score, methods=["POST"])
+    config = uvicorn.Config(
+        app,
+        http=_Connection,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        # Requests are not logged: headers hold the token, bodies are people's texts.
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        headers=[("Connection", "close")],
+        timeout_graceful_shutdown=1,
+    )
+    with socket.create_server(address) as listener:
+        server = uvicorn.Server(config)
+        # A daemon, and so are the threads that it starts: none of them outlives the process.
+        thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[:2]
+        finally:
+            server.should_exit = True
+            thread.join(10)

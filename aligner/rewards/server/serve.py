@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
@@ -10,14 +11,14 @@ from typing import Literal
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ParallelConfig, TrainedModelConfig
-from aligner.distributed.agreement import from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.distributed.object_collectives import from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.distributed.parallel import ParallelState, initialize_parallel, shutdown_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt.megatron.reward import rated_attributes
-from aligner.models.gpt.role.settings import RunFacts
+from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
 from aligner.rewards.sequences import SequenceEncoder
-from aligner.rewards.server.http import Ids, RewardHTTPServer, RewardService, Slice, Waiting
+from aligner.rewards.server.http import Ids, RewardService, Slice, Waiting, http_server
 from aligner.rewards.server.wire import WireSample
 
 # The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
@@ -58,40 +59,30 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
         return scores["rewards"].float().reshape(len(sequences), -1).tolist()
 
     waiting = Waiting(options.max_waiting)
-    server: list[RewardHTTPServer] = []
+    closing = ExitStack()
 
-    def listen() -> None:
+    def listen() -> str:
         def encode(sample: WireSample) -> Ids:
             return encoder.ids(sample.prompt, sample.response)
 
         service = RewardService(model.attributes, encode, waiting, options.timeout_s, options.token)
         try:
-            server.append(RewardHTTPServer((options.host, options.port), service))
+            host, port = closing.enter_context(http_server((options.host, options.port), service))
         except OSError as error:
             raise ConfigError(
                 f"--host {options.host} --port {options.port}: cannot listen there: {error}; "
                 "give another port, or 0 for any"
             ) from error
+        return f"http://{host}:{port}"
 
-    on_rank_zero(listen)  # an address that is taken fails on every rank
-    try:
-        for http in server:
-            threading.Thread(target=http.serve_forever, daemon=True, name="http").start()
-            host, port = http.server_address[:2]
+    with closing:
+        closing.callback(shutdown_parallel)
+        address = on_rank_zero(listen)  # one that is taken fails on every rank
+        if is_rank_zero():
             rates = ", ".join(model.attributes) or "one reward, from comparisons"
-            ready(f"reward server ready at http://{host!s}:{port} ({options.model}: {rates})")
-        score_until(
-            stopping,
-            waiting,
-            score,
-            options.batch_size,
-            has_peers=parallel.world_size > 1,
-        )
-    finally:
-        for http in server:
-            http.shutdown()
-            http.server_close()
-        shutdown_parallel()
+            ready(f"reward server ready at {address} ({options.model}: {rates})")
+        has_peers = parallel.world_size > 1
+        score_until(stopping, waiting, score, options.batch_size, has_peers=has_peers)
 
 
 def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, SequenceEncoder]:
@@ -106,7 +97,7 @@ def _load(options: ServeOptions, parallel: ParallelState) -> tuple[RewardModel, 
             tensor_model_parallel_size=options.tensor_model_parallel_size,
         ),
         encoder.tokenizer,
-        RunFacts(precision=options.precision),
+        RunSettings(precision=options.precision),
         init_optimizer=False,
     )
     return model, encoder

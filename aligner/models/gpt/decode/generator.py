@@ -7,25 +7,27 @@ a row gives the same bits whatever the other rows are (`kv_cache`, `packed_linea
 library does not keep that promise (other processors, GPUs), logits differ in the last bits and a
 token changes only if its uniform number falls within that distance of a boundary.
 
-All processes of a model-parallel group call `generate` with the same prompts and get the same
+All processes of a model-parallel group call `sample` with the same prompts and get the same
 result: tensor-parallel ranks share every layer, pipeline stages pass rows on, and context-parallel
 ranks each do the whole work, for sequences are not split.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.config import Drawing, LengthParams, SamplingParams
+from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed import accelerator
 from aligner.distributed.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.decode.expert_sync import experts_in_step
 from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.decode.responses import Prompts, RolloutRules
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
@@ -62,7 +64,7 @@ class Generator:
         tp_group: dist.ProcessGroup | None = None,
         cuda_graphs: bool = True,
     ) -> None:
-        """Set up; nothing is allocated before `generate`.
+        """Set up; nothing is allocated before `sample`.
 
         Args:
             gpt: the model, whole or this process's share of it.
@@ -86,21 +88,21 @@ class Generator:
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id
         self._tokenizer = tokenizer
-        self._drawing = Drawing(length, sampling)
+        self._sampling_options = SamplingOptions(length, sampling)
         self._max_batch_size = max_batch_size
         self._tp_group = tp_group or gpt.pg_collection.tp
-        self._stop = self._stop_strings(self._drawing)
+        self._stop = self._stop_strings(self._sampling_options)
         self._cuda_graphs = cuda_graphs
         self._waits = False  # for the device within a step; once a nucleus needed it, always
 
-    def generate(
+    def sample(
         self,
         prompts: Tensor,
         prompt_lengths: Tensor,
         sample_ids: Tensor,
         seed: int,
         greedy: bool | None = None,
-        drawing: Drawing | None = None,
+        sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> GenerationOutput:
         """Continue prompts.
@@ -111,16 +113,16 @@ class Generator:
             sample_ids: int64 [B]; two rows with the same prompt and id get the same response.
             seed: of the counter-based uniform numbers.
             greedy: overrides ``sampling.use_greedy``.
-            drawing: lengths and sampling of this call; default those of the generator.
+            sampling_options: lengths and sampling of this call; default those of the generator.
             listener: called with every token as it is drawn.
 
         Raises:
             ConfigError: a prompt and the longest response do not fit the model; nothing has run.
             DataError: a prompt is empty or holds an id outside the vocabulary.
         """
-        stop = self._stop if drawing is None else self._stop_strings(drawing)
-        drawing = drawing or self._drawing
-        length, sampling = drawing.length, drawing.sampling
+        stop = self._stop if sampling_options is None else self._stop_strings(sampling_options)
+        sampling_options = sampling_options or self._sampling_options
+        length, sampling = sampling_options.length, sampling_options.sampling
         device = next(self._gpt.parameters()).device
         batch = Prompts(prompts.to(device), prompt_lengths.to(device), sample_ids.to(device))
         # The only wait for the device before the first token.
@@ -199,20 +201,20 @@ class Generator:
             for result in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end):
                 dist.broadcast(result, group=group, group_src=0)
 
-    def _stop_strings(self, drawing: Drawing) -> StopStrings | None:
+    def _stop_strings(self, sampling_options: SamplingOptions) -> StopStrings | None:
         """Finder of the stop strings, where there are any; settings that cannot work are refused.
 
         Raises:
             ConfigError: as in the constructor.
         """
-        _check_drawing(self._architecture, self._tokenizer, drawing)
-        if not drawing.sampling.end_strings:
+        _check_drawing(self._architecture, self._tokenizer, sampling_options)
+        if not sampling_options.sampling.end_strings:
             return None
         assert self._tokenizer is not None
-        return StopStrings(self._tokenizer, drawing.sampling.end_strings)
+        return StopStrings(self._tokenizer, sampling_options.sampling.end_strings)
 
     def _check_prompts(self, prompts: Tensor, lengths: Tensor, length: LengthParams) -> None:
-        """Check prompts, which are on the host; raises the errors of `generate`."""
+        """Check prompts, which are on the host; raises the errors of `sample`."""
         if prompts.shape[0] == 0:
             return
         shortest, longest = int(lengths.min()), int(lengths.max())
@@ -256,9 +258,9 @@ def _check_settings(
 
 
 def _check_drawing(
-    architecture: GPTArchitecture, tokenizer: Tokenizer | None, drawing: Drawing
+    architecture: GPTArchitecture, tokenizer: Tokenizer | None, sampling_options: SamplingOptions
 ) -> None:
-    length, sampling = drawing.length, drawing.sampling
+    length, sampling = sampling_options.length, sampling_options.sampling
     room = architecture.max_position_embeddings
     if not 1 <= length.max_length < room:
         raise ConfigError(
@@ -276,3 +278,44 @@ def _check_drawing(
         raise ConfigError(
             "sampling_params.end_strings need a tokenizer; the model was built without one"
         )
+
+
+@contextlib.contextmanager
+def experts_in_step(gpt: GPTModel) -> Iterator[None]:
+    """The block in which this rank may run any number of forward passes; collective.
+
+    Every expert layer exchanges tokens with the other ranks of its group, so a rank may only run
+    one while all others run the same one, with any number of tokens. Ranks that generate stop at
+    different times: each pass is announced, and a rank that has finished goes on with passes of the
+    expert layers only, one token of zeros each, until all have.
+
+    All ranks of the expert-parallel group must enter the block, and must not use the group for
+    anything else inside. Nothing happens where no experts are shared out. An error inside does not
+    wait for the other ranks.
+    """
+    layers = [layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    if not layers or layers[0].ep_group.size() == 1:
+        yield
+        return
+    group = layers[0].ep_group
+
+    def announce(*_: Any) -> None:
+        _anyone_works(True, group)
+
+    hook = gpt.decoder.register_forward_pre_hook(announce)
+    try:
+        yield
+    finally:
+        hook.remove()
+    parameter = next(gpt.decoder.parameters())
+    idle = parameter.new_zeros(1, 1, gpt.config.hidden_size)
+    with torch.no_grad():
+        while _anyone_works(False, group):
+            for experts in layers:
+                experts(idle)
+
+
+def _anyone_works(this_rank: bool, group: dist.ProcessGroup) -> bool:
+    working = torch.tensor([int(this_rank)], device=accelerator.device())
+    dist.all_reduce(working, dist.ReduceOp.MAX, group=group)
+    return bool(working.item())

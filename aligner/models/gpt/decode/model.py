@@ -35,7 +35,7 @@ from aligner.models.gpt.decode.layers import (
     incremental_layers,
     is_transformer_engine,
 )
-from aligner.models.gpt.decode.pipeline_comm import GenerationStages
+from aligner.models.gpt.decode.pipeline_comm import PipelineComm
 from aligner.models.gpt.forward.hidden_states import output_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 
@@ -66,7 +66,7 @@ class IncrementalModel:
         self._vocab_size = architecture.vocab_size
         parameter = next(gpt.parameters())
         self._device = parameter.device
-        self.stages = GenerationStages(gpt.pg_collection.pp, self._device)
+        self.stages = PipelineComm(gpt.pg_collection.pp, self._device)
         self._embedded: VocabShard | None = None  # the first stage's
         if self.stages.is_first:
             table = gpt.embedding.word_embeddings.weight

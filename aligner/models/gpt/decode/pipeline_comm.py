@@ -1,6 +1,6 @@
 """Messages between pipeline stages while generating: hidden rows forward, tokens to everyone.
 
-    stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, draw
+    stage 0: embed, layers ──rows [n, H]──► stage 1: layers ── … ──► last stage: layers, sample
        ▲                                       ▲                             │
        └───────────────────────────────────────┴───────── tokens [n] ────────┘
 
@@ -21,7 +21,7 @@ from aligner.models.gpt.decode.sampling import SampledTokens
 _NOTHING_DRAWN = -1
 
 
-class GenerationStages:
+class PipelineComm:
     """This process's place in the pipeline; with one stage nothing is sent."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class GenerationStages:
 
     @property
     def is_last(self) -> bool:
-        """True if tokens are drawn here."""
+        """True if tokens are sampled here."""
         return self._rank == self._last
 
     def receive(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -51,21 +51,21 @@ class GenerationStages:
         if not self.is_last:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 
-    def drawn_by_last(self, count: int, draw: Callable[[], SampledTokens]) -> SampledTokens:
-        """Result of ``draw`` on the last stage for ``count`` rows, on every stage.
+    def sampled_by_last(self, count: int, sample: Callable[[], SampledTokens]) -> SampledTokens:
+        """Result of ``sample`` on the last stage for ``count`` rows, on every stage.
 
         Raises:
-            AlignerError: what ``draw`` raised there, on every stage.
+            AlignerError: what ``sample`` raised there, on every stage.
         """
         if self._last == 0:
-            return draw()
+            return sample()
         # One message: tokens, and the 32 bits of their log-probs.
         message = torch.full((2, count), _NOTHING_DRAWN, dtype=torch.int64, device=self._device)
         failure: AlignerError | None = None
         if self.is_last:
             try:
-                drawn = draw()
-                message[0], message[1] = drawn.tokens, drawn.logprobs.view(torch.int32)
+                sampled = sample()
+                message[0], message[1] = sampled.tokens, sampled.logprobs.view(torch.int32)
             except AlignerError as error:
                 failure = error
         dist.broadcast(message, group=self._group, group_src=self._last)

@@ -1,4 +1,4 @@
-"""The device's half of a rollout: what was drawn so far, and the step that draws one token more.
+"""The device's half of a rollout: tokens sampled so far, and the step that samples the next.
 
 Nothing here reads a value of the device, and a step overwrites what it keeps for the one after it.
 So on a GPU the host can run ahead of it, and a step of a shape that has come before is one launch,
@@ -27,10 +27,10 @@ _ROW_STEP = 8  # more rows than this are rounded up to a multiple of it, fewer t
 
 @dataclass
 class Batch:
-    """Samples whose next tokens are drawn together; a step updates all but the first two.
+    """Samples whose next tokens are sampled together; a step updates all but the first two.
 
     int64 [n] ``rows``, the samples; ``starts``, lengths of their prompts; ``positions``, where
-    their next tokens go; ``tokens``, the last ones drawn. float32 [n] ``logprobs`` of these. bool
+    their next tokens go; ``tokens``, the last ones sampled. float32 [n] ``logprobs`` of these. bool
     [] ``wide``: a nucleus was wider than what was looked at (`sample_tokens`).
     """
 
@@ -52,7 +52,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """Rules by which the tokens of a rollout are drawn; see `Generator` of `decode.generator`."""
+    """Rules by which the tokens of a rollout are sampled; see `Generator` of `decode.generator`."""
 
     seed: int
     greedy: bool
@@ -120,7 +120,7 @@ class Responses:
             getattr(kept, field.name).copy_(getattr(batch, field.name))
         return kept
 
-    def draw(
+    def sample(
         self, model: IncrementalModel, batch: Batch, hidden: Tensor, *, banning: bool, waits: bool
     ) -> None:
         """Sample the next token of each row from final hidden states [n, H] and write it down.
@@ -130,7 +130,7 @@ class Responses:
         rows, positions = batch.rows, batch.positions
         made = positions - batch.starts
 
-        def draw() -> SampledTokens:
+        def sample() -> SampledTokens:
             return sample_tokens(
                 model.logits(hidden),
                 self._uniforms[rows, made],
@@ -142,17 +142,17 @@ class Responses:
                 waits=waits,
             )
 
-        drawn = model.stages.drawn_by_last(len(rows), draw)
-        self.tokens[rows, positions] = drawn.tokens
-        self.logprobs[rows, positions] = drawn.logprobs
+        sampled = model.stages.sampled_by_last(len(rows), sample)
+        self.tokens[rows, positions] = sampled.tokens
+        self.logprobs[rows, positions] = sampled.logprobs
         if self._seen is not None:
-            self._seen[rows, drawn.tokens] = True
+            self._seen[rows, sampled.tokens] = True
         batch.positions += 1
         self.lengths[rows] = batch.positions
-        batch.tokens.copy_(drawn.tokens)
-        batch.logprobs.copy_(drawn.logprobs)
-        if drawn.wide is not None:
-            batch.wide.copy_(drawn.wide)
+        batch.tokens.copy_(sampled.tokens)
+        batch.logprobs.copy_(sampled.logprobs)
+        if sampled.wide is not None:
+            batch.wide.copy_(sampled.wide)
 
     def advance(
         self,
@@ -172,7 +172,7 @@ class Responses:
 
         def step() -> None:
             hidden = model.decode(batch.tokens, batch.positions - 1, longest)
-            self.draw(model, batch, hidden, banning=banning, waits=waits)
+            self.sample(model, batch, hidden, banning=banning, waits=waits)
 
         key = (len(batch.rows), longest, banning)
         if not captured:

@@ -1,4 +1,4 @@
-"""Drawing the next token.
+"""Sampling of the next token.
 
 Sampling is counter-based: the uniform number behind a token is a hash of (seed, sample id,
 position), so it does not depend on what else is in the batch, on slots, or on ranks. The token is
@@ -8,7 +8,7 @@ The log-prob that comes with a token is that of the distribution the token was d
 temperature applied and top-k, then top-p, renormalised over the tokens kept, the trainer's own
 convention (`aligner.logprobs.top_k_top_p`). Two things the trainer does not know: the ban of
 end-of-sequence tokens before ``min_length`` is left out of the log-prob (as vLLM does), so that it
-is the policy's own, unless top-k or top-p is on, whose kept set the ban changes; a repetition
+is the policy's own, unless top-k or top-p is on, whose filter the ban changes; a repetition
 penalty is part of it, so with one the recorded log-probs differ from recomputed ones.
 
 Shape legend: ``b`` rows, ``V`` vocabulary without padding columns.
@@ -211,7 +211,7 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 def _keep_threshold(
     scores: Tensor, top_k: int, top_p: float, waits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Threshold of the kept set, [b]; a nucleus is found without sorting the vocabulary.
+    """Threshold of the top-k/top-p filter, [b]; a nucleus is found without sorting the vocabulary.
 
     Without ``waits`` also bool []: in some row it was not found.
     """

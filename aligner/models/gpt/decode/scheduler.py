@@ -1,7 +1,7 @@
 """One rollout: which sample is in which slot, how long it is, and when it is done.
 
 On a GPU the host reads what a step drew while the next one runs, so a sequence that ends takes part
-in one step more, whose token is taken back. What is drawn for the others does not depend on it.
+in one step more, whose token is taken back. What is sampled for the others does not depend on it.
 
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
@@ -31,7 +31,7 @@ from aligner.models.gpt.decode.stop_strings import StopStrings
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
 
 
-# Called with a row of the prompts and the token just drawn for it.
+# Called with a row of the prompts and the token just sampled for it.
 TokenListener = Callable[[int, int], None]
 
 
@@ -157,7 +157,7 @@ class Rollout:
         still_waiting = {self._prompts[sample] for sample in self._waiting}
         self._last_hidden = {p: h for p, h in self._last_hidden.items() if p in still_waiting}
         batch = self._responses.batch(samples)
-        self._responses.draw(
+        self._responses.sample(
             model, batch, hidden, banning=self._banning(samples), waits=self._waits
         )
         self._note(samples, batch)
@@ -225,15 +225,15 @@ class Rollout:
     def _read(self, unread: int) -> None:
         """Read steps, oldest first, until this many are left; end the samples they end."""
         while len(self._unread) > unread:
-            drawn = self._unread.popleft()
-            tokens, logprobs, wide = drawn.values.wait()
+            sampled = self._unread.popleft()
+            tokens, logprobs, wide = sampled.values.wait()
             if not self._waits:
-                check_finite(logprobs[: len(drawn.samples)])
+                check_finite(logprobs[: len(sampled.samples)])
                 if bool(wide):
                     raise WideNucleusError("top-p keeps more tokens than a step looks at")
             ended = []
             for sample, made, token in zip(
-                drawn.samples, drawn.made, tokens.tolist()[: len(drawn.samples)], strict=True
+                sampled.samples, sampled.made, tokens.tolist()[: len(sampled.samples)], strict=True
             ):
                 if sample in self._ended:
                     continue
@@ -266,7 +266,7 @@ class Rollout:
     def _ends(self, sample: int, token: int) -> bool:
         """Return whether the response ends by itself with its newest token."""
         if token in self._eos:
-            return True  # before min_length it could not have been drawn
+            return True  # before min_length it could not have been sampled
         if self._stop is None:
             return False
         response = self._texts[sample]

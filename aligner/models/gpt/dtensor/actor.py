@@ -5,25 +5,25 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.adjoint_collectives import SumGradient
 from aligner.distributed.parallel import ParallelState
-from aligner.errors import ConfigError
 from aligner.losses.interfaces import reads_logits
-from aligner.models.gpt.decode.generator import Generator
-from aligner.models.gpt.dtensor.generation import megatron_copy
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.shards import WholeParameters
 from aligner.models.gpt.forward.schedule import Microbatch
 from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
-from aligner.models.gpt.role.drawing_policy import DrawingPolicy
-from aligner.models.gpt.role.held_weights import HeldWeights
+from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.reference import ReferenceModel
+from aligner.models.gpt.role.sampling_policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.swapped_weights import SwappedWeights
 from aligner.types import LossFunction, TokenOutputs
 
 
@@ -36,9 +36,9 @@ class DTensorReference(ReferenceModel):
         super().__init__(policy.infer_tokens)
         self._policy = (policy,)  # in a tuple: it stays a module of its own
         self.copy: TransformersModel | None = None
-        self._held: HeldWeights | None = None
+        self._held: SwappedWeights | None = None
         if mode == "swap":
-            self._held = HeldWeights({shard.name: shard.local for shard in policy.shards})
+            self._held = SwappedWeights({shard.name: shard.local for shard in policy.shards})
             return
         self.copy, copies = policy.build(None)
         self.copy.eval().requires_grad_(False)
@@ -56,11 +56,11 @@ class DTensorReference(ReferenceModel):
             yield self._policy[0].model
 
 
-class DTensorActorModel(DTensorModel, DrawingPolicy):
-    """PPO's actor, the twin of `MegatronGPTActorModel`."""
+class DTensorActorModel(DTensorModel, SamplingPolicy):
+    """PPO's actor, the counterpart of `MegatronGPTActorModel`."""
 
     role_name = "policy"
-    _generator: Generator | None = None
+    samples_from_a_copy = True
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
     ) -> None:
         """Arguments as in `DTensorModel`; the settings include sampling."""
         super().__init__(source, settings, parallel, tokenizer)
-        self.configure_drawing()
+        self.configure_sampling()
 
     # Scoring ----------------------------------------------------------------------------------
 
@@ -121,32 +121,33 @@ class DTensorActorModel(DTensorModel, DrawingPolicy):
         return hidden if group is None else SumGradient.apply(hidden, group)
 
     def keep_reference(self, mode: Literal["keep", "swap"] = "keep") -> None:
-        """Freeze the current weights as the reference policy: a second model, or on the host."""
+        """See `SamplingPolicy.keep_reference`."""
         self.__dict__["_reference"] = DTensorReference(self, mode)
 
     # Generating -------------------------------------------------------------------------------
 
-    @property
-    def is_ready_to_generate(self) -> bool:
-        """True if `prepare_for_generation` was called and `finish_generation` was not."""
-        return self._generator is not None
+    def model_to_sample_from(self) -> GPTModel:
+        """A copy of the weights in a megatron-core model, as they are now; collective.
 
-    def prepare_for_generation(self) -> None:
-        """Gather the weights into the model that generates; collective."""
-        self.prepare_for_inference()
-        self._generator = self._make_generator(
-            megatron_copy(self.shards, self.architecture, self.parallel, self.settings.dtype)
+        For as long as rollouts are made, the weights stand once more in the same tensor-parallel
+        layout, unsharded over data-parallel ranks: the tokens are those of the megatron backend.
+        This costs the weights of a tensor-parallel rank, in the dtype of the forward pass, beside
+        the rank's share.
+        """
+        gpt = build_gpt(
+            self.architecture,
+            dtype=self.settings.dtype,
+            parallel=self.parallel.config,
+            initialize=False,
         )
-
-    def finish_generation(self) -> None:
-        """Give up the model that generates."""
-        self._generator = None
-        self.finish_inference()
-
-    def _ready_generator(self) -> Generator:
-        if self._generator is None:
-            raise ConfigError("generate: call prepare_for_generation() first, on every rank")
-        return self._generator
+        load_weights(
+            gpt,
+            self.canonical_weights(),
+            self.architecture,
+            tp_rank=self.parallel.tp_rank,
+            tp_size=self.parallel.config.tensor,
+        )
+        return gpt.eval().requires_grad_(False)
 
     # Weights for other engines ----------------------------------------------------------------
 

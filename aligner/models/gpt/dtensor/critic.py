@@ -1,18 +1,18 @@
 """The critic on a transformers model: a body with a scalar head in place of the output layer."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
-from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
+from aligner.models.gpt.forward.schedule import Microbatch
+from aligner.models.gpt.role.model import ValueModel
 from aligner.types import TokenOutputs
 
 
-class DTensorCriticModel(DTensorModel):
-    """PPO's critic, the twin of `MegatronGPTCriticModel`."""
+class DTensorCriticModel(DTensorModel, ValueModel):
+    """PPO's critic, the counterpart of `MegatronGPTCriticModel`."""
 
     role_name = "critic"
     has_scalar_head = True
@@ -36,9 +36,3 @@ class DTensorCriticModel(DTensorModel):
         layout = microbatch.layout
         rows, tokens = layout.predicted_tokens() if self.shifts_values else layout.held_tokens()
         return TokenOutputs(layout.to_frame(model.score(hidden).squeeze(-1)[rows], tokens))
-
-    def get_values(
-        self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
-    ) -> Tensor:
-        """Values of the states before each token; see `MegatronGPTCriticModel.get_values`."""
-        return self.infer_tokens(batch, micro_batches)

@@ -1,7 +1,7 @@
 """`DTensorModel`: a role on a transformers model sharded by FSDP2 and tensor-parallel DTensors.
 
-What every role shares: building, passes of micro-batches, phases, files and run state. The twin of
-`MegatronGPTModel`; what a role computes from the hidden states is the role's.
+What every role on this backend shares: building, passes of micro-batches, files and run state. The
+counterpart of `MegatronGPTModel`; what a role computes from the hidden states is the role's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,45 +11,39 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.checkpoint.hf.tensors import HuggingFaceView
+from aligner.checkpoint.hf.tensors import HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.agreement import on_rank_zero
+from aligner.distributed.object_collectives import on_rank_zero
 from aligner.distributed.parallel import ParallelState
-from aligner.errors import CheckpointError, ConfigError
+from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor.build import build_sharded
-from aligner.models.gpt.dtensor.generation import canonical_weights
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.dtensor.optimizer import ShardOptimizer
 from aligner.models.gpt.dtensor.plan import check_dropout
-from aligner.models.gpt.dtensor.shards import ParameterShard
+from aligner.models.gpt.dtensor.shards import ParameterShard, WholeParameters
 from aligner.models.gpt.dtensor.state import load_shard_state, shard_state
 from aligner.models.gpt.forward.schedule import Microbatch, MicroBatches
-from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.updates import (
+from aligner.models.gpt.role.model import (
     BatchResult,
+    RoleModel,
     count_denominators,
     reduce_result,
     result_of,
     role_microbatches,
-    trainable,
-    update,
 )
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.types import LossFunction, TokenOutputs
 
 
-class DTensorModel(LightningModule):
+class DTensorModel(RoleModel, LightningModule):
     """A role's share of a transformers model on this process."""
 
-    role_name = "model"  # in reports
     has_scalar_head = False
-    loss_fn: LossFunction | None = None
 
     def __init__(
         self,
@@ -62,8 +56,8 @@ class DTensorModel(LightningModule):
         super().__init__()
         self.settings = settings
         self.parallel = parallel
-        self.tokenizer: Tokenizer | None = tokenizer
-        self.architecture: GPTArchitecture = source.architecture
+        self.tokenizer = tokenizer
+        self.architecture = source.architecture
         check_layout(self.architecture, settings.parallel, parallel.world_size)
         self.model, self.shards = self.build(self._hugging_face_names(source.weights))
         self.optimizer: ShardOptimizer | None = None
@@ -132,14 +126,14 @@ class DTensorModel(LightningModule):
         micro_batches: MicroBatches | None = None,
         model: TransformersModel | None = None,
     ) -> Tensor:
-        """The role's `token_outputs` without gradients; see `MegatronGPTModel.infer_tokens`."""
-        asked = model or self.model
+        """The role's `token_outputs` without gradients; see `RoleModel.infer_tokens`."""
+        scoring = model or self.model
         microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
         total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         start = 0
         for microbatch in microbatches:
             with torch.no_grad():
-                result = asked(microbatch.layout, self._scores(microbatch, asked))
+                result = scoring(microbatch.layout, self._scores(microbatch, scoring))
             total[start : start + result.shape[0], : result.shape[1]] = result
             start += result.shape[0]
         return total
@@ -151,74 +145,42 @@ class DTensorModel(LightningModule):
             self.token_outputs(model, hidden, microbatch, False).values_or_logprobs
         )
 
-    def get_loss_and_metrics(
-        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
-    ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of one global batch; see `MegatronGPTModel.get_loss_and_metrics`."""
-        metrics = self.run_batch(batch, forward_only, mbs).metrics
-        return metrics["loss"], metrics
-
     def run_batch(
-        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        forward_only: bool,
+        loss_fn: LossFunction | None = None,
+        mbs: MicroBatches | None = None,
     ) -> BatchResult:
-        """The passes over ``batch``; see `get_loss_and_metrics`."""
-        loss_fn = self.loss_fn
-        if loss_fn is None:
-            raise ConfigError("loss_fn is None; set model.loss_fn before training")
+        """See `RoleModel.run_batch`."""
+        loss = self.loss_of_call(loss_fn)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
 
         def head_of(microbatch: Microbatch) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]:
             def head(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                outputs = self.loss_outputs(hidden, microbatch, loss_fn)
-                return loss_fn(outputs, microbatch.columns, denominators)
+                outputs = self.loss_outputs(hidden, microbatch, loss)
+                return loss(outputs, microbatch.columns, denominators)
 
             return head
 
         parts = []
         with torch.set_grad_enabled(not forward_only):
             for microbatch in self._split(batch, mbs or self.settings.micro_batch_size):
-                loss, metrics = self.model(microbatch.layout, head_of(microbatch))
+                share, metrics = self.model(microbatch.layout, head_of(microbatch))
                 if not forward_only:
-                    loss.backward()
-                parts.append({**metrics, "loss": loss.detach()})
+                    share.backward()
+                parts.append({**metrics, "loss": share.detach()})
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
-
-    def training_update(
-        self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
-    ) -> dict[str, float]:
-        """One optimizer step on one global batch; see `aligner.models.gpt.role.updates.update`."""
-        return update(self, self.optimizer, batch, number, mbs)
 
     def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
         # Every pass gathers weights: data-parallel ranks meet in each.
         return role_microbatches(batch, micro_batches, self.settings, self.parallel, in_step=True)
 
-    # Phases -----------------------------------------------------------------------------------
-
-    def prepare_for_training(self) -> None:
-        """Bring the optimizer state back, or make the optimizer, and enter training mode."""
-        self.setup_training()
-        trainable(self.optimizer).restore()
-        self.model.train()
-
-    def finish_training(self) -> None:
-        """End training: nothing to do, the next phase moves weights and optimizer state."""
-
-    def prepare_for_inference(self) -> None:
-        """Enter evaluation mode; with ``offload_adam_states`` the moments leave the device."""
-        if self.optimizer is not None and self.settings.offload_adam_states:
-            self.optimizer.offload()
-        self.model.eval()
-
-    def finish_inference(self) -> None:
-        """Memory that inference cached goes to the processes that share the device."""
-        accelerator.release_shared_memory()
-
     # Files ------------------------------------------------------------------------------------
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Canonical weights joined on rank 0, none elsewhere; call it on every rank."""
-        weights = canonical_weights(self.shards, self.architecture)
+        """See `RoleModel.whole_weights`."""
+        weights = self.canonical_weights()
         gathered: dict[str, Tensor] = {}
         for name in weights:
             tensor = weights[name]
@@ -226,12 +188,14 @@ class DTensorModel(LightningModule):
                 gathered[name] = tensor.to("cpu", copy=True)
         return gathered
 
+    def canonical_weights(self) -> HuggingFaceWeights:
+        """Canonical weights, gathered when indexed; collective."""
+        family, _ = config_to_hf(self.architecture)
+        return HuggingFaceWeights(WholeParameters(self.shards), family.table, self.architecture)
+
     @torch.no_grad()
     def load_whole_weights(self, weights: Weights, strict: bool = True) -> None:
-        """Inverse of `whole_weights`: this process's share of canonical weights, on every rank.
-
-        ``strict=False`` keeps the head that is there where ``weights`` bring none.
-        """
+        """See `RoleModel.load_whole_weights`."""
         named = self._hugging_face_names(weights)
         for shard in self.shards:
             if shard.name in named:

@@ -5,7 +5,7 @@ AdamW (or SGD) in float32.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from aligner.config import OptimConfig
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.dtensor.shards import ParameterShard
-from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOutcome, learning_rate
+from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
 
 
-class ShardOptimizer:
+class ShardOptimizer(StepOptimizer):
     """Adam's moments (or nothing, for SGD) of the local elements, and the schedule."""
 
     def __init__(
@@ -31,10 +31,7 @@ class ShardOptimizer:
         gradient_clip_val: float,
         total_steps: int | None,
     ) -> None:
-        self.config = config
-        self.gradient_clip_val = gradient_clip_val
-        self.total_steps = total_steps
-        self.steps = 0
+        super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
         self._parallel = parallel
         self._shards = list(shards)
         # Plain tensors in the parameters' memory; torch's optimizers need not know of DTensor.
@@ -44,12 +41,6 @@ class ShardOptimizer:
             if shard.local.numel() > 0
         }
         self._inner = _make_optimizer(config, self._groups())
-        self._offloaded = False
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self.steps, self.config.lr, self.config.sched, self.total_steps)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Local elements with and without weight decay, as megatron-core parts them."""
@@ -70,10 +61,7 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
-        """Update the weights, unless the loss or the gradient norm is NaN or infinite.
-
-        A skipped step leaves weights, moments and the schedule as they were.
-        """
+        """See `StepOptimizer.step`."""
         lr = self.lr
         gradients = self._take_gradients()
         norm = self._norm(gradients)
@@ -116,28 +104,9 @@ class ShardOptimizer:
         square = total.item()
         return math.sqrt(square) if square >= 0 else math.nan
 
-    def offload(self) -> None:
-        """Move the Adam moments to host memory (nothing moves where they are there already)."""
-        self._move(accelerator.to_host)
-        accelerator.synchronize()
-        accelerator.release_memory()
-        self._offloaded = True
-
-    def park(self) -> None:
-        """Have nothing of its own on the device; it updates the parameters themselves."""
-        self.offload()
-
-    def restore(self) -> None:
-        """Bring the Adam moments back to the device."""
-        if self._offloaded:
-            self._move(accelerator.to_device)
-            self._offloaded = False
-
-    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
-        for state in self._inner.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[key] = move(value)
+    def moment_states(self) -> Iterator[dict[str, Any]]:
+        """See `StepOptimizer.moment_states`."""
+        yield from self._inner.state.values()
 
     # Run state --------------------------------------------------------------------------------
 
@@ -147,11 +116,6 @@ class ShardOptimizer:
             if shard.name in self._mains:
                 main = self._mains[shard.name]
                 yield shard, OwnedSlice(shard.parameter, 0, main, self._inner)
-
-    def resume_at(self, steps: int) -> None:
-        """Continue the schedule after ``steps`` updates; moments are on the device."""
-        self.steps = steps
-        self._offloaded = False
 
 
 def _make_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -41,9 +41,9 @@ def check_dropout(dropout: float | None, architecture: GPTArchitecture, *, train
     hidden = architecture.with_dropout(dropout).hidden_dropout
     family = config_to_hf(architecture)[0].model_type
     if hidden and family in LLAMA_LIKE and (trained or dropout is not None):
-        told = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
+        shown = f"null, {hidden:g} in the checkpoint" if dropout is None else f"{dropout:g}"
         raise ConfigError(
-            f"model.dropout={told}: policy.backend=dtensor has no dropout of hidden states "
+            f"model.dropout={shown}: policy.backend=dtensor has no dropout of hidden states "
             f"for {family} models; set it to 0, or use policy.backend=megatron"
         )
 

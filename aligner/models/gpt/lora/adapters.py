@@ -22,7 +22,7 @@ from aligner.checkpoint.adapters import (
 from aligner.checkpoint.canonical import LORA_A, LORA_B, REWARD_HEAD, Shape, check_shape, split
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_tensors
 from aligner.config import LoraConfig
-from aligner.distributed.agreement import on_rank_zero
+from aligner.distributed.object_collectives import on_rank_zero
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
 from aligner.models.gpt.lora.dropout import TokenDropout

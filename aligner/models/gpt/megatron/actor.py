@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.losses.interfaces import reads_logits
-from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.forward.hidden_states import full_hidden_states, output_weight
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -22,14 +21,14 @@ from aligner.models.gpt.forward.schedule import (
 from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
 from aligner.models.gpt.forward.topk_logprobs import best_candidates, candidate_logprobs
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.drawing_policy import DrawingPolicy
 from aligner.models.gpt.role.given_settings import SectionType
 from aligner.models.gpt.role.reference import ReferencePolicy
+from aligner.models.gpt.role.sampling_policy import SamplingPolicy
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
-class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerativeInterface):
+class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativeInterface):
     """PPO's actor.
 
     ``loss_fn`` is any `aligner.types.LossFunction` over log-probs; with another loss the same
@@ -42,12 +41,11 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
         RSModelConfig,
         TrainedModelConfig,
     )
-    _generator: Generator | None = None
 
     def __init__(self, cfg: Any, trainer: Any = None, **options: Any) -> None:
         """Arguments as in `MegatronGPTModel`; the settings include sampling."""
         super().__init__(cfg, trainer, **options)
-        self.configure_drawing()
+        self.configure_sampling()
 
     # Scoring ----------------------------------------------------------------------------------
 
@@ -109,12 +107,7 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
         vocab_size: int,
         micro_batches: MicroBatches | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The ``k`` likeliest tokens at each position, among the first ``vocab_size``.
-
-        ``batch`` as in `get_logprobs`. Returns their logits over the sampling temperature, float32
-        ``[B, S, k]`` in descending order, and their ids, int64 ``[B, S, k]``: position t speaks of
-        token t. 0 where ``token_mask`` is 0.
-        """
+        """See `SamplingPolicy.get_topk_logits`."""
         gpt = self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -152,10 +145,9 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
 
     # Generating -------------------------------------------------------------------------------
 
-    def _ready_generator(self) -> Generator:
-        if self._generator is None:
-            self._generator = self._make_generator(self.gpt)
-        return self._generator
+    def model_to_sample_from(self) -> GPTModel:
+        """The policy's own model."""
+        return self.gpt
 
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
@@ -172,7 +164,7 @@ class MegatronGPTActorModel(MegatronGPTModel, DrawingPolicy, AlignableGenerative
             ``[B]`` (prompt + response), ``prompt_lengths`` int64 ``[B]``, ``is_end`` bool ``[B]``.
         """
         text, length = inference_batch["text"], inference_batch["length"]
-        output = self.generate(
+        output = self.generator.sample(
             text,
             length,
             torch.arange(text.shape[0], device=text.device),

@@ -26,11 +26,12 @@ from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.megatron.value_head import ValueHead
 from aligner.models.gpt.role.given_settings import SectionType
+from aligner.models.gpt.role.model import ValueModel
 from aligner.models.interfaces import CriticModelInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
-class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
+class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface):
     """PPO's critic.
 
     The output layer is removed for good, so no ``[S, B, V]`` logits exist at any time. The head is
@@ -47,7 +48,7 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     )
     has_head = True
     right_shift: ClassVar[bool] = True
-    rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None  # where one shares the body
+    rewards_of: Callable[[Mapping[str, Tensor]], Tensor] | None = None  # on the same backbone
 
     @property
     def head_outputs(self) -> int:
@@ -84,22 +85,16 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     def get_values(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
-        """Values of the states before each token.
+        """See `ValueModel.get_values`.
 
-        Args:
-            batch: ``input_ids`` int64 ``[B, S]`` and ``input_lengths`` int64 ``[B]``.
-            micro_batches: sequences per forward pass, or the rows of each; default
-                ``forward_micro_batch_size``.
-
-        Returns:
-            float32 ``[B, S]``; 0 beyond a sequence's length. Where these rows are all of the next
-            update and one micro-batch of it, the pass is kept for it (`KeptPass`).
+        Where these rows are all of the next update and one micro-batch of it, the update begins
+        with this forward pass (`ForwardReuse`).
         """
         if micro_batches is not None or not self._trains_in_one_pass(batch):
-            return self.infer_tokens(batch, micro_batches)
+            return super().get_values(batch, micro_batches)
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
-            self.kept_pass.keep(microbatch, hidden)
+            self.forward_reuse.keep(microbatch, hidden)
             with torch.no_grad():
                 outputs = self.token_outputs(self.gpt, hidden, microbatch, False)
             return (outputs.values_or_logprobs,)
@@ -111,8 +106,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
     def _trains_in_one_pass(self, batch: Mapping[str, Tensor]) -> bool:
         """Return whether an update on these rows is one pass that draws no random numbers.
 
-        Left out is also what has more than one graph: pipeline stages, a body that another model's
-        weights move into, experts, which count their tokens in training.
+        Left out is also what has more than one graph: pipeline stages, a backbone that a reward
+        model shares, experts, which count their tokens in training.
         """
         rows = batch["input_ids"].shape[0]
         architecture = self.architecture.with_dropout(self.settings.dropout)
@@ -127,12 +122,10 @@ class MegatronGPTCriticModel(MegatronGPTModel, CriticModelInterface):
             and architecture.hidden_dropout == architecture.attention_dropout == 0
         )
 
-    def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Same as `get_values`."""
-        return self.get_values(batch)
+    infer = get_values
 
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values float32 [B, S] under ``values``, and ``rewards`` of a model that shares the body.
+        """Values float32 [B, S] under ``values``, and ``rewards`` of one that shares the backbone.
 
         ``batch`` as in `get_values`.
         """

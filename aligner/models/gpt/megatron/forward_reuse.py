@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from aligner.models.gpt.forward.schedule import Microbatch
 
 
-class KeptPass:
-    """Hidden states of one micro-batch, with their graph, until they are used or not wanted."""
+class ForwardReuse:
+    """Hidden states of a scoring pass over one micro-batch, with their graph, for one update."""
 
     def __init__(self, model: nn.Module) -> None:
-        """``model`` is whose pass is kept; nothing is yet."""
+        """``model``: makes the passes; none is there yet."""
         self._model = model
         self._microbatch: Microbatch | None = None
         self._versions: list[int] = []
@@ -36,9 +36,9 @@ class KeptPass:
         self._microbatch = None
 
     def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """``microbatches``, with hidden states where these are the rows that were kept.
+        """``microbatches``, with hidden states where these are the rows that were scored.
 
-        Whatever they are, nothing is kept afterwards.
+        Whatever they are, nothing is left afterwards.
         """
         kept, self._microbatch = self._microbatch, None
         if (

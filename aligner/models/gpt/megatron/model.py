@@ -26,10 +26,9 @@ from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.agreement import on_rank_zero
 from aligner.distributed.collectives import broadcast_floats
+from aligner.distributed.object_collectives import on_rank_zero
 from aligner.distributed.parallel import ParallelState, initialize_parallel
-from aligner.errors import ConfigError
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Head,
@@ -42,19 +41,18 @@ from aligner.models.gpt.forward.schedule import (
 )
 from aligner.models.gpt.lora.adapters import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.megatron.forward_reuse import KeptPass
+from aligner.models.gpt.megatron.forward_reuse import ForwardReuse
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
 from aligner.models.gpt.megatron.weights import RoleWeights
 from aligner.models.gpt.role.given_settings import SectionType, settings_beside_architecture
-from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.updates import (
+from aligner.models.gpt.role.model import (
     BatchResult,
     count_denominators,
     reduce_result,
     result_of,
     role_microbatches,
-    update,
 )
+from aligner.models.gpt.role.settings import RoleSettings
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 
@@ -71,10 +69,8 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         initialize: fill the weights at random; False when a checkpoint is about to.
     """
 
-    role_name = "model"  # in reports
     has_head: ClassVar[bool] = False  # of its own, in the output layer's place
     config_types: ClassVar[tuple[SectionType, ...]] = (TrainedModelConfig,)  # of a run's section
-    loss_fn: LossFunction | None = None
     artifact_folder: tempfile.TemporaryDirectory | None = None  # files registered in the `.nemo`
 
     def __init__(
@@ -113,7 +109,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
                 seed=self.settings.seed,
                 has_head=self.has_head,
             )
-        self.kept_pass = KeptPass(self.gpt)  # a role may score and train in one
+        self.forward_reuse = ForwardReuse(self.gpt)  # a role may score and train in one
 
     # What a role adds -------------------------------------------------------------------------
 
@@ -185,27 +181,16 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         self,
         batch: Mapping[str, Tensor],
         micro_batches: MicroBatches | None = None,
-        gpt: GPTModel | None = None,
+        model: GPTModel | None = None,
     ) -> Tensor:
-        """The role's `token_outputs` without gradients.
-
-        Args:
-            batch: ``input_ids`` ``[B, S]``, ``input_lengths`` ``[B]`` and what the role reads.
-            micro_batches: sequences per forward pass, or the rows of each pass (without gaps);
-                default ``forward_micro_batch_size``.
-            gpt: the model to ask; default this role's own.
-
-        Returns:
-            float32 ``[B, S]`` (``[B, S, K]`` of a head with K outputs) on every process of the
-            model-parallel group; 0 beyond a sequence's length.
-        """
-        model = gpt or self.gpt
+        """The role's `token_outputs` without gradients; see `RoleModel.infer_tokens`."""
+        gpt = model or self.gpt
 
         def head(hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
-            return (self.token_outputs(model, hidden, microbatch, False).values_or_logprobs,)
+            return (self.token_outputs(gpt, hidden, microbatch, False).values_or_logprobs,)
 
         frame = self.empty_frame(batch)
-        self.infer_frames(batch, head, [frame], micro_batches, model)
+        self.infer_frames(batch, head, [frame], micro_batches, gpt)
         return frame
 
     def empty_frame(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -257,29 +242,15 @@ class MegatronGPTModel(RoleWeights, ModelPT):
 
     # Learning ---------------------------------------------------------------------------------
 
-    def get_loss_and_metrics(
-        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
-    ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of one global batch, of which ``batch`` is this rank's share.
-
-        ``batch`` has the columns that the loss reads, float32 ``token_mask`` ``[B, S]`` and
-        ``sample_mask`` ``[B]`` among them; see `aligner.types`. Unless ``forward_only``, gradients
-        are added to the gradient buffers.
-        """
-        metrics = self.run_batch(batch, forward_only, mbs).metrics
-        return metrics["loss"], metrics
-
     def run_batch(
-        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        forward_only: bool,
+        loss_fn: LossFunction | None = None,
+        mbs: MicroBatches | None = None,
     ) -> BatchResult:
-        """The passes over ``batch``; see `get_loss_and_metrics`.
-
-        Denominators are counted over all data-parallel ranks before the first micro-batch, so
-        neither the loss nor its gradient depends on micro-batch size or layout.
-        """
-        loss_fn = self.loss_fn
-        if loss_fn is None:
-            raise ConfigError("loss_fn is None; set model.loss_fn before training")
+        """See `RoleModel.run_batch`."""
+        loss_fn = self.loss_of_call(loss_fn)
         if self.adapters is not None and self.optimizer is not None:
             self.adapters.begin_update(self.optimizer.steps)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
@@ -288,14 +259,12 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         if forward_only:
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:
-            results = train_microbatches(self.model, self.kept_pass.take(microbatches), step)
+            results = train_microbatches(self.model, self.forward_reuse.take(microbatches), step)
         return self._reduce(results, own_tokens)
 
-    def training_update(
-        self, batch: Mapping[str, Tensor], number: int = 0, mbs: MicroBatches | None = None
-    ) -> dict[str, float]:
-        """One optimizer step on one global batch; see `aligner.models.gpt.role.updates.update`."""
-        return update(self, self.optimizer, batch, number, mbs)
+    def drop_reused_forward(self) -> None:
+        """Free the graph of a scoring pass that no update took."""
+        self.forward_reuse.drop()
 
     def _reduce(self, results: list[dict[str, Tensor]], own_tokens: Tensor) -> BatchResult:
         reduced = None

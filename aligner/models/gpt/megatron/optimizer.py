@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from aligner.config import OptimConfig
 from aligner.distributed import accelerator
-from aligner.models.gpt.role.offload import Residence
-from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOutcome, learning_rate
+from aligner.models.gpt.role.offload import ModelOffload
+from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
 
 
 def wrap_for_training(
@@ -58,7 +58,7 @@ def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None, **gro
         finalize_model_grads(model, None, **groups)
 
 
-class RoleOptimizer:
+class RoleOptimizer(StepOptimizer):
     """The optimizer of one role.
 
     A step: copy gradients, take their global norm, refuse what is not finite, clip, update.
@@ -72,13 +72,9 @@ class RoleOptimizer:
         gradient_clip_val: float,
         total_steps: int | None,
     ) -> None:
+        super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
         self.model = model
-        self.config = config
-        self.gradient_clip_val = gradient_clip_val
-        self.total_steps = total_steps
-        self.steps = 0
-        self._offloaded = False
-        self._residence = Residence(model)
+        self._offload = ModelOffload(model)
         self._collected = True  # weights are here, of which other ranks updated a share
         with accelerator.cuda_literals():
             self.inner = get_megatron_optimizer(
@@ -106,11 +102,6 @@ class RoleOptimizer:
                 # and on a GPU takes 4 more bytes a parameter while it steps.
                 group.update(foreach=False, fused=True)
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self.steps, self.config.lr, self.config.sched, self.total_steps)
-
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
         self.model.zero_grad_buffer()
@@ -118,10 +109,7 @@ class RoleOptimizer:
 
     @torch.no_grad()
     def step(self, loss_is_finite: bool = True) -> StepOutcome:
-        """Update the weights, unless the loss or the gradient norm is NaN or infinite.
-
-        A skipped step leaves weights, moments and the schedule as they were.
-        """
+        """See `StepOptimizer.step`."""
         lr = self.lr
         with accelerator.cuda_literals():
             overflow = self.inner.prepare_grads()
@@ -151,42 +139,46 @@ class RoleOptimizer:
                 self.model.start_param_sync(force_sync=True)
             self._collected = True
 
-    def offload(self) -> None:
-        """Move the Adam moments to host memory (nothing moves where they are there already)."""
-        self._move(accelerator.to_host)
-        accelerator.synchronize()
-        accelerator.release_memory()
-        self._offloaded = True
+    def defer_weight_gather(self) -> None:
+        """Gather each weight in the forward pass that reads it, by megatron-core's pre-hooks.
+
+        Nothing changes where every rank updates all weights.
+        """
+        model = self.model
+        if model.ddp_config.use_distributed_optimizer and not model.use_forward_hook:
+            model.ddp_config.overlap_param_gather = True
+            model.use_forward_hook = True
+            model.enable_forward_pre_hook()
+
+    def gather_weights_after_updates(self, param_sync: bool = True) -> None:
+        """Undo `defer_weight_gather`. Without ``param_sync`` what is not gathered yet stays so."""
+        if not self.model.use_forward_hook:
+            return
+        with accelerator.cuda_literals():
+            self.model.disable_forward_pre_hook(param_sync)
+        self.model.use_forward_hook = False
+        self.model.ddp_config.overlap_param_gather = False
+
+    def moment_states(self) -> Iterator[dict[str, Any]]:
+        """See `StepOptimizer.moment_states`."""
+        for part in self.inner.chained_optimizers:
+            yield from part.optimizer.state.values()
 
     def park_gradients(self) -> None:
         """Free the gradient buffers and move float32 weights beside lower ones to the host."""
         weights = {_storage_of(each) for each in self.model.parameters()}
         mains = [part.main for part in self.owned_slices()]
-        self._residence.to_host(params=False, grads=True)
-        self._residence.park(kept=[m for m in mains if _storage_of(m) not in weights], freed=[])
+        self._offload.to_host(params=False, grads=True)
+        self._offload.park(kept=[m for m in mains if _storage_of(m) not in weights], freed=[])
 
     def bring_gradients(self) -> None:
         """Undo `park_gradients`; gradients are zero."""
-        self._residence.to_device()
-
-    def park(self) -> None:
-        """Have nothing of its own on the device: `park_gradients` and `offload`."""
-        self.park_gradients()
-        self.offload()
+        self._offload.to_device()
 
     def restore(self) -> None:
         """Bring gradient buffers, float32 weights and the Adam moments back to the device."""
         self.bring_gradients()
-        if self._offloaded:
-            self._move(accelerator.to_device)
-            self._offloaded = False
-
-    def _move(self, move: Any) -> None:
-        for part in self.inner.chained_optimizers:
-            for state in part.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() > 0:
-                        state[key] = move(value)
+        super().restore()
 
     def take_over_weights(self) -> None:
         """Begin from the model's weights, where the optimizer updates a copy of them."""
@@ -235,11 +227,6 @@ class RoleOptimizer:
             for part in self.inner.chained_optimizers:
                 part._copy_main_params_to_model_params()
             self.model.start_param_sync(force_sync=True)
-
-    def resume_at(self, steps: int) -> None:
-        """Continue the schedule after ``steps`` updates; moments are on the device."""
-        self.steps = steps
-        self._offloaded = False
 
 
 def _storage_of(tensor: Tensor) -> int:

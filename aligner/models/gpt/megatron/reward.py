@@ -152,6 +152,14 @@ class MegatronGPTRewardModel(MegatronGPTCriticModel):
             return self.standardization(rewards)
         return rewards
 
+    def standardize(self, mean: float, std: float) -> None:
+        """Apply ``(reward - mean) / std`` from now on, and save it with the model."""
+        self.standardization = Standardization(mean, std)
+
+    def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
+        """Save with the model the form of its training's sequences (`SequenceForm`)."""
+        self.sequence_form = SequenceForm(add_bos, end_id)
+
     def infer_rm_critic(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rewards float32 ``[B]`` under the key ``rewards``; ``batch`` as in `infer`."""
         return {"rewards": self.infer(batch)}

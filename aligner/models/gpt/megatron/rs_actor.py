@@ -9,7 +9,8 @@ from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
-from aligner.models.gpt.role.updates import BatchResult
+from aligner.models.gpt.role.model import BatchResult
+from aligner.types import LossFunction
 
 
 class MegatronGPTRSModel(MegatronGPTActorModel):
@@ -19,7 +20,11 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
     loss_fn = NegativeLogLikelihoodLoss()
 
     def run_batch(
-        self, batch: Mapping[str, Tensor], forward_only: bool, mbs: MicroBatches | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        forward_only: bool,
+        loss_fn: LossFunction | None = None,
+        mbs: MicroBatches | None = None,
     ) -> BatchResult:
         """See `MegatronGPTModel.run_batch`.
 
@@ -27,7 +32,7 @@ class MegatronGPTRSModel(MegatronGPTActorModel):
         """
         if "response_tokens" in batch:
             batch = training_columns(batch)
-        return super().run_batch(batch, forward_only, mbs)
+        return super().run_batch(batch, forward_only, loss_fn, mbs)
 
 
 def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""A reward model in the critic's body: one body is resident, and weights take turns in it.
+"""A reward model on the critic's backbone, which is on the device once; weights are swapped in it.
 
 scoring   critic's weights to the host, reward model's in ─► rewards ─► and back
-else      reward model's weights in host memory; the body is the critic's
+else      reward model's weights in host memory; the backbone is the critic's
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.lora.adapters import adapters_off
 from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
 from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
-from aligner.models.gpt.role.held_weights import HeldWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.swapped_weights import SwappedWeights
 
 
-class SharedBodyRewardModel(MegatronGPTRewardModel):
-    """Scores with its own weights in a body that is a critic's otherwise; it never learns.
+class SharedBackboneRewardModel(MegatronGPTRewardModel):
+    """Scores with its own weights on a backbone that is a critic's otherwise; it never learns.
 
     The two must have one architecture (`body_differences`). The head, a few numbers, is its own.
     """
 
-    def __init__(self, *args: Any, body: GPTModel, **kwargs: Any) -> None:
-        """``body``: the critic's; arguments as in `MegatronGPTRewardModel`."""
-        self.__dict__["_body"] = body  # before there is a module that it could be registered in
+    def __init__(self, *args: Any, backbone: GPTModel, **kwargs: Any) -> None:
+        """``backbone``: the critic's; arguments as in `MegatronGPTRewardModel`."""
+        self.__dict__["_backbone"] = backbone  # not registered: no module yet
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -41,47 +41,47 @@ class SharedBodyRewardModel(MegatronGPTRewardModel):
         settings: RoleSettings,
         tokenizer: Tokenizer,
     ) -> Self:
-        """Load a reward model by way of ``critic``'s body, which has its own weights afterwards."""
-        body = critic.gpt
-        critics_head = getattr(body, "rm_head", None)
-        critics = HeldWeights(_without_head(body))
+        """Load a reward model through ``critic``'s backbone, whose weights are back afterwards."""
+        backbone = critic.gpt
+        critics_head = getattr(backbone, "rm_head", None)
+        critics = SwappedWeights(_without_head(backbone))
         try:
             model = cls.from_checkpoint(
-                checkpoint, settings=settings, tokenizer=tokenizer, body=body
+                checkpoint, settings=settings, tokenizer=tokenizer, backbone=backbone
             )
-            model._head = getattr(body, "rm_head", None)
-            model._weights = HeldWeights(_without_head(body))
+            model._head = getattr(backbone, "rm_head", None)
+            model._weights = SwappedWeights(_without_head(backbone))
         finally:
             critics.exchange()
-            _put_head(body, critics_head)
+            _put_head(backbone, critics_head)
         critic.rewards_of = model.infer
         return model
 
     def build_gpt(self, initialize: bool) -> GPTModel:
-        """The critic's body with a head of this model's own."""
+        """The critic's backbone with a head of this model's own."""
         assert not initialize  # the weights come out of a file
-        self.add_head(self._body)
-        return self._body
+        self.add_head(self._backbone)
+        return self._backbone
 
     def infer_tokens(
         self,
         batch: Mapping[str, Tensor],
         micro_batches: MicroBatches | None = None,
-        gpt: GPTModel | None = None,
+        model: GPTModel | None = None,
     ) -> Tensor:
-        """See `MegatronGPTModel.infer_tokens`; meanwhile the body holds this model's weights."""
-        with self._moved_in():
-            return super().infer_tokens(batch, micro_batches, gpt)
+        """See `RoleModel.infer_tokens`; meanwhile the backbone holds this model's weights."""
+        with self._swapped_in():
+            return super().infer_tokens(batch, micro_batches, model)
 
     @contextlib.contextmanager
-    def _moved_in(self) -> Iterator[None]:
-        critics_head = getattr(self._body, "rm_head", None)
-        with self._weights.in_place(), adapters_off(self._body):  # adapters are the critic's
-            _put_head(self._body, self._head)
+    def _swapped_in(self) -> Iterator[None]:
+        critics_head = getattr(self._backbone, "rm_head", None)
+        with self._weights.in_place(), adapters_off(self._backbone):  # adapters are the critic's
+            _put_head(self._backbone, self._head)
             try:
                 yield
             finally:
-                _put_head(self._body, critics_head)
+                _put_head(self._backbone, critics_head)
 
 
 def _without_head(gpt: GPTModel) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ class TensorPart:
     count: int
 
 
-def role_state(
+def sharded_state(
     gpt: GPTModel,
     architecture: GPTArchitecture,
     parallel: ParallelState,
@@ -97,7 +97,7 @@ def role_state(
 
 
 @torch.no_grad()
-def load_role_state(
+def load_sharded_state(
     gpt: GPTModel,
     architecture: GPTArchitecture,
     parallel: ParallelState,

@@ -1,29 +1,58 @@
-"""Weights of a megatron-core role in and out: whole ones, adapters, the reward head."""
+"""Weights of a megatron-core role in and out: run states, whole weights, adapters, the head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.checkpoint.canonical import REWARD_HEAD
 from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.errors import CheckpointError
 from aligner.models.gpt.lora.adapters import RoleAdapters
-from aligner.models.gpt.megatron.phases import RolePhases
+from aligner.models.gpt.megatron.optimizer import RoleOptimizer
+from aligner.models.gpt.megatron.state import load_sharded_state, sharded_state
+from aligner.models.gpt.role.model import RoleModel
 
 
-class RoleWeights(RolePhases):
+class RoleWeights(RoleModel):
     """Weights of `MegatronGPTModel`, which has the attributes declared here."""
 
+    optimizer: RoleOptimizer | None
     adapters: RoleAdapters | None
 
-    def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load this process's share of canonical weights, on every rank; inverse of
-        `whole_weights`.
+    @property
+    def gpt(self) -> GPTModel:
+        """The megatron-core model, without the data-parallel wrapper."""
+        return self.model.module if self.optimizer is not None else self.model
 
-        ``weights``: whole tensors, [out, in] or [out], in any float dtype.
-        """
+    def collect_weights(self) -> None:
+        """See `RoleOptimizer.collect_weights`."""
+        if self.optimizer is not None:
+            self.optimizer.collect_weights()
+
+    def run_state(self) -> dict[str, Any]:
+        """This process's share of weights and optimizer, exact; see `megatron.state`."""
+        self.collect_weights()
+        self._bring_gradients()
+        return sharded_state(
+            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
+        )
+
+    def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        self._bring_gradients()
+        load_sharded_state(
+            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora, states
+        )
+
+    def _bring_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.bring_gradients()
+
+    def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        """See `RoleModel.load_whole_weights`."""
         load_weights(
             self.gpt,
             weights,
@@ -36,14 +65,14 @@ class RoleWeights(RolePhases):
             self.optimizer.take_over_weights()
 
     def load_adapters(self, path: str | Path) -> None:
-        """Take adapters, and a head, that `save_adapters` wrote; on every rank."""
+        """See `RoleModel.load_adapters`."""
         assert self.adapters is not None
         self.adapters.load(path)
         if self.optimizer is not None:
             self.optimizer.take_over_weights()
 
     def save_adapters(self, path: str | Path) -> None:
-        """Write only the adapters, and a head; on every rank."""
+        """See `RoleModel.save_adapters`."""
         assert self.adapters is not None
         self.adapters.save(path, self.nemo_keys())
 
@@ -70,10 +99,7 @@ class RoleWeights(RolePhases):
                 )
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Canonical weights joined on rank 0, none elsewhere; call it on every rank.
-
-        Adapters are merged into them.
-        """
+        """See `RoleModel.whole_weights`."""
         self.collect_weights()
         return gather_weights(
             self.gpt,

@@ -15,7 +15,7 @@ from aligner.config import (
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import (
     RoleSettings,
-    RunFacts,
+    RunSettings,
     critic_settings,
     policy_settings,
 )
@@ -63,7 +63,7 @@ def run_section(
 
 def settings_of_section(config: SectionConfig, trainer: Any = None) -> RoleSettings:
     """Settings of a role of its own; precision and clipping are the Lightning trainer's."""
-    run = _run_facts(trainer)
+    run = _run_settings(trainer)
     if isinstance(config, CriticConfig):
         body = TrainedModelConfig(restore_from_path=config.restore_from_path or "")
         return critic_settings(config, body, run)
@@ -80,7 +80,7 @@ def settings_beside_architecture(
     """
     given = plain_mapping(cfg, _HONOURED)
     values = {key: value for key, value in given.items() if value is not None}
-    run = _run_facts(trainer)
+    run = _run_settings(trainer)
     if not values:
         return RoleSettings(precision=run.precision)
     values["restore_from_path"] = "model_config.yaml"  # unread: weights come from elsewhere
@@ -89,14 +89,14 @@ def settings_beside_architecture(
     return settings if "optim" in values else dataclasses.replace(settings, optim=None)
 
 
-def _run_facts(trainer: Any) -> RunFacts:
+def _run_settings(trainer: Any) -> RunSettings:
     """Read a Lightning trainer's precision and clipping; our defaults where it has none."""
     precision = getattr(trainer, "precision", None)
     clip = getattr(trainer, "gradient_clip_val", None)
-    facts = RunFacts()
+    run = RunSettings()
     if precision is not None:
         chosen = section_of((ProcessConfig,), {"precision": precision}, "trainer").precision
-        facts = dataclasses.replace(facts, precision=chosen)
+        run = dataclasses.replace(run, precision=chosen)
     if clip is not None:
-        facts = dataclasses.replace(facts, gradient_clip_val=float(clip))
-    return facts
+        run = dataclasses.replace(run, gradient_clip_val=float(clip))
+    return run

@@ -24,7 +24,7 @@ class _Parked(NamedTuple):
     copy: Tensor | None  # its content, uint8; None: zeros
 
 
-class Residence:
+class ModelOffload:
     """Parks the storages of one model and brings them back."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,13 +1,16 @@
-"""Learning rate, result and state of an optimizer step, whichever the backend."""
+"""Optimizer of a role: learning rate, result and state of a step, whichever the backend."""
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aligner.config import SchedConfig
+from aligner.config import OptimConfig, SchedConfig
+from aligner.distributed import accelerator
 
 
 def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:
@@ -35,6 +38,71 @@ class StepOutcome:
     grad_norm: float
     lr: float
     skipped: bool
+
+
+class StepOptimizer(ABC):
+    """An optimizer with its learning-rate schedule, whose state can wait in host memory."""
+
+    def __init__(
+        self, config: OptimConfig, *, gradient_clip_val: float, total_steps: int | None
+    ) -> None:
+        self.config = config
+        self.gradient_clip_val = gradient_clip_val
+        self.total_steps = total_steps
+        self.steps = 0
+        self._offloaded = False
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self.steps, self.config.lr, self.config.sched, self.total_steps)
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+    @abstractmethod
+    def step(self, loss_is_finite: bool = True) -> StepOutcome:
+        """Update the weights, unless the loss or the gradient norm is NaN or infinite.
+
+        A skipped step leaves weights, moments and the schedule as they were.
+        """
+
+    @abstractmethod
+    def moment_states(self) -> Iterator[dict[str, Any]]:
+        """Optimizer state of each tensor that is updated."""
+
+    def offload(self) -> None:
+        """Move the Adam moments to host memory (nothing moves where they are there already)."""
+        self._move(accelerator.to_host)
+        accelerator.synchronize()
+        accelerator.release_memory()
+        self._offloaded = True
+
+    def park_gradients(self) -> None:  # noqa: B027 - nothing where a step frees them
+        """Free the gradient buffers, where there are any between steps."""
+
+    def park(self) -> None:
+        """Have nothing of its own on the device: `park_gradients` and `offload`."""
+        self.park_gradients()
+        self.offload()
+
+    def restore(self) -> None:
+        """Bring everything back to the device."""
+        if self._offloaded:
+            self._move(accelerator.to_device)
+            self._offloaded = False
+
+    def resume_at(self, steps: int) -> None:
+        """Continue the schedule after ``steps`` updates; moments are on the device."""
+        self.steps = steps
+        self._offloaded = False
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        for state in self.moment_states():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[key] = move(value)
 
 
 @dataclass(frozen=True)

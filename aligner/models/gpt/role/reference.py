@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.lora.adapters import adapters_off
-from aligner.models.gpt.role.held_weights import HeldWeights
+from aligner.models.gpt.role.swapped_weights import SwappedWeights
 from aligner.models.interfaces import Inferrable
 
 # (batch, micro-batches, model with the initial weights) -> log-probs, as the policy scores.
@@ -36,23 +36,19 @@ class ReferenceModel(LightningModule, Inferrable):
     def initial_model(self) -> contextlib.AbstractContextManager[nn.Module]:
         """A model with the initial weights, for inference inside the block."""
 
-    def get_logprobs(
+    def infer(
         self, batch: Mapping[str, Tensor], micro_batches: MicroBatches | None = None
     ) -> Tensor:
         """Log-probs float32 ``[B, S]`` under the initial weights.
 
-        ``batch`` and ``micro_batches`` as in `MegatronGPTActorModel.get_logprobs`.
+        ``batch`` and ``micro_batches`` as in `SamplingPolicy.get_logprobs`.
         """
         with self.initial_model() as initial:
             return self._score(batch, micro_batches, initial)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """See `get_logprobs`."""
-        return self.get_logprobs(batch)
-
-    def infer(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """See `get_logprobs`."""
-        return self.get_logprobs(batch)
+        """See `infer`."""
+        return self.infer(batch)
 
     def prepare_for_inference(self) -> None:
         """Nothing to prepare: it is always in evaluation mode."""
@@ -70,7 +66,7 @@ class ReferencePolicy(ReferenceModel):
     """The initial weights of a megatron-core policy.
 
     ``keep``: a second model on the device, ready at once. ``swap``: a copy of the weights in host
-    memory, exchanged with the policy's while the reference speaks; on a GPU this costs two copies
+    memory, exchanged with the policy's while the reference scores; on a GPU this costs two copies
     of the weights per use and no device memory. Of a policy with adapters these are all there is to
     exchange. ``bare``: the policy without its adapters, which began as nothing.
     """
@@ -86,7 +82,7 @@ class ReferencePolicy(ReferenceModel):
         super().__init__(score)
         self._policy = (policy,)  # in a tuple: it stays the policy's own module
         self.gpt: GPTModel | None = None
-        self._initial: HeldWeights | None = None
+        self._initial: SwappedWeights | None = None
         if mode == "keep":
             assert build is not None
             initial = dict(policy.named_parameters())
@@ -96,7 +92,7 @@ class ReferencePolicy(ReferenceModel):
                     parameter.copy_(initial[name])
         elif mode == "swap":
             learning = {n: value for n, value in policy.named_parameters() if value.requires_grad}
-            self._initial = HeldWeights(learning)
+            self._initial = SwappedWeights(learning)
 
     @contextlib.contextmanager
     def initial_model(self) -> Iterator[GPTModel]:

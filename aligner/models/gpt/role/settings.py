@@ -67,7 +67,7 @@ class RoleSettings:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunSettings:
     """Settings that both roles of a run share and neither role's config section holds."""
 
     precision: Precision = "32"
@@ -78,13 +78,13 @@ class RunFacts:
     cuda_graphs: bool = True
 
     @classmethod
-    def of(cls, role: PublishedRole) -> "RunFacts":
+    def of(cls, role: PublishedRole) -> "RunSettings":
         """Read them from a published mapping; the rest are the defaults."""
         return cls(precision=role.precision, gradient_clip_val=role.gradient_clip_val)
 
 
 def policy_settings(
-    model: TrainedModelConfig, run: RunFacts, max_optimizer_steps: int | None = None
+    model: TrainedModelConfig, run: RunSettings, max_optimizer_steps: int | None = None
 ) -> RoleSettings:
     """Settings of the actor."""
     rollout = model.rollout
@@ -100,7 +100,7 @@ def policy_settings(
 def critic_settings(
     critic: CriticConfig,
     model: TrainedModelConfig,
-    run: RunFacts,
+    run: RunSettings,
     max_optimizer_steps: int | None = None,
 ) -> RoleSettings:
     """Settings of the critic: the policy's layout unless it has its own, adapters where it has.
@@ -115,7 +115,7 @@ def critic_settings(
 
 def reward_settings(
     model: TrainedModelConfig,
-    run: RunFacts,
+    run: RunSettings,
     attributes: tuple[str, ...] | None = None,
     learns: bool = True,
     max_optimizer_steps: int | None = None,
@@ -141,7 +141,7 @@ def _settings(
     trained: TrainedModelConfig | CriticConfig,
     scoring: RolloutConfig | CriticConfig,
     model: TrainedModelConfig,
-    run: RunFacts,
+    run: RunSettings,
     max_optimizer_steps: int | None,
 ) -> RoleSettings:
     """Settings of training and scoring of a role, each from its section; the rest is shared."""

@@ -1,17 +1,13 @@
 """One process's share of a policy on a transformers model, as FSDP2 and DTensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.model_source import open_model
-from aligner.config import Drawing, TrainedModelConfig
+from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
@@ -30,35 +26,6 @@ class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):
         """Load from a Hugging Face directory or a `.nemo`."""
         with open_model(config.restore_from_path) as source:
             return DTensorActorModel(source, settings, parallel, tokenizer)
-
-    def generate(
-        self,
-        data: Mapping[str, Any],
-        greedy: bool = False,
-        *,
-        seed: int | None = None,
-        drawing: Drawing | None = None,
-        listener: TokenListener | None = None,
-    ) -> BatchedDataDict:
-        """Continue right-padded prompts; see `GenerationOutputSpec`."""
-        if self.model.is_ready_to_generate:
-            return super().generate(data, greedy, seed=seed, drawing=drawing, listener=listener)
-        self.prepare_for_generation()
-        try:
-            return super().generate(data, greedy, seed=seed, drawing=drawing, listener=listener)
-        finally:
-            self.finish_generation()
-
-    def prepare_for_generation(self) -> None:
-        """Gather the weights as they are now into the model that generates."""
-        self.bring_back()
-        self.model.prepare_for_generation()
-
-    def finish_generation(self) -> None:
-        """Give up the model that generates; with ``offload_weights`` all leaves the device."""
-        self.model.finish_generation()
-        self._park()
-        accelerator.release_memory()
 
     def num_parameters(self) -> int:
         """Parameters of the whole role."""

@@ -1,12 +1,10 @@
 """One process's share of a policy on megatron-core."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
@@ -18,7 +16,6 @@ from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
 from aligner.models.gpt.megatron.rs_actor import MegatronGPTRSModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
-from aligner.models.role_worker import micro_batches_of, tensors_on_device
 
 
 class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
@@ -39,14 +36,6 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
             tokenizer=tokenizer,
         )
 
-    def get_topk_logits(
-        self, data: Mapping[str, Any], k: int, vocab_size: int, micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``topk_logits`` float32 and ``topk_indices`` int64 ``[B, S, k]``."""
-        passes = micro_batches_of(data, micro_batch_size)
-        logits, ids = self.model.get_topk_logits(tensors_on_device(data), k, vocab_size, passes)
-        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
-
     # Weights for sampling engines -------------------------------------------------------------
 
     def hf_weight_names(self) -> Sequence[str]:
@@ -57,11 +46,6 @@ class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):
         """Whole tensors on every worker; collective over tensor, pipeline and expert parallel."""
         view = self._hugging_face_view()
         return ((name, view[name]) for name in names)
-
-    def offload_before_refit(self) -> None:
-        """Evaluation mode; the optimizer's moments leave the device where configured."""
-        self.prepare_for_inference()
-        super().offload_before_refit()
 
     def _hugging_face_view(self) -> HuggingFaceView:
         architecture = self.model.architecture

@@ -9,16 +9,16 @@ from torch import nn
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.cluster.named_sharding import NamedSharding
-from aligner.config import Drawing, TrainedModelConfig
+from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.decode.scheduler import TokenListener
-from aligner.models.gpt.role.interface import PolicyRole
-from aligner.models.gpt.role.settings import RoleSettings, RunFacts, policy_settings
-from aligner.models.role_worker import (
+from aligner.models.gpt.role.sampling_policy import SamplingPolicy
+from aligner.models.gpt.role.settings import RoleSettings, RunSettings, policy_settings
+from aligner.models.worker import (
     RoleWorker,
     micro_batches_of,
     note_unused,
@@ -27,7 +27,7 @@ from aligner.models.role_worker import (
 )
 from aligner.refit.worker import RefitWorker
 
-Policy = TypeVar("Policy", bound=PolicyRole)
+Policy = TypeVar("Policy", bound=SamplingPolicy)
 
 
 class PolicyWorker(RefitWorker, RoleWorker[Policy]):
@@ -58,7 +58,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         init_reference_model: bool = True,
         *,
         worker_sharding_annotations: NamedSharding | None = None,
-        run: RunFacts | None = None,
+        run: RunSettings | None = None,
         parallel: ParallelState | None = None,
         max_optimizer_steps: int | None = None,
         **kwargs: Any,
@@ -66,10 +66,10 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         note_unused(type(self).__name__, kwargs)
         if not isinstance(config, TrainedModelConfig):
             published = published_role(config)
-            config, run = published.model, run or RunFacts.of(published)
+            config, run = published.model, run or RunSettings.of(published)
             if published.stop_token_ids:
                 tokenizer = as_tokenizer(tokenizer).with_end_tokens(published.stop_token_ids)
-        run = run or RunFacts()
+        run = run or RunSettings()
         parallel = place_of(config.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
         settings = policy_settings(config, run, max_optimizer_steps)
@@ -99,26 +99,33 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
 
     def generate(
         self,
-        data: Mapping[str, Any],
+        data: BatchedDataDict,
         greedy: bool = False,
         *,
         seed: int | None = None,
-        drawing: Drawing | None = None,
+        sampling_options: SamplingOptions | None = None,
         listener: TokenListener | None = None,
     ) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`.
 
         ``seed``: default the run's. ``sample_ids`` are needed: these are a share of the rows.
         """
-        seed = self.model.settings.seed if seed is None else seed
+        if not self.model.is_ready_to_generate:
+            self.prepare_for_generation()
+            try:
+                return self.generate(
+                    data, greedy, seed=seed, sampling_options=sampling_options, listener=listener
+                )
+            finally:
+                self.finish_generation()
         batch = tensors_on_device(data)
-        output = self.model.generate(
+        output = self.model.generator.sample(
             batch["input_ids"],
             batch["input_lengths"],
             batch["sample_ids"],
-            seed=seed,
+            seed=self.model.settings.seed if seed is None else seed,
             greedy=greedy or None,
-            drawing=drawing,
+            sampling_options=sampling_options,
             listener=listener,
         )
         return BatchedDataDict(
@@ -132,40 +139,68 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         )
 
     def get_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """``logprobs`` float32 ``[B, S]`` under the current weights."""
+        """Log-probs of ``input_ids`` under the current weights.
+
+        Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
+        [B, S]: 1 where the log-prob is wanted, to a handle by default every token but the first.
+        ``micro_batch_size``: sequences per forward pass, default as configured. Returns
+        ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
+        0.
+        """
         passes = micro_batches_of(data, micro_batch_size)
         return BatchedDataDict(
             {"logprobs": self.model.get_logprobs(tensors_on_device(data), passes)}
         )
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """``reference_logprobs`` float32 ``[B, S]`` under the initial weights."""
+        """As `get_logprobs` under the initial weights; the key is ``reference_logprobs``."""
         passes = micro_batches_of(data, micro_batch_size)
         logprobs = self.model.get_reference_logprobs(tensors_on_device(data), passes)
         return BatchedDataDict({"reference_logprobs": logprobs})
 
+    def get_topk_logits(
+        self, data: BatchedDataDict, k: int, vocab_size: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """The ``k`` tokens that are likeliest at each position, of the first ``vocab_size`` ids.
+
+        Reads what `get_logprobs` reads. Returns ``topk_logits`` float32 [B, S, k], over the
+        sampling temperature and in descending order, and ``topk_indices`` int64 [B, S, k]; position
+        t speaks of token t, 0 at t = 0 and where the mask is 0. Only on megatron-core.
+        """
+        passes = micro_batches_of(data, micro_batch_size)
+        logits, ids = self.model.get_topk_logits(tensors_on_device(data), k, vocab_size, passes)
+        return BatchedDataDict({"topk_logits": logits, "topk_indices": ids})
+
     # Phases -----------------------------------------------------------------------------------
 
-    def prepare_for_generation(self) -> None:
-        """Weights on the device, evaluation mode."""
-        self.prepare_for_inference()
+    prepare_for_lp_inference = RoleWorker.prepare_for_inference  # `finish_inference` ends it
 
-    def finish_generation(self) -> None:
-        """Release what generation cached; with ``offload_weights`` all leaves the device."""
-        self.finish_inference()
+    def prepare_for_generation(self) -> bool:
+        """Weights on the device, evaluation mode, ready to generate. Returns True."""
+        self._restore_weights()
+        self.model.prepare_for_generation()
+        return True
+
+    def finish_generation(self) -> bool:
+        """Release what only generation needs; with ``offload_weights`` all leaves the device.
+
+        Returns True.
+        """
+        self.model.finish_generation()
+        self._park()
         accelerator.release_memory()
-
-    def prepare_for_lp_inference(self) -> None:
-        """Weights on the device, evaluation mode; `finish_inference` ends it."""
-        self.prepare_for_inference()
+        return True
 
     def offload_before_refit(self) -> None:
-        """Weights on the device, and room on one that the engine shares."""
-        self.bring_back()
+        """Weights on the device, and room on one that the engine shares.
+
+        The optimizer's moments leave it where configured.
+        """
+        self.prepare_for_inference()
         super().offload_before_refit()
 
     def offload_after_refit(self) -> None:

@@ -1,20 +1,16 @@
 """One process's share of a reward model on megatron-core."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
-from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel, SequenceForm, Standardization
-from aligner.models.gpt.role.settings import RunFacts, continuing, reward_settings
-from aligner.models.role_worker import RoleWorker, micro_batches_of, tensors_on_device
+from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
+from aligner.models.gpt.role.settings import RunSettings, continuing, reward_settings
+from aligner.models.reward.workers.reward_worker import RewardWorker
 
 
-class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
+class MegatronRewardWorker(RewardWorker):
     """Loads a reward model, or a language model with a fresh head, and serves `RewardModel`.
 
     Args:
@@ -34,7 +30,7 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
         self,
         config: TrainedModelConfig,
         tokenizer: Tokenizer,
-        run: RunFacts,
+        run: RunSettings,
         parallel: ParallelState,
         *,
         attributes: tuple[str, ...] | None = None,
@@ -60,22 +56,3 @@ class MegatronRewardWorker(RoleWorker[MegatronGPTRewardModel]):
         if optimizer_path is not None:
             load_optimizer_state(self, optimizer_path)
         self._offloads = offload_weights
-
-    def get_rewards(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict:
-        """``rewards`` float32 ``[B]``, or ``[B, K]`` of K attributes."""
-        passes = micro_batches_of(data, micro_batch_size)
-        return BatchedDataDict({"rewards": self.model.infer(tensors_on_device(data), passes)})
-
-    def standardize(self, mean: float, std: float) -> None:
-        """Standardise by these numbers from now on, and save them with the model."""
-        self.model.standardization = Standardization(mean, std)
-
-    def remember_sequences(self, add_bos: bool, end_id: int | None) -> None:
-        """Save with the model what the sequences of its training were like (`SequenceForm`)."""
-        self.model.sequence_form = SequenceForm(add_bos, end_id)
-
-    def attributes(self) -> tuple[str, ...]:
-        """Names of what the head rates; none where it was trained on comparisons."""
-        return self.model.attributes

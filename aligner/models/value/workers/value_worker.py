@@ -14,9 +14,9 @@ from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import ConfigError
-from aligner.models.gpt.role.interface import CriticRole
-from aligner.models.gpt.role.settings import RoleSettings, RunFacts, critic_settings
-from aligner.models.role_worker import (
+from aligner.models.gpt.role.model import ValueModel
+from aligner.models.gpt.role.settings import RoleSettings, RunSettings, critic_settings
+from aligner.models.worker import (
     RoleWorker,
     micro_batches_of,
     note_unused,
@@ -24,7 +24,7 @@ from aligner.models.role_worker import (
     tensors_on_device,
 )
 
-Critic = TypeVar("Critic", bound=CriticRole)
+Critic = TypeVar("Critic", bound=ValueModel)
 
 
 class ValueWorker(RoleWorker[Critic], ABC):
@@ -54,7 +54,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
         *,
         worker_sharding_annotations: NamedSharding | None = None,
         model: TrainedModelConfig | None = None,
-        run: RunFacts | None = None,
+        run: RunSettings | None = None,
         parallel: ParallelState | None = None,
         max_optimizer_steps: int | None = None,
         **kwargs: Any,
@@ -63,10 +63,10 @@ class ValueWorker(RoleWorker[Critic], ABC):
         if not isinstance(config, CriticConfig):
             published = published_role(config, "value")
             config, model = published.critic, published.model
-            run = run or RunFacts.of(published)
+            run = run or RunSettings.of(published)
         if model is None:
             raise ConfigError("model: required beside a CriticConfig; give the policy's section")
-        run = run or RunFacts()
+        run = run or RunSettings()
         model = config.laid_out(model)
         parallel = place_of(model.parallel, worker_sharding_annotations, parallel, run.seed)
         tokenizer = as_tokenizer(tokenizer)
@@ -94,40 +94,25 @@ class ValueWorker(RoleWorker[Critic], ABC):
         """The backend's critic, on the body at ``body_path`` or whole from ``whole_path``."""
 
     def get_values(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+        self, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
-        """``values`` float32 ``[B, S]``, right-shifted: of the state before each token."""
+        """``values`` float32 [B, S]: position t is the value of the state before token t.
+
+        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. 0 at t = 0 and from a
+        row's length on. ``micro_batch_size``: sequences per forward pass, default as configured.
+        """
         passes = micro_batches_of(data, micro_batch_size)
         values = self.model.get_values(tensors_on_device(data), passes)
         return BatchedDataDict({"values": values})
 
-    # Phases -----------------------------------------------------------------------------------
+    def share_backbone(
+        self, config: TrainedModelConfig, tokenizer: Tokenizer, run: RunSettings
+    ) -> None:
+        """Load the reward model that ``config`` names; its weights wait in host memory.
 
-    def finish_training(self) -> None:
-        """See `RoleWorker`; weights are whole."""
-        self.disable_forward_pre_hook()
-        super().finish_training()
-
-    def prepare_for_inference(self) -> None:
-        """See `RoleWorker`; weights are whole."""
-        self.disable_forward_pre_hook()
-        super().prepare_for_inference()
-
-    # When weights are gathered ----------------------------------------------------------------
-
-    def enable_forward_pre_hook(self) -> None:
-        """Gather, from the next update on, each weight in the forward pass that reads it.
-
-        Nothing to do where the backend always does.
+        ``config``: that of a reward model of its own; ``tokenizer``: the reward model's.
         """
-
-    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Gather weights right after updates again, and now unless ``param_sync`` is False.
-
-        Nothing to do where the backend never does.
-        """
-
-    def _settle(self) -> None:
-        """Weights whole and on the device, whatever phase this is."""
-        self.disable_forward_pre_hook()
-        super()._settle()
+        raise ConfigError(
+            "reward.model.share_body_with_critic=true needs policy.backend=megatron; set it, or "
+            "share_body_with_critic to false"
+        )

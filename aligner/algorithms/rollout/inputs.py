@@ -1,0 +1,106 @@
+"""Inputs of a run that samples: its prompts, and the engine that answers them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from aligner.algorithms.run.dry_run import longest_set
+from aligner.algorithms.run.engine import Workers
+from aligner.algorithms.run.run import Run
+from aligner.algorithms.run.startup import check_lengths, check_validation_lengths, dropped_note
+from aligner.config import SamplingRunConfig
+from aligner.data.dataset import Split
+from aligner.data.prompts import PromptDataset
+from aligner.data.sampler import PromptSampler
+from aligner.generation.vllm.generation import VllmGeneration
+from aligner.models.policy.lm_policy import Policy
+
+
+@dataclass(frozen=True)
+class Prompts(Split[PromptDataset]):
+    """Prompts of a run; ``sets``: further ones for validation, by name."""
+
+    sets: Mapping[str, PromptDataset] = field(default_factory=dict)
+
+    @property
+    def max_length(self) -> int:
+        """Length of the longest prompt of all sets, in tokens."""
+        return max([super().max_length, *(each.max_length for each in self.sets.values())])
+
+    def sampler(self, config: SamplingRunConfig) -> PromptSampler:
+        """Sampler of the training prompts of each step."""
+        rollout = config.model.rollout
+        return PromptSampler(
+            len(self.train),
+            rollout.num_rollout_samples // rollout.num_rollouts_per_prompt,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+        )
+
+    def notes(self) -> list[str]:
+        """Prompts that were dropped, or are in both sets, for the start-up report."""
+        dropped = self.train.dropped_too_long
+        return [
+            *dropped_note(dropped, "training prompts", "data.max_prompt_length"),
+            *shared_note(self.train, self.validation),
+        ]
+
+
+def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
+    """Read and tokenize the prompts of a run, and check that responses fit behind them."""
+    config, data = run.config, run.config.data
+    both = Split.load(PromptDataset, data, run.tokenizer)
+    sets = {
+        name: PromptDataset.load(source, run.tokenizer, data)
+        for name, source in config.validation.sets.items()
+    }
+    held_out = [both.validation, *sets.values()]
+    for prompts in (both.train, *held_out):
+        if prompts is not None:
+            check_lengths(config, run.architecture, prompts.max_length)
+    check_validation_lengths(config, run.architecture, held_out)
+    return Prompts(both.train, both.validation, sets)
+
+
+def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
+    """Prompts of a dry run, of the greatest length in place of ``prompts``; else ``prompts``."""
+    if not run.config.dry_run:
+        return prompts
+    return Prompts(longest_set(run.config, prompts.train, run.tokenizer, run.architecture))
+
+
+def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
+    """Note that validation prompts are learned from, too; empty where none is."""
+    if validation is None:
+        return []
+    learned = {tuple(train[index].ids) for index in range(len(train))}
+    count = sum(tuple(validation[index].ids) in learned for index in range(len(validation)))
+    if not count:
+        return []
+    return [
+        f"{count} of {len(validation)} validation prompts are training prompts, too: what "
+        "validation says of them is no news"
+    ]
+
+
+def start_generation(
+    config: SamplingRunConfig, workers: Workers, policy: Policy, longest_prompt: int
+) -> VllmGeneration | None:
+    """The engines that sample for the policy; None where its own workers do."""
+    if config.generation.backend == "megatron":
+        return None
+    response = max(config.model.rollout.length_params.max_length, config.validation.max_length or 0)
+    return workers.own(
+        VllmGeneration(
+            workers.clusters.generation,
+            config,
+            workers.tokenizer,
+            workers.architecture,
+            policy,
+            longest_prompt + response,
+        )
+    )
+
+
+def generation_note(generation: VllmGeneration | None) -> list[str]:
+    """Device settings of the engines, for the start-up report."""
+    return [] if generation is None else [generation.in_words()]

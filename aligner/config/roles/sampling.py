@@ -1,0 +1,219 @@
+"""Rollouts of a policy: how many, how long and how drawn; and what PPO makes of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from aligner.config.fields import (
+    BatchSize,
+    Count,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Range,
+    UserClass,
+)
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+@dataclass(frozen=True)
+class LengthParams:
+    """Limits of a response's length in tokens, the end-of-sequence token included."""
+
+    max_length: Count = 64
+    """Most new tokens, the end-of-sequence token included."""
+
+    min_length: Natural = 1
+    """A response cannot end before so many tokens."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of the next token."""
+
+    temperature: Positive = 1.0
+    """Logits are divided by it, in training log-probs too."""
+
+    top_k: Natural = 0
+    """Draw among the so many likeliest tokens; 0: off."""
+
+    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0
+    """Draw among the fewest likeliest tokens with this much probability; 1: off.
+
+    After top-k.
+    """
+
+    repetition_penalty: Positive = 1.0
+    """Penalty of tokens that occurred; 1: off.
+
+    CTRL's (Keskar et al. 2019): their logits are divided by it where positive, multiplied where
+    negative.
+    """
+
+    use_greedy: bool = False
+    """Always take the likeliest token."""
+
+    end_strings: tuple[str, ...] = ()
+    """A response ends, properly, after the first of these strings, e.g. `["\\n"]`.
+
+    They stay in the response.
+    """
+
+    end_tokens: tuple[str, ...] = ()
+    """Further tokens, as text, that end a response, e.g. `["<end_of_turn>"]`.
+
+    Beside the tokenizer's EOS, those of `generation_config.json` and the end of a turn in the chat
+    template. They count as part of it, but their text is not shown to the reward; the trained
+    `.nemo` remembers them.
+    """
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Lengths and sampling of responses."""
+
+    length: LengthParams
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class KLLossConfig:
+    """KL to the reference policy as a term of the loss (GRPO's place for it)."""
+
+    coef: NonNegative = 0.0
+    """Weight of the KL to the initial policy in the loss; 0: off."""
+
+    estimator: KLEstimator = "k3"
+    """Estimator of that KL: `k2`, `k3` or `abs`, not `k1`.
+
+    `k2` has the gradient of the KL itself, `k3` that of KL(reference ‖ policy). `k1` is refused: in
+    a loss its mean gradient is 0.
+    """
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling of a policy's rollouts, in every algorithm that learns from its own samples."""
+
+    num_rollout_samples: BatchSize = 64
+    """Responses per step, over all ranks."""
+
+    num_rollouts_per_prompt: Count = 1
+    """Responses to the same prompt.
+
+    Divides `num_rollout_samples`; a step draws the quotient of prompts.
+    """
+
+    rollout_micro_batch_size: Count = 64
+    """Sequences in flight together while generating, per rank.
+
+    One that ends leaves and a waiting one enters. The KV cache grows with it.
+    """
+
+    forward_micro_batch_size: Count = 16
+    """Sequences per forward pass of log-probs, per rank."""
+
+    offload_adam_states: bool = False
+    """Keep the policy's Adam moments in host memory while it does not train.
+
+    Changes nothing on a CPU.
+    """
+
+    offload_gradients: bool = False
+    """Gradient buffers and float32 weights leave the device while it does not train.
+
+    The policy's gradient buffers are freed and the optimizer's float32 weights (of a bf16 model)
+    kept in host memory: 8 bytes a parameter on one process. Saving a run state brings them back
+    until the next phase. Changes nothing on a CPU.
+    """
+
+    offload_weights: bool = False
+    """All it has on its device waits in host memory while other roles work.
+
+    Weights, its reference's with `model.reference.mode=keep`, gradient buffers, float32 weights and
+    moments, while it neither generates, scores nor trains, so that critic, reward model or engine
+    have the device. Costs a copy of the weights each way in each of its phases. Saving a run state
+    brings the weights back until the next phase. GPUs only.
+    """
+
+    length_params: LengthParams = field(default_factory=LengthParams)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class PolicyRSConfig(RolloutConfig):
+    """One step of rejection sampling, seen from the policy."""
+
+    num_rollouts_per_prompt: Count = 4
+    top_n_rollouts: Count = 1
+    """Of them the best so many are learned; of equals the earlier."""
+
+
+@dataclass(frozen=True)
+class PolicyPPOConfig(RolloutConfig):
+    """One PPO step, seen from the policy."""
+
+    ppo_epochs: Count = 1
+    """Passes over the same rollout."""
+
+    ratio_eps: Fraction | tuple[Fraction, NonNegative] = 0.2
+    """Clip range ε of the ratio: one number, or `[low, high]` for different sides (clip-higher).
+
+    `low` is below 1.
+    """
+
+    ratio_level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or of a response.
+
+    `token`, or `sequence`: one ratio for a response, the geometric mean of its tokens' (GSPO).
+    """
+
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """Objective that the ratio enters.
+
+    `clip`: PPO's pessimistic bound. `cispo`: the clipped ratio is a weight without gradient of `A ·
+    logprob`.
+    """
+
+    loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
+    """Mean of the tokens' losses.
+
+    `token_mean`: over all tokens of the global batch. `sequence_mean`: over responses of their
+    token means (GRPO). `fixed_length`: over responses of token sums divided by `max_length` (Dr.
+    GRPO).
+    """
+
+    dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
+    """Bound c > 1 of the ratio where the advantage is negative; null: off.
+
+    Dual clip (Ye et al. 2020).
+    """
+
+    entropy_bonus: NonNegative = 0.0
+    """Weight of the entropy in the loss; 0: off."""
+
+    kl_loss: KLLossConfig = field(default_factory=KLLossConfig)
+    loss: UserClass | None = None
+    """A loss of your own in place of the built-in one; null: the built-in one.
+
+    `package.module:Class` or `path/to/file.py:Class` (docs/howto.md#a-policy-loss).
+    """
+
+    loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of its constructor."""
+
+    truncated_importance_sampling: Positive | None = None
+    """Cap of the trainer/sampler probability ratio as a weight; null: off.
+
+    It weights each token, or with `ratio_level=sequence` each response (the product over its
+    tokens).
+    """
+
+    @property
+    def ratio_eps_range(self) -> tuple[float, float]:
+        """Clip range as (low, high): the ratio stays in [1 - low, 1 + high]."""
+        if isinstance(self.ratio_eps, tuple):
+            return self.ratio_eps
+        return self.ratio_eps, self.ratio_eps

@@ -1,0 +1,256 @@
+"""`RoleHandle`: what the handles of policy and critic have in common.
+
+A handle takes and returns global batches; its workers see their data-parallel shares.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.dispatch import (
+    check_columns,
+    micro_batching,
+    on_all_workers,
+    phase,
+    run_on_all,
+    run_sharded,
+)
+from aligner.cluster.worker_groups import WorkerGroup
+from aligner.config import CriticConfig, TrainedModelConfig
+from aligner.distributed.accelerator import DeviceInfo, MemoryUse
+from aligner.errors import ConfigError, StorageError
+from aligner.kernels.counter_hash import counter_hash
+from aligner.losses.interfaces import LossFunction as PublishedLossFunction
+from aligner.losses.interfaces import as_loss
+from aligner.models.worker import RoleWorker
+from aligner.types import LossFunction
+
+_log = logging.getLogger(__name__)
+TRAINED_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+
+class RoleHandle:
+    """Training, phases, state and the end of a group of workers that hold one role.
+
+    Args:
+        worker_group: the workers.
+        config: the role's section; its batch sizes are the defaults of `train`.
+        model: the policy's section; layout and token budgets that all roles share.
+    """
+
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        config: TrainedModelConfig | CriticConfig,
+        model: TrainedModelConfig,
+    ) -> None:
+        self.worker_group = worker_group
+        self.sharding_annotations = worker_group.sharding_annotations
+        self.config = config
+        self.model = model
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction | PublishedLossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One pass over ``data``: one optimizer step for every ``gbs`` rows.
+
+        ``loss_fn``: one of `aligner.algorithms.losses`, or as NeMo-RL publishes them: a function of
+        (logits, data, global_valid_seqs, global_valid_toks); see
+        `aligner.losses.interfaces`.
+
+        Micro-batches are of ``mbs`` rows where it is given, else as configured; none
+        cuts through rows that ``loss_fn`` compares. Returns ``loss`` and ``grad_norm`` of the pass,
+        ``lr``, ``skipped`` (whether a step was left out because it was not finite) and
+        ``all_mb_metrics``: by name, one value per optimizer step, reduced over the global
+        mini-batch.
+
+        Raises:
+            DataError: one of `TRAINED_COLUMNS` is absent.
+        """
+        check_columns(data, TRAINED_COLUMNS)
+        loss_fn = as_loss(loss_fn)
+        gbs = gbs or self.config.global_batch_size
+        group = loss_fn.rows_per_group
+        batching = micro_batching(
+            self.model, training=True, micro_batch_size=mbs, rows_per_group=group
+        )
+        mbs = mbs or self.config.micro_batch_size
+        if not batching:
+            check_whole_groups(self.worker_group, gbs, mbs, group)
+        results, _ = run_sharded(
+            self.worker_group,
+            RoleWorker.train,
+            data,
+            batch_size=gbs,
+            batching=batching,
+            loss_fn=loss_fn,
+            eval_mode=eval_mode,
+            gbs=gbs,
+            mbs=mbs,
+        )
+        return train_result(results)
+
+    prepare_for_training = phase(RoleWorker.prepare_for_training)
+    finish_training = phase(RoleWorker.finish_training)
+    prepare_for_inference = phase(RoleWorker.prepare_for_inference)
+    finish_inference = phase(RoleWorker.finish_inference)
+
+    num_parameters = on_all_workers(RoleWorker.num_parameters)
+    has_finite_weights = on_all_workers(RoleWorker.has_finite_weights)
+    reset_peak_memory = on_all_workers(RoleWorker.reset_peak_memory)
+    start_gpu_profiling = on_all_workers(RoleWorker.start_gpu_profiling)
+    stop_gpu_profiling = on_all_workers(RoleWorker.stop_gpu_profiling)
+
+    def device_info(self) -> DeviceInfo:
+        """Devices that the workers compute on: the first one's words, the least memory of all."""
+        devices = run_on_all(self.worker_group, RoleWorker.device_info)
+        return replace(devices[0], free_bytes=min(each.free_bytes for each in devices))
+
+    def memory_use(self) -> list[MemoryUse]:
+        """Memory of every worker that is called from here, at most since `reset_peak_memory`."""
+        return run_on_all(self.worker_group, RoleWorker.memory_use)
+
+    # State ------------------------------------------------------------------------------------
+
+    def save_state(self, folder: Path) -> None:
+        """Have every worker write its share of weights, optimizer and schedule to ``folder``."""
+        run_on_all(self.worker_group, RoleWorker.save_state, str(folder.absolute()))
+
+    prepare_saving = on_all_workers(RoleWorker.prepare_saving)
+
+    @property
+    def num_shares(self) -> int:
+        """Workers, each of which writes a share of a run state."""
+        return self.sharding_annotations.size
+
+    def begin_saving(self, folder: Path, in_background: bool) -> None:
+        """Have every worker write its share as it is now; see `ShareWriter`.
+
+        In the background only copies are taken until this returns. Whoever calls it seals the
+        folder (`worker_state.seal`).
+        """
+        run_on_all(
+            self.worker_group, RoleWorker.begin_saving, str(folder.absolute()), in_background
+        )
+
+    def check_saving(self, wait: bool) -> None:
+        """Raise what writing in the background has failed with; ``wait``: until it is over.
+
+        Nothing is asked of workers that may wait for one another since a call failed.
+        """
+        if not self.worker_group.is_whole:
+            return
+        for failure in run_on_all(self.worker_group, RoleWorker.saving_failure, wait):
+            if failure is not None:
+                raise StorageError(failure)
+
+    def load_state(self, folder: Path) -> None:
+        """Inverse of `save_state`, whatever layout wrote it."""
+        run_on_all(self.worker_group, RoleWorker.load_state, str(folder.absolute()))
+
+    def save_checkpoint(
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+    ) -> None:
+        """Write the role; the workers do, so every machine must see these paths.
+
+        Args:
+            weights_path: a ``.nemo`` file, which holds configuration and tokenizer too; a path
+                without that suffix becomes a Hugging Face directory.
+            optimizer_path: directory for the optimizer's state. A handle that is started with both
+                paths continues from there, on any layout.
+            tokenizer_path: directory for the tokenizer's files.
+        """
+        paths = checkpoint_paths(weights_path, optimizer_path, tokenizer_path)
+        run_on_all(self.worker_group, RoleWorker.save_checkpoint, **paths)
+
+    def shutdown(self) -> bool:
+        """End the workers; whether that went well."""
+        try:
+            return self.worker_group.shutdown(cleanup_method="shutdown")
+        except Exception as error:
+            _log.warning("shutdown: %s: %s", type(error).__name__, error)
+            return False
+
+    def __del__(self) -> None:
+        """End workers that nobody has ended. Rather call `shutdown`: it lets them clean up."""
+        if sys.is_finalizing() or "worker_group" not in self.__dict__:
+            return
+        with contextlib.suppress(Exception):
+            self.worker_group.shutdown()
+
+
+def check_whole_groups(
+    group: WorkerGroup, batch_size: int, micro_batch_size: int, rows_per_group: int
+) -> None:
+    """Refuse micro-batches whose number of rows cuts through groups of adjacent rows."""
+    if rows_per_group == 1:
+        return
+    ranks = group.sharding_annotations.get_axis_size("data_parallel")
+    if batch_size % (ranks * rows_per_group) or micro_batch_size % rows_per_group:
+        raise ConfigError(
+            f"global_batch_size={batch_size} on {ranks} data-parallel ranks in micro-batches of "
+            f"micro_batch_size={micro_batch_size} rows, and {rows_per_group} adjacent rows belong "
+            f"together; make global_batch_size a multiple of {ranks * rows_per_group} and "
+            f"micro_batch_size one of {rows_per_group}"
+        )
+
+
+def train_result(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One pass's result out of the workers' identical ones, under the published keys."""
+    first = results[0]
+    return {
+        "loss": first["global_loss"],
+        "grad_norm": first["grad_norm"],
+        "lr": first["lr"],
+        "skipped": first["skipped"],
+        "all_mb_metrics": dict(first["all_mb_metrics"]),
+    }
+
+
+class CallSeeds:
+    """Seeds for calls that are given none: of the run's seed and the number of the call."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._calls = seed, 0
+
+    def next(self) -> int:
+        """The next call's."""
+        self._calls += 1
+        return int(counter_hash(self._seed, torch.tensor(self._calls)))
+
+
+def checkpoint_paths(
+    weights_path: str | os.PathLike[str] | None,
+    optimizer_path: str | os.PathLike[str] | None,
+    tokenizer_path: str | os.PathLike[str] | None = None,
+) -> dict[str, str]:
+    """The paths that are given, absolute: a worker may have another working directory."""
+    paths = {
+        "weights_path": weights_path,
+        "optimizer_path": optimizer_path,
+        "tokenizer_path": tokenizer_path,
+    }
+    return {key: os.path.abspath(path) for key, path in paths.items() if path is not None}
+
+
+def worker_class(workers: Mapping[str, str], backend: str) -> str:
+    """Dotted path of the worker class that serves a role on ``backend``."""
+    if backend not in workers:
+        raise ConfigError(f"policy.backend={backend}: use one of {', '.join(workers)}")
+    return workers[backend]

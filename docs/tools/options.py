@@ -1,0 +1,267 @@
+"""Write what conf/ and docs/ say of options, from the docstrings of fields in aligner/config.
+
+    python -m docs.tools.options           name the files that say something else
+    python -m docs.tools.options --write   write them
+
+A field's first paragraph becomes the comment behind its value in conf/; comments on lines of their
+own speak of a file's choice and stay as they are. In docs/ a table of options is what stands
+between two marks::
+
+    <!-- options of gpt_ppo: model -model.ppo critic critic.optim=model.optim -->
+    <!-- end of options -->
+
+The configuration whose defaults are shown, then keys, each with all below it; ``-`` leaves a key
+out, ``A=B`` refers its rows to those of ``B``. tests/test_options.py holds the files to this.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from aligner.catalog import ALGORITHMS
+from aligner.config import EvaluateConfig, GenerateConfig
+from aligner.config.parse import arms_of, field_types, section_in
+
+ROOT = Path(__file__).parents[2]
+CONF, DOCS = ROOT / "conf", ROOT / "docs"
+ROOTS: dict[str, type] = {
+    **{one.config_name: one.root_class for one in ALGORITHMS.values()},
+    "gpt_generate": GenerateConfig,
+    "gpt_evaluate": EvaluateConfig,
+}
+TABLE = re.compile(r"(<!-- options of (\w+): ([^>]*?) -->\n)(.*?)(<!-- end of options -->)", re.S)
+LINE = re.compile(r'( *)(\w+):((?:"[^"]*"|[^"#])*?)(?: +#.*)?')
+PAGE = re.compile(r"\bdocs/(\w+\.md)(#[\w-]+)?")
+LONGEST_CHOICES = 60  # characters of a list of choices in a comment
+
+
+class Option(NamedTuple):
+    """A field: ``meaning`` is its docstring, empty where it has none."""
+
+    key: str
+    hint: Any
+    meaning: str
+    default: Any  # `dataclasses.MISSING` where it has none
+
+    @property
+    def section(self) -> type | None:
+        """The dataclass of its keys; None: it has a value."""
+        return section_in(self.hint)
+
+    @property
+    def choices(self) -> list[str]:
+        """Values of a field that has a few, as YAML has them."""
+        arms = list(arms_of(self.hint))
+        arms += [one for arm in arms if get_origin(arm) is tuple for one in get_args(arm)]
+        named = [
+            str(value) for arm in arms if get_origin(arm) is Literal for value in get_args(arm)
+        ]
+        return ["null", *named] if named and type(None) in arms else named
+
+
+@cache
+def docstrings(cls: type) -> dict[str, str]:
+    """Docstring below each field of a dataclass, those of its bases included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = below.value if isinstance(below, ast.Expr) else None
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    found[field.target.id] = inspect.cleandoc(text.value)
+    return found
+
+
+def fields_of(cls: type, prefix: str = "") -> Iterator[Option]:
+    """The fields of one dataclass."""
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.metadata.get("derived"):
+            default = None
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        meaning = docstrings(cls).get(field.name, "")
+        yield Option(f"{prefix}{field.name}", field_types(cls)[field.name], meaning, default)
+
+
+def every_field(cls: type, prefix: str = "") -> Iterator[Option]:
+    """Every field below a dataclass, sections included."""
+    for option in fields_of(cls, prefix):
+        yield option
+        if option.section is not None:
+            yield from every_field(option.section, f"{option.key}.")
+
+
+def options(cls: type) -> list[Option]:
+    """Every option below a dataclass; of sections those that may be null."""
+    return [one for one in every_field(cls) if one.section is None or one.default is None]
+
+
+# Tables in docs/
+
+
+def table(name: str, asked: str) -> str:
+    """The table that a mark asks for: ``name`` of a configuration, its keys."""
+    words = asked.split()
+    left_out = [word[1:] for word in words if word.startswith("-")]
+    tree = composed(name)
+    known = options(ROOTS[name])
+    rows: dict[str, str] = {}
+    for word in words:
+        key, _, other = word.partition("=")
+        taken = [one for one in known if is_below(one.key, key)]
+        if not (taken or word.startswith("-")):
+            raise SystemExit(f"options of {name}: {key} is no key of its")
+        for one in taken:
+            said = in_markdown(one)
+            if other and one.key != key:
+                said = f"As `{other}{one.key.removeprefix(key)}`."
+            if not any(is_below(one.key, out) for out in left_out):
+                rows[one.key] = f"| `{one.key}` | {shown_default(one, tree)} | {said} |"
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows.values()])
+
+
+def is_below(key: str, section: str) -> bool:
+    """Return whether ``key`` is ``section`` or one of its keys."""
+    return f"{key}.".startswith(f"{section}.")
+
+
+@cache
+def composed(name: str) -> Any:
+    """The configuration of a script, as hydra composes it."""
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        return OmegaConf.to_container(compose(name), resolve=True)
+
+
+def shown_default(option: Option, tree: Any) -> str:
+    """Default of a cell: the script's, and where it has none the dataclass's."""
+    value = tree
+    for name in option.key.split("."):
+        value = value.get(name, "???") if isinstance(value, dict) else "???"
+    value = option.default if value == "???" else value
+    if value is dataclasses.MISSING:
+        return "required"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def in_markdown(option: Option) -> str:
+    """Cell of an option's meaning, on one line and with links to the pages it names."""
+    text = " ".join(option.meaning.split()).replace("|", "\\|")
+    return PAGE.sub(lambda page: f"[{page[1]}]({page[1]}{page[2] or ''})", text)
+
+
+def page(text: str) -> str:
+    """A page with its tables written anew."""
+    return TABLE.sub(lambda mark: f"{mark[1]}\n{table(mark[2], mark[3])}\n\n{mark[5]}", text)
+
+
+# Comments in conf/
+
+
+def in_yaml(option: Option) -> str:
+    """Comment behind an option's value: its choices, and the first paragraph of its meaning."""
+    text = " ".join(option.meaning.split("\n\n")[0].split()).replace("`", "").removesuffix(".")
+    text = re.sub(r"(\.md)#[\w-]+", r"\1", text)
+    if re.match(r"[A-Z][^A-Z ]*( |$)", text):  # no name in capitals
+        text = text[0].lower() + text[1:]
+    choices = " | ".join(option.choices)
+    named = all(re.search(rf"\b{choice}\b", text) for choice in option.choices)
+    return text if named or len(choices) > LONGEST_CHOICES else f"{choices}: {text}"
+
+
+def settings(text: str, known: dict[str, Option], package: str) -> str:
+    """A YAML file described anew; ``package`` is its section, ``known`` has the options."""
+    lines: list[str] = []
+    path: list[tuple[int, str]] = []  # indentations and names down to the line
+    for line in text.split("\n"):
+        match = LINE.fullmatch(line)
+        if match is not None:
+            while path and path[-1][0] >= len(match[1]):
+                path.pop()
+            path.append((len(match[1]), match[2]))
+            option = known.get(".".join([package, *(name for _, name in path)]).lstrip("."))
+            if match[3].strip() and option is not None:
+                line = f"{match[1]}{match[2]}:{match[3].rstrip()}  # {in_yaml(option)}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def groups() -> dict[Path, tuple[str, str]]:
+    """Configuration and section of every file of conf/: the first that has its keys."""
+    places: dict[str, list[tuple[str, str]]] = {}  # of a group: where it is used
+    for name in ROOTS:
+        for entry in yaml.safe_load((CONF / f"{name}.yaml").read_text())["defaults"]:
+            for group in entry if isinstance(entry, dict) else ():
+                folder, _, package = group.partition("@")
+                places.setdefault(folder, []).append((name, package or folder))
+    found = {CONF / f"{name}.yaml": (name, "") for name in ROOTS}
+    for folder in sorted(places.keys() - {"launch"}):
+        for path in sorted((CONF / folder).glob("*.yaml")):
+            keys = yaml.safe_load(path.read_text()).keys() - {"defaults"}
+            found[path] = next(
+                (name, package)
+                for name, package in places[folder]
+                if keys <= {one.key.rsplit(".", 1)[-1] for one in fields_at(name, package).values()}
+            )
+    return found
+
+
+def fields_at(name: str, package: str) -> dict[str, Option]:
+    """The fields of a configuration's section by their dotted keys."""
+    cls = ROOTS[name]
+    for part in package.split("."):
+        found = section_in(field_types(cls)[part])
+        assert found is not None, (name, package)
+        cls = found
+    return {one.key: one for one in fields_of(cls, f"{package}.")}
+
+
+def written() -> dict[Path, str]:
+    """Every file that says something of options, as it should be."""
+    found = {path: page(path.read_text()) for path in sorted(DOCS.glob("*.md"))}
+    for path, (name, package) in groups().items():
+        text = path.read_text()
+        head, mark, rest = text.partition("\nhydra:")  # of hydra's own
+        known = {one.key: one for one in every_field(ROOTS[name])}
+        described = settings(head, known, package) + mark + rest
+        assert yaml.safe_load(described) == yaml.safe_load(text), path
+        found[path] = described
+    return found
+
+
+def stale() -> list[Path]:
+    """Files that say something else of options than the dataclasses."""
+    return [path for path, text in written().items() if path.read_text() != text]
+
+
+def main() -> None:
+    """Name the files that say something else; with ``--write`` write them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write the files anew")
+    write = parser.parse_args().write
+    for path, text in written().items():
+        if path.read_text() != text:
+            print(path.relative_to(ROOT))
+            if write:
+                path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

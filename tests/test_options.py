@@ -1,0 +1,51 @@
+"""Options are described once, below their fields; conf/ and docs/ say the same."""
+
+import re
+import runpy
+
+import pytest
+from documented import ROOT
+
+from aligner.config.commands.pipeline import PipelineConfig, StageConfig
+from aligner.config.commands.plan import PlanConfig
+
+TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "options.py"))
+KINDS = [*TOOL["ROOTS"].values(), PlanConfig, PipelineConfig, StageConfig]
+
+
+def test_files_say_of_options_what_the_dataclasses_say():
+    stale = [path.relative_to(ROOT).as_posix() for path in TOOL["stale"]()]
+    assert stale == [], "run: python -m docs.tools.options --write"
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_every_option_is_described_with_its_choices(cls):
+    lacking = []
+    for option in TOOL["options"](cls):
+        if not option.meaning:
+            lacking.append(f"{option.key}: no docstring")
+        for choice in option.choices:
+            if not re.search(rf"\b{choice}\b", option.meaning):
+                lacking.append(f"{option.key}: does not say what {choice} is")
+    assert lacking == []
+
+
+def test_a_comment_is_the_first_paragraph_behind_the_choices():
+    known = {one.key: one for one in TOOL["options"](TOOL["ROOTS"]["gpt_ppo"])}
+    text = '# of this file\nlr: 1.0  # old\nname: "a # b"  # old\nother: 1  # kept\nsched:\n'
+    assert TOOL["settings"](text, known, "model.optim") == (
+        "# of this file\nlr: 1.0  # peak learning rate\n"
+        'name: "a # b"  # adam (AdamW, decoupled weight decay) or sgd\nother: 1  # kept\nsched:\n'
+    )
+    assert TOOL["in_yaml"](known["cluster.engine"]).startswith("local | ray: workers in the run's")
+
+
+def test_a_table_has_all_keys_below_a_section():
+    rows = TOOL["table"]("gpt_ppo", "model.optim -model.optim.sched model.ppo.kl_loss=a.b")
+    keys = re.findall(r"^\| `([\w.]+)` \| (`[^`]+`) \| (.*) \|$", rows, re.MULTILINE)
+    assert [key for key, *_ in keys] == [
+        *(f"model.optim.{name}" for name in ("name", "lr", "weight_decay", "betas", "eps")),
+        *("model.ppo.kl_loss.coef", "model.ppo.kl_loss.estimator"),
+    ]
+    assert keys[1][1:] == ("`1e-06`", "Peak learning rate.")
+    assert keys[-1][1:] == ("`k3`", "As `a.b.estimator`.")

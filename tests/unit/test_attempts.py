@@ -1,0 +1,116 @@
+"""Attempts of a run: workers that died are started again, and everything else ends the run."""
+
+import io
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from aligner.algorithms.callbacks import Callbacks
+from aligner.algorithms.run.run import Run
+from aligner.errors import ConfigError, WorkerDiedError
+
+
+class Engine:
+    """Clusters that write down when they end; the one of number ``breaks`` cannot be made."""
+
+    def __init__(self, max_restarts, breaks=None):
+        self.max_restarts, self.breaks = max_restarts, breaks
+        self.log, self.made = [], 0
+
+    def clusters(self, closing):
+        number, self.made = self.made, self.made + 1
+        closing.callback(self.log.append, f"clusters {number} end")
+        if number == self.breaks:
+            raise ConfigError("no room")
+        return number
+
+
+class Role:
+    def __init__(self, log, name, dies=False):
+        self.log, self.name, self.dies = log, name, dies
+
+    def shutdown(self):
+        self.log.append(f"{self.name} ends")
+        if self.dies:
+            raise WorkerDiedError(f"{self.name} died in shutdown")
+
+
+def run_on(engine):
+    console = Console(file=io.StringIO(), width=300)
+    config = SimpleNamespace(dry_run=False)
+    return Run(config, engine, console, Callbacks(), None, None, ExitStack())
+
+
+def attempted(engine, body):
+    """Every attempt of a run, with ``body`` in it."""
+    for attempt in run_on(engine).attempts():
+        with attempt:
+            body(attempt)
+
+
+def raising(error):
+    def body(attempt):
+        raise error
+
+    return body
+
+
+def test_a_run_without_a_death_has_one_attempt_and_ends_in_reverse_order():
+    engine = Engine(max_restarts=3)
+    for attempt in run_on(engine).attempts():
+        with attempt:
+            assert attempt.clusters == 0
+            attempt.own(Role(engine.log, "policy"))
+            attempt.own(Role(engine.log, "critic"))
+    assert engine.log == ["critic ends", "policy ends", "clusters 0 end"]
+
+
+def test_after_a_death_the_workers_are_started_again_and_it_is_said():
+    engine = Engine(max_restarts=2)
+    run, seen = run_on(engine), []
+    for attempt in run.attempts():
+        with attempt:
+            seen.append(attempt.clusters)
+            attempt.own(Role(engine.log, "policy"))
+            if len(seen) < 3:
+                raise WorkerDiedError("policy 1 died in train")
+    assert seen == [0, 1, 2]
+    assert engine.log == [
+        line for number in seen for line in ("policy ends", f"clusters {number} end")
+    ]
+    said = run.console.file.getvalue()
+    assert said.count("policy 1 died in train\nthe workers are started anew") == 2
+    assert "(restart 2 of cluster.max_restarts=2)" in said
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_death_is_raised_once_no_restart_is_left(max_restarts):
+    engine = Engine(max_restarts)
+    with pytest.raises(WorkerDiedError, match="again"):
+        attempted(engine, raising(WorkerDiedError("again")))
+    assert engine.made == max_restarts + 1
+    assert len(engine.log) == engine.made
+
+
+def test_a_death_that_shutting_down_finds_counts_too():
+    engine = Engine(max_restarts=1)
+    with pytest.raises(WorkerDiedError, match="died in shutdown"):
+        attempted(engine, lambda attempt: attempt.own(Role(engine.log, "policy", dies=True)))
+    assert engine.log == ["policy ends", "clusters 0 end", "policy ends", "clusters 1 end"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("bad"), KeyboardInterrupt()])
+def test_anything_else_ends_the_run_at_once(error):
+    engine = Engine(max_restarts=3)
+    with pytest.raises(type(error)):
+        attempted(engine, raising(error))
+    assert engine.log == ["clusters 0 end"]
+
+
+def test_clusters_that_cannot_be_made_are_taken_down():
+    engine = Engine(max_restarts=1, breaks=0)
+    with pytest.raises(ConfigError, match="no room"):
+        attempted(engine, raising(AssertionError("there is nothing to run on")))
+    assert engine.log == ["clusters 0 end"]

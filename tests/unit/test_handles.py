@@ -1,0 +1,172 @@
+"""What the handles ask of their workers, whatever runs them: a group that writes down its calls."""
+
+import dataclasses
+import inspect
+import pydoc
+
+import pytest
+import torch
+
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.cluster.worker_groups import LocalFuture, layout_of
+from aligner.config import (
+    CriticConfig,
+    DynamicBatchingConfig,
+    ModelConfig,
+    SequencePackingConfig,
+)
+from aligner.errors import ConfigError
+from aligner.losses.value import PPOValueLoss
+from aligner.models.gpt.role.settings import RunSettings
+from aligner.models.policy.lm_policy import Policy
+from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.models.reward.reward_model import RewardModel
+from aligner.models.value.lm_value import Value
+
+MODEL = ModelConfig(restore_from_path="m.nemo", micro_batch_size=1, global_batch_size=4)
+CRITIC = CriticConfig(micro_batch_size=1, global_batch_size=4)
+TRAINED = {
+    "global_loss": 0.5,
+    "grad_norm": 2.0,
+    "lr": 1e-3,
+    "skipped": False,
+    "all_mb_metrics": {"loss": [0.4, 0.6]},
+}
+
+
+class Recorder:
+    """Two data-parallel workers of a cluster that says what it was asked."""
+
+    sharding_annotations = layout_of(1, 2, 1, 1)
+
+    def __init__(self):
+        self.calls = []
+
+    def start_workers(self, worker_class, name_prefix, **kwargs):
+        self.started = (worker_class, name_prefix, kwargs)
+        return self
+
+    def run_all_workers_single_data(self, method_name, **kwargs):
+        self.calls.append((method_name, kwargs))
+        return LocalFuture([None, None])
+
+    def run_all_workers_sharded_data(self, method_name, data, *args, common_kwargs=None, **axes):
+        self.calls.append((method_name, [shard.size for shard in data], common_kwargs))
+        return LocalFuture([TRAINED, TRAINED])
+
+    def get_all_worker_results(self, future):
+        return future.get_results()
+
+    def shutdown(self, cleanup_method=None):
+        self.calls.append(("group shutdown", cleanup_method))
+        return True
+
+
+def handles(cluster, model=MODEL, **kwargs):
+    run = RunSettings()
+    yield lambda: Policy(cluster, model, None, run=run, **kwargs)
+    yield lambda: Value(cluster, CRITIC, None, model=model, run=run, **kwargs)
+
+
+def batch(rows=8):
+    return BatchedDataDict(
+        {
+            "input_ids": torch.ones(rows, 4, dtype=torch.long),
+            "input_lengths": torch.full((rows,), 4),
+            "token_mask": torch.ones(rows, 4),
+            "sample_mask": torch.ones(rows),
+        }
+    )
+
+
+def test_train_gives_the_published_keys_once():
+    for make in handles(cluster := Recorder()):
+        handle = make()
+        result = handle.train(batch(), PPOValueLoss(), mbs=2)
+        assert result == {
+            "loss": 0.5,
+            "grad_norm": 2.0,
+            "lr": 1e-3,
+            "skipped": False,
+            "all_mb_metrics": {"loss": [0.4, 0.6]},  # reduced already: not once per worker
+        }
+        method, sizes, kwargs = cluster.calls[-1]
+        assert (method, sizes) == ("train", [4, 4])
+        assert (kwargs["gbs"], kwargs["mbs"], kwargs["eval_mode"]) == (4, 2, False)
+
+
+def test_what_is_asked_of_every_worker():
+    for make in handles(cluster := Recorder()):
+        handle = make()
+        for method in (
+            "prepare_for_training",
+            "finish_training",
+            "start_gpu_profiling",
+            "stop_gpu_profiling",
+        ):
+            getattr(handle, method)()
+            assert cluster.calls[-1] == (method, {})
+        handle.save_checkpoint("/a/m.nemo", tokenizer_path="/a/t")
+        paths = {"weights_path": "/a/m.nemo", "tokenizer_path": "/a/t"}
+        assert cluster.calls[-1] == ("save_checkpoint", paths)
+        assert handle.shutdown()
+        assert cluster.calls[-1] == ("group shutdown", "shutdown")
+
+
+def test_a_declared_verb_is_read_as_the_workers_method():
+    declared, written = Policy.get_logprobs, PolicyWorker.get_logprobs
+    assert inspect.signature(declared) == inspect.signature(written)
+    assert inspect.getdoc(declared) == inspect.getdoc(written)
+    shown = pydoc.plain(pydoc.render_doc(Policy))
+    assert "get_logprobs(self, data" in shown
+    assert "position t speaks of token t" in shown
+    assert "prepare_for_training(self) -> None" in shown
+
+
+def test_arguments_of_a_declared_verb():
+    policy = Policy(cluster := Recorder(), MODEL, None, run=RunSettings())
+    policy.prepare_for_training("as NeMo-RL's callers may", timing=True)
+    assert cluster.calls[-1] == ("prepare_for_training", {})
+    reward = RewardModel(cluster, MODEL, None, RunSettings())
+    assert cluster.calls[-1] == ("reward_attributes", {})
+    reward.standardize(0.5, std=2.0)
+    assert cluster.calls[-1] == ("standardize", {"mean": 0.5, "std": 2.0})
+    with pytest.raises(TypeError, match="missing a required argument: 'std'"):
+        reward.standardize(0.5)
+    assert cluster.calls[-1][0] == "standardize"  # and no worker was called
+
+
+def test_relative_paths_are_those_of_the_caller(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    cluster = Recorder()
+    for make in handles(cluster, weights_path="m.nemo", optimizer_path="o"):
+        make()
+        kwargs = cluster.started[2]
+        assert kwargs["weights_path"] == str(tmp_path / "m.nemo")
+        assert kwargs["optimizer_path"] == str(tmp_path / "o")
+
+
+def test_an_unknown_backend_is_refused_by_its_name():
+    for make in handles(Recorder(), backend="fsdp"):
+        with pytest.raises(
+            ConfigError, match=r"policy\.backend=fsdp: use one of megatron, dtensor"
+        ):
+            make()
+
+
+def test_packing_and_dynamic_batching_exclude_each_other():
+    both = dataclasses.replace(
+        MODEL,
+        sequence_packing=SequencePackingConfig(enabled=True),
+        dynamic_batching=DynamicBatchingConfig(enabled=True),
+    )
+    uncut = dataclasses.replace(
+        MODEL,
+        context_parallel_size=2,
+        sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=4098),
+    )
+    for model, words in ((both, "exclude each other"), (uncut, "4098 does not divide by 4")):
+        for make in handles(cluster := Recorder(), model):
+            with pytest.raises(ConfigError, match=words):
+                make()
+            assert not hasattr(cluster, "started")  # before any worker

@@ -1,0 +1,151 @@
+"""A user's own estimator of advantages gets what it names, and what it returns is checked."""
+
+import pytest
+import torch
+from test_credit import assign, credit, rollout
+from user_code import configured, directory_with
+
+from aligner.algorithms.ppo.trainer import make_estimator
+from aligner.algorithms.ppo.user_estimator import UserEstimator
+from aligner.errors import ConfigError
+
+ESTIMATORS = """
+import torch
+
+
+def good(rewards, groups, token_mask, scale=1.0):
+    mean = torch.zeros_like(rewards)
+    for group in groups.unique():
+        mean[groups == group] = rewards[groups == group].mean()
+    return scale * (rewards - mean)[:, None] * token_mask
+
+
+def spread(rewards):
+    return rewards
+
+
+def writes(rewards, token_mask):
+    token_mask.fill_(5.0)
+    return rewards
+
+
+def everything(**given):
+    return torch.full_like(given["token_mask"], float(len(given)))
+
+
+def with_critic(values, penalty):
+    return values - penalty, values
+
+
+def wants_more(rewards, difficulty):
+    return rewards
+
+
+def wants_values(values):
+    return values
+
+
+def wrong_shape(rewards, token_mask):
+    return token_mask[:, 1:]
+
+
+def not_finite(rewards):
+    return rewards / 0
+
+
+def raises(rewards):
+    raise KeyError("gone")
+
+
+def pair(rewards):
+    return rewards, rewards
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    yield from directory_with(tmp_path, monkeypatch, "my_estimators", ESTIMATORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("grppo", ["did you mean grpo", "package.module:function"]),
+        ("my_estimators.py:gone", ["has no function 'gone'", "good"]),
+        ("my_estimators.py:wants_more", ["difficulty", "trainer.ppo.advantage.kwargs", "rewards"]),
+        ("my_estimators.py:wants_values", ["values", "only in a run with a critic"]),
+        ("my_estimators.py:wrong_shape", ["a tensor [4, 5] of 4 responses", "float [4, 6]"]),
+        ("my_estimators.py:not_finite", ["of response 0 of 4 it is NaN or infinite"]),
+        ("my_estimators.py:raises", ["KeyError", "my_estimators.py, line", "given rewards"]),
+        ("my_estimators.py:pair", ["returned tuple; return a tensor"]),
+    ],
+)
+def test_an_estimator_that_cannot_work_is_refused(here, name, words):
+    with pytest.raises(ConfigError) as caught:
+        make_estimator(configured(trainer__ppo__advantage__estimator=name))
+    for word in ("trainer.ppo.advantage.estimator", name, *words):
+        assert word in str(caught.value)
+
+
+def test_options_that_an_estimator_does_not_read_are_refused(here):
+    good = {"trainer__ppo__advantage__estimator": "my_estimators.py:good"}
+    assert make_estimator(configured(**good)) is not None
+    with pytest.raises(ConfigError, match=r"discount_factor=0\.9.*does not take"):
+        make_estimator(configured(**good, trainer__ppo__discount_factor=0.9))
+    with pytest.raises(ConfigError, match=r"critic_warmup_steps=2.*no critic"):
+        configured(**good, trainer__ppo__critic_warmup_steps=2)
+    with pytest.raises(ConfigError, match=r"advantage\.kwargs=.*estimator=rloo"):
+        configured(trainer__ppo__advantage__kwargs={"scale": 2.0})
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'shift'"):
+        make_estimator(configured(**good, trainer__ppo__advantage__kwargs={"shift": 2.0}))
+    assert configured(**good).algorithm == "Policy gradients (my_estimators.py:good)"
+
+
+def own(name, **kwargs):
+    how = credit("rloo")
+    estimator = UserEstimator(f"my_estimators.py:{name}", kwargs, has_critic=False)
+    return type(how)(how.trainer, how.kl_in_reward, 2, 4, estimator)
+
+
+def test_an_estimator_decides_the_advantages(here):
+    batch, same = (rollout([1, 0, 0.5, 0.5], [3, 1, 2, 4]) for _ in range(2))
+    metrics, _ = assign(own("good", scale=2.0), batch)
+    _, _ = assign(credit("rloo"), same)
+    assert torch.equal(batch["advantages"], same["advantages"])  # of two, RLOO's is twice the mean
+    assert metrics["train_rollouts/samples_with_signal"] == 0.5
+    assert "returns" not in batch
+
+
+def test_one_number_for_a_response_is_that_of_its_tokens(here):
+    batch = rollout([1, 0], [3, 1])
+    batch["sample_mask"] = torch.tensor([1.0, 1.0])
+    assign(own("spread"), batch)
+    assert torch.equal(batch["advantages"], torch.tensor([1.0, 0.0])[:, None] * batch["token_mask"])
+
+
+def test_what_an_estimator_writes_stays_its_own(here):
+    batch = rollout([1, 0], [3, 1])
+    before = batch["token_mask"].clone()
+    assign(own("writes"), batch)
+    assert torch.equal(batch["token_mask"], before)
+
+
+def test_an_estimator_that_takes_anything_gets_everything(here):
+    batch = rollout([1, 0], [3, 1])
+    batch["prev_logprobs"] = batch["generation_logprobs"] = torch.zeros_like(batch["token_mask"])
+    assign(own("everything"), batch)
+    assert batch["advantages"].max() == 13
+
+
+def test_an_estimator_of_a_run_with_a_critic(here):
+    batch = rollout([1, 0], [3, 1])
+    batch["values"] = torch.randn(batch["token_mask"].shape)
+    how = credit("rloo")
+    path = "my_estimators.py:with_critic"
+    estimator = UserEstimator(path, {}, has_critic=True)
+    metrics, _ = assign(type(how)(how.trainer, False, 2, 4, estimator), batch)
+    assert torch.equal(batch["advantages"], batch["values"] * batch["token_mask"])
+    assert torch.equal(batch["returns"], batch["advantages"])
+    assert metrics["critic/explained_var"] == pytest.approx(1.0)
+    overrides = {"trainer__ppo__advantage__estimator": path}
+    assert make_estimator(configured(critic=True, **overrides)) is not None
