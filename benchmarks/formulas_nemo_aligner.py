@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.losses.advantages import generalized_advantage_estimate
-from aligner.losses.group_advantages import group_advantages
-from aligner.losses.kto import KTOLoss, kto_kl_baseline
+from aligner.losses.advantages import generalized_advantage_estimate, group_advantages
 from aligner.losses.preference import (
     DPOLoss,
     IPOLoss,
+    KTOLoss,
     PairwiseLoss,
     RPODistance,
     RPOLoss,
+    kto_kl_baseline,
 )
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from benchmarks.formulas_cases import ROWS, Comparisons, Inputs, main, without

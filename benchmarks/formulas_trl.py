@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from aligner.losses.advantages import soft_overlong_penalty
-from aligner.losses.kto import KTOLoss, kto_kl_baseline
 from aligner.losses.masked import masked_whiten
 from aligner.losses.policy import PPOPolicyLoss
-from aligner.losses.preference import DPOLoss, IPOLoss, SimPOLoss
+from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, SimPOLoss, kto_kl_baseline
 from aligner.losses.reward import BradleyTerryLoss
 from benchmarks.formulas_cases import LENGTH, ROWS, Comparisons, Inputs, main, without
 

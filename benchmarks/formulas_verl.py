@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.losses.advantages import generalized_advantage_estimate, token_rewards
-from aligner.losses.group_advantages import CriticFreeEstimator, token_advantages
+from aligner.losses.advantages import (
+    CriticFreeEstimator,
+    generalized_advantage_estimate,
+    token_advantages,
+    token_rewards,
+)
 from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import masked_whiten
 from aligner.losses.policy import PPOPolicyLoss

@@ -32,12 +32,11 @@ from aligner.config import (
     TrainerConfig,
     TrainerPPOConfig,
 )
-from aligner.data.collate import collate_prompts
-from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
+from aligner.data.dataset import PromptSampler
+from aligner.data.prompts import PromptDataset, collate_prompts
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.errors import LayoutError
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward
 from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, fill_head, model_config

@@ -1,4 +1,4 @@
-"""aligner's side of `ppo_step`: `PPOTrainer` over its handles, as a run builds them.
+"""aligner's side of `ppo_step` and `grpo_step`: `PPOTrainer` as a run builds it.
 
 A random `.nemo` and a word tokenizer are written to a temporary directory and the roles are loaded
 from there. Not measured: start-up, validation, and what the run loop writes.
@@ -27,11 +27,11 @@ from aligner.checkpoint.tiny import random_weights
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import RunConfig
 from aligner.config.load import parse_config
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.distributed.parallel import initialize_parallel
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward
 from benchmarks.common import stdout_reserved
@@ -86,10 +86,10 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
         config,
         policy,
         value,
-        Reward(RewardFunction.wrap(constant_reward), tokenizer),
+        Reward(RewardFunction.wrap(constant_reward if shape.group == 1 else noise), tokenizer),
         prompts,
         None,
-        PromptSampler(len(prompts), shape.batch, seed=config.seed),
+        PromptSampler(len(prompts), shape.batch // shape.group, seed=config.seed),
         pad_id=tokenizer.pad_id,
         policy_loss=make_policy_loss(config),
         estimator=None,
@@ -98,7 +98,8 @@ def make_trainer(shape: Shape, folder: Path) -> PPOTrainer:
 
 def configuration(shape: Shape, folder: Path) -> RunConfig:
     """The defaults, and the settings of both sides."""
-    batches = {
+    of_groups = shape.group > 1
+    batches: dict[str, Any] = {
         "micro_batch_size": shape.micro_batch,
         "global_batch_size": shape.batch,
         "optim": {"lr": LEARNING_RATE, "betas": [0.9, 0.999]},
@@ -111,6 +112,7 @@ def configuration(shape: Shape, folder: Path) -> RunConfig:
                 **batches,
                 "ppo": {
                     "num_rollout_samples": shape.batch,
+                    "num_rollouts_per_prompt": shape.group,
                     "rollout_micro_batch_size": shape.batch,
                     "forward_micro_batch_size": shape.micro_batch,
                     "ppo_epochs": 1,
@@ -121,16 +123,20 @@ def configuration(shape: Shape, folder: Path) -> RunConfig:
                     },
                 },
             },
-            "critic": {
+            "critic": None
+            if of_groups
+            else {
                 **batches,
                 "forward_micro_batch_size": shape.micro_batch,
                 "value_clip": VALUE_CLIP,
             },
             "trainer": {
                 "ppo": {
-                    "initial_policy_kl_penalty": KL_COEFFICIENT,
+                    "initial_policy_kl_penalty": 0.0 if of_groups else KL_COEFFICIENT,
                     "discount_factor": GAMMA,
                     "gae_lambda": LAM,
+                    "normalize_advantages": not of_groups,
+                    "advantage": {"estimator": "grpo" if of_groups else "gae"},
                 }
             },
             "reward": {"function": "benchmarks.ppo_aligner:constant_reward"},
@@ -138,7 +144,7 @@ def configuration(shape: Shape, folder: Path) -> RunConfig:
                 "train": {
                     "source": "benchmarks.ppo_aligner:prompt_rows",
                     "arguments": {
-                        "count": shape.batch * (shape.steps + 1),
+                        "count": shape.batch // shape.group * (shape.steps + 1),
                         "length": shape.prompt,
                         "vocab": shape.vocab,
                     },
@@ -155,13 +161,14 @@ def write_model(shape: Shape, path: Path) -> None:
     architecture = GPTArchitecture(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
+        ffn_hidden_size=shape.mlp_width,
         num_attention_heads=shape.heads,
-        num_query_groups=shape.heads,
+        num_query_groups=shape.groups,
         kv_channels=shape.hidden // shape.heads,
         vocab_size=shape.vocab,
         max_position_embeddings=shape.prompt + shape.response,
         init_std=INIT_STD,
+        tie_embeddings=bool(shape.tied),
         family="llama",
     )
     save_nemo(path, random_weights(architecture), architecture, word_tokenizer(shape.vocab).files())
@@ -187,6 +194,12 @@ def constant_reward(prompts: list[str], responses: list[str], ground_truths: lis
     """Nothing to compute."""
     del prompts, ground_truths
     return [1.0] * len(responses)
+
+
+def noise(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:
+    """Rewards that tell the responses to a prompt apart."""
+    del prompts, ground_truths
+    return [float(len(response) % 7) for response in responses]
 
 
 if __name__ == "__main__":

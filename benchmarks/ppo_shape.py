@@ -1,4 +1,4 @@
-"""The job that `ppo_step` gives to both sides. Standard library only."""
+"""The job that `ppo_step` and `grpo_step` give to both sides. Standard library only."""
 
 import argparse
 import os
@@ -28,6 +28,10 @@ class Shape:
     hidden: int = 128
     vocab: int = 1024
     heads: int = 4
+    kv_heads: int = 0  # 0: as many as heads
+    ffn: int = 0  # width of the gated MLP; 0: 8/3 of the hidden size, to a multiple of 32
+    tied: int = 0  # 1: the output layer is the embedding
+    group: int = 1  # responses to a prompt; of several GRPO is made, without a critic
     batch: int = 32  # sequences of a rollout: one optimizer step of policy and critic each
     micro_batch: int = 32  # sequences of every forward and backward pass
     prompt: int = 32
@@ -36,9 +40,14 @@ class Shape:
     threads: int = os.cpu_count() or 1
 
     @property
-    def ffn(self) -> int:
-        """Width of the gated MLP: 8/3 of the hidden size, rounded up to a multiple of 32."""
-        return -(-self.hidden * 8 // 3 // 32) * 32
+    def mlp_width(self) -> int:
+        """Width of the gated MLP."""
+        return self.ffn or -(-self.hidden * 8 // 3 // 32) * 32
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.kv_heads or self.heads
 
     def arguments(self) -> list[str]:
         """The command line that `shape_of` reads back."""
@@ -84,7 +93,7 @@ class StepClock:
         pairs = list(pairwise(self._readings))[1:]
         wall, cpu = ([end[i] - start[i] for start, end in pairs] for i in range(2))
         return {
-            "benchmark": "ppo_step",
+            "benchmark": "ppo_step" if shape.group == 1 else "grpo_step",
             "side": side,
             **asdict(shape),
             "median_step_s": round(statistics.median(wall), 4),

@@ -27,6 +27,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,24 +57,39 @@ class Mark:
         return (self.layers, self.hidden, self.vocab) == (shape.layers, shape.hidden, shape.vocab)
 
 
-MARKS = (Mark(4, 128, 1024, 0.5, None), Mark(2, 64, 128_256, 0.25, 0.33))
+@dataclass(frozen=True)
+class Comparison:
+    """A benchmark of two sides: its name, TRL's module, and its marks."""
+
+    name: str
+    peer_module: str
+    marks: tuple[Mark, ...]
 
 
-def read(side: str, shape: Shape, peer: Path | None) -> dict[str, Any]:
+PPO = Comparison(
+    "ppo_step",
+    "benchmarks.ppo_trl",
+    (Mark(4, 128, 1024, 0.5, None), Mark(2, 64, 128_256, 0.25, 0.33)),
+)
+
+
+def read(side: str, shape: Shape, comparison: Comparison, peer: Path | None) -> dict[str, Any]:
     """One reading of one side, in a process of its own."""
     if side == "trl":
         assert peer is not None
-        return read_json(peer, "benchmarks.ppo_trl", shape.arguments(), PEER_ENVIRONMENT)
+        return read_json(peer, comparison.peer_module, shape.arguments(), PEER_ENVIRONMENT)
     return read_json(sys.executable, "benchmarks.ppo_aligner", shape.arguments())
 
 
-def compare(shape: Shape, sides: tuple[str, ...], rounds: int) -> dict[str, Any]:
+def compare(
+    shape: Shape, comparison: Comparison, sides: tuple[str, ...], rounds: int
+) -> dict[str, Any]:
     """The sides in turn; medians over the rounds, and their ratios where there are two sides."""
     peer = make_environment(PEER, PEER_PACKAGES) if "trl" in sides else None
     readings: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
-            result = read(side, shape, peer)
+            result = read(side, shape, comparison, peer)
             readings[side].append(result)
             log(
                 f"{side} {shape.layers}x{shape.hidden} vocabulary {shape.vocab}: "
@@ -84,7 +100,7 @@ def compare(shape: Shape, sides: tuple[str, ...], rounds: int) -> dict[str, Any]
         return {**readings[sides[0]][-1], **medians[sides[0]]}
     ours, theirs = (medians[side] for side in SIDES)
     return {
-        "benchmark": "ppo_step",
+        "benchmark": comparison.name,
         **{key: readings["aligner"][0][key] for key in ("layers", "hidden", "vocab", "threads")},
         **medians,
         "time_ratio": round(ours["median_step_s"] / theirs["median_step_s"], 4),
@@ -97,10 +113,10 @@ def _medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {key: round(statistics.median(row[key] for row in rows), 4) for key in keys}
 
 
-def report(shape: Shape, result: dict[str, Any]) -> str:
+def report(shape: Shape, comparison: Comparison, result: dict[str, Any]) -> str:
     """One line: who took how long, and whether the marks are kept."""
     ratios = [("time", result["time_ratio"]), ("memory", result["memory_ratio"])]
-    mark = next((mark for mark in MARKS if mark.fits(shape)), None)
+    mark = next((mark for mark in comparison.marks if mark.fits(shape)), None)
     limits = {} if mark is None else {"time": mark.time, "memory": mark.memory}
     judged = [verdict(name, ratio, limits.get(name)) for name, ratio in ratios]
     sides = [
@@ -111,11 +127,10 @@ def report(shape: Shape, result: dict[str, Any]) -> str:
     return "; ".join([f"{shown}: {sides[0]}", sides[1], *judged])
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def run(
+    parser: argparse.ArgumentParser, comparison: Comparison, shapes: Sequence[Mapping[str, int]]
+) -> None:
+    """Command line of a comparison; ``shapes`` where it names none, the first one's the rest."""
     parser.add_argument("--only", choices=SIDES, help="measure one side")
     parser.add_argument("--rounds", type=int, help="readings of each side; default 3, --only 1")
     parser.add_argument("--json", action="store_true", help="one line of JSON per shape")
@@ -125,17 +140,21 @@ def main() -> None:
     sides = SIDES if options.only is None else (options.only,)
     rounds = options.rounds or (3 if options.only is None else 1)
     own_shape = options.only is not None or wanted.keys() & {"layers", "hidden", "vocab"}
-    shapes = (
-        [{}]
-        if own_shape
-        else [{"layers": mark.layers, "hidden": mark.hidden, "vocab": mark.vocab} for mark in MARKS]
-    )
-    for sizes in shapes:
+    for sizes in shapes[:1] if own_shape else shapes:
         shape = Shape(**{**sizes, **wanted})
         with stdout_reserved():
-            result = compare(shape, sides, rounds)
+            result = compare(shape, comparison, sides, rounds)
         line = options.json or options.only is not None
-        print(json.dumps(result) if line else report(shape, result), flush=True)
+        print(json.dumps(result) if line else report(shape, comparison, result), flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = [{"layers": m.layers, "hidden": m.hidden, "vocab": m.vocab} for m in PPO.marks]
+    run(parser, PPO, sizes)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.algorithms.trainer import CallbackConfig
-from aligner.distributed.object_collectives import on_rank_zero
+from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import AlignerError, CallbackError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 

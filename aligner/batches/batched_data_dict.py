@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.batches import columns, sharding
-from aligner.batches.microbatches import (
+from aligner.batches.sharding import (
     DynamicBatchingArgs,
     SequencePackingArgs,
     dynamic_plan,

@@ -7,18 +7,26 @@ of a group compute the same plan from the same lengths.
 
 Shards may have different numbers of rows: level tokens matter more. A shard with fewer rows than
 there are micro-batches gets micro-batches without rows at the end.
+
+Padded micro-batches have the least padding there is (`LengthGroups`). Of a given number of groups,
+the best ones hold neighbours in length order, each group as wide as its longest row. Dynamic
+programming over the suffixes of that order finds the best of them all.
+
+Micro-batches by tokens are formed in two ways: padded under a budget, or packed.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from aligner.batches.length_groups import LengthGroups
-from aligner.batches.packing import SequencePacker
-from aligner.batches.packing.bins import bin_count, split_fullest
-from aligner.errors import DataError
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aligner.batches.packing import SequencePacker, bin_count, get_packer, split_fullest
+from aligner.errors import ConfigError, DataError
 
 
 class MicrobatchPlan(NamedTuple):
@@ -170,3 +178,184 @@ def _padded(lengths: Sequence[int], multiple: int, max_tokens: int) -> list[int]
                 f"to at least {max(padded)} or drop the row"
             )
     return padded
+
+
+IntArray = NDArray[np.int64]
+
+
+class LengthGroups:
+    """Groups into which given rows can be cut under a budget of ``max_tokens`` each.
+
+    Args:
+        rows: their indices, in any order.
+        padded: padded length of every row; none over ``max_tokens``.
+        max_tokens: rows of a group times the padded length of its longest.
+    """
+
+    def __init__(self, rows: Sequence[int], padded: Sequence[int], max_tokens: int) -> None:
+        self._rows = sorted(rows, key=lambda row: -padded[row])
+        self._widths = np.array([padded[row] for row in self._rows], dtype=np.int64)
+        count = len(self._rows)
+        # Where the largest group that starts at j ends. Empty sequences take no room.
+        largest = np.where(self._widths > 0, max_tokens // np.maximum(self._widths, 1), count)
+        self._reach: IntArray = np.minimum(np.arange(count) + largest, count)
+        self._need: IntArray = np.zeros(count + 1, dtype=np.int64)
+        for j in reversed(range(count)):
+            self._need[j] = 1 + self._need[self._reach[j]]
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of groups that keeps the budget."""
+        return int(self._need[0])
+
+    def cut(self, count: int) -> list[list[int]]:
+        """``count`` groups (or one per row, where there are fewer rows), longest rows first.
+
+        Their padded tokens together are as few as they can be.
+        """
+        count = min(count, len(self._rows))
+        best_end = self._solve(count - self.fewest)
+        groups = []
+        start = 0
+        while start < len(self._rows):
+            end = int(best_end[start, count - self._need[start]])
+            groups.append(self._rows[start:end])
+            start, count = end, count - 1
+        return groups
+
+    def _solve(self, spare: int) -> IntArray:
+        """End of the first group of rows ``j..``, cut into ``need[j] + t`` groups, at ``[j, t]``.
+
+        ``t`` runs from 0 to ``spare``: more groups than that cannot be left over.
+        """
+        rows = len(self._rows)
+        # tokens[j, t + 1]: the fewest for rows j.. in need[j] + t groups; t = -1 is impossible.
+        tokens = np.full((rows + 1, spare + 2), np.inf)
+        tokens[rows, 1] = 0.0
+        best_end = np.zeros((rows, spare + 1), dtype=np.int64)
+        left_over = np.arange(spare + 1)
+        for j in reversed(range(rows)):
+            ends = np.arange(j + 1, self._reach[j] + 1)
+            # A group that ends early makes the rest need as many groups as j.. did: one less to
+            # spare.
+            used = self._need[ends] - (self._need[j] - 1)
+            after = tokens[ends[:, None], 1 - used[:, None] + left_over]
+            total = after + (self._widths[j] * (ends - j))[:, None]
+            choice = total.argmin(axis=0)
+            tokens[j, 1:] = total[choice, left_over]
+            best_end[j] = ends[choice]
+        return best_end
+
+
+class DynamicBatchingArgs(TypedDict):
+    """Arguments by which ``shard_by_batch_size`` forms micro-batches under a token budget."""
+
+    max_tokens_per_microbatch: int  # rows times padded length, per rank
+    sequence_length_round: int  # padded lengths are rounded up to a multiple of it
+    input_key: str  # column of token ids [B, S]
+    input_lengths_key: str  # column of lengths [B]
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch; default 1
+
+
+class SequencePackingArgs(TypedDict):
+    """Arguments by which ``shard_by_batch_size`` packs several sequences into one row."""
+
+    max_tokens_per_microbatch: int  # tokens of a packed row
+    input_key: str  # column of token ids [B, S]
+    input_lengths_key: str  # column of lengths [B]
+    algorithm: str  # name of a packing algorithm
+    sequence_length_pad_multiple: int  # each sequence is padded to a multiple of it
+    min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
+    bin_count_multiple: NotRequired[int]  # their number is a multiple of it
+    rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row; default 1
+    train_mb_tokens: NotRequired[int]  # not read: callers set max_tokens_per_microbatch by phase
+    logprob_mb_tokens: NotRequired[int | None]  # likewise
+
+
+def dynamic_plan(
+    columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
+) -> list[ShardPlan]:
+    """`plan_dynamic` of a batch; ``batches`` are the rows of its global batches."""
+    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    size = _positive("rows_per_group", args.get("rows_per_group", 1))
+    plans = plan_dynamic(
+        [max(group) for group in _groups(lengths, size)],
+        _group_batches(batches, size),
+        shards,
+        _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"] // size),
+        _positive("sequence_length_round", args["sequence_length_round"]),
+    )
+    return _rows_of_groups(plans, size)
+
+
+def packed_plan(
+    columns: Mapping[str, Any], args: SequencePackingArgs, batches: Sequence[range], shards: int
+) -> list[ShardPlan]:
+    """`plan_packed` of a batch; ``batches`` are the rows of its global batches."""
+    capacity = _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"])
+    multiple = _positive("sequence_length_pad_multiple", args["sequence_length_pad_multiple"])
+    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    size = _positive("rows_per_group", args.get("rows_per_group", 1))
+    if size > 1:  # what each sequence of a group takes in the row
+        lengths = [-(-length // multiple) * multiple for length in lengths]
+    plans = plan_packed(
+        [sum(group) for group in _groups(lengths, size)],
+        _group_batches(batches, size),
+        shards,
+        get_packer(args["algorithm"], capacity),
+        multiple,
+        args.get("min_bin_count", 0),
+        _positive("bin_count_multiple", args.get("bin_count_multiple", 1)),
+    )
+    return _rows_of_groups(plans, size)
+
+
+def _groups(lengths: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Runs of ``size`` rows' lengths."""
+    if len(lengths) % size:
+        raise DataError(f"{len(lengths)} rows cannot be taken {size} at a time")
+    return [lengths[start : start + size] for start in range(0, len(lengths), size)]
+
+
+def _group_batches(batches: Sequence[range], size: int) -> list[range]:
+    """The groups of each global batch of rows."""
+    for batch in batches:
+        if batch.start % size or batch.stop % size:
+            raise DataError(
+                f"a global batch of rows {batch.start} to {batch.stop} cuts a group of {size} "
+                "adjacent rows; make the batch size a multiple of it"
+            )
+    return [range(batch.start // size, batch.stop // size) for batch in batches]
+
+
+def _rows_of_groups(plans: list[ShardPlan], size: int) -> list[ShardPlan]:
+    """Plans over groups as plans over their rows."""
+
+    def expanded(part: MicrobatchPlan) -> MicrobatchPlan:
+        rows = [group * size + member for group in part.rows for member in range(size)]
+        return part._replace(rows=rows)
+
+    return [[[expanded(part) for part in batch] for batch in plan] for plan in plans]
+
+
+def _row_lengths(columns: Mapping[str, Any], input_key: str, lengths_key: str) -> list[int]:
+    for name, key in (("input_key", input_key), ("input_lengths_key", lengths_key)):
+        if key not in columns:
+            raise DataError(
+                f"{name}={key!r}: there is no such column; the columns are {sorted(columns)}"
+            )
+    lengths = torch.as_tensor(columns[lengths_key]).tolist()
+    width = columns[input_key].shape[1]
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= width:
+            raise DataError(
+                f"{lengths_key}[{row}]={length} is outside 0..{width}, the width of "
+                f"{input_key}; give lengths in tokens, padding not counted"
+            )
+    return lengths
+
+
+def _positive(key: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{key}={value} must be at least 1")
+    return value

@@ -29,7 +29,7 @@ from types import FrameType
 import psutil
 import torch.distributed as dist
 
-from aligner.distributed.object_collectives import from_rank_zero
+from aligner.distributed.collectives import from_rank_zero
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import WorkerError
 

@@ -26,8 +26,8 @@ from aligner.data.chat import (
     render,
     with_system,
 )
-from aligner.data.collate import pad_right
 from aligner.data.dataset import Dataset, check_bos, read_items
+from aligner.data.prompts import pad_right
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError

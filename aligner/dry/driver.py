@@ -20,7 +20,7 @@ from aligner.dry.record import Record
 from aligner.dry.replacements import Replacement, answers
 from aligner.dry.streams import Order, Process, stream_classes
 from aligner.errors import DryDeviceError
-from aligner.models.gpt.layers import fusions
+from aligner.models.gpt.layers import elementwise
 
 _aten = torch.ops.aten
 _OTHER_NUMBER = 7  # the device's, where it was exported
@@ -85,8 +85,8 @@ def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
     yield megatron_random, "_set_cuda_rng_state", answers(None)
     yield FakeTensorMode, "avoid_device_init", property(lambda mode: True)
     yield F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)
-    yield fusions, "missing_for_kernels", answers(None)
-    for module in (fusions, fused_bias_dropout, fused_bias_swiglu):
+    yield elementwise, "missing_for_kernels", answers(None)
+    for module in (elementwise, fused_bias_dropout, fused_bias_swiglu):
         for name, function in list(vars(module).items()):
             if hasattr(function, "_torchdynamo_orig_callable"):
                 whole = function._torchdynamo_orig_callable

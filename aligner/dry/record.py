@@ -52,7 +52,6 @@ _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
     "_fully_shard/_fsdp_collectives.py": ("foreach_reduce", Kind.GRADIENTS),
     "aligner/models/gpt/decode/sampling.py": (None, Kind.LOGITS),
     "aligner/models/gpt/forward/token_logprobs.py": (None, Kind.LOGITS),
-    "aligner/models/gpt/forward/topk_logprobs.py": (None, Kind.LOGITS),
     "aligner/models/gpt/decode/model.py": ("logits", Kind.LOGITS),
     "aligner/logprobs/fused.py": (None, Kind.LOGITS),
     "aligner/logprobs/published/vocab_entropy.py": (None, Kind.LOGITS),

@@ -1,16 +1,28 @@
-"""``x @ weight^T`` with gradients, on CPU by oneDNN.
+"""Products of linear layers: float32 ones on CPU by oneDNN, and ones whose sums are float32.
 
-torch gives products of float32 matrices to MKL. For the shapes of a transformer's linear layers
-oneDNN takes a sixth to a third less time on the processors tried (figures: benchmarks/LOG.md), but
-adds up all terms of a sum one after the other, which rounds twice as much where they are many. It
-is used for gradients of inputs, and for outputs of few terms. The gradient of the weight, a product
-over rows, stays with MKL, which is faster there.
+`linear_product`: torch gives products of float32 matrices to MKL. For the shapes of a transformer's
+linear layers oneDNN takes a sixth to a third less time on the processors tried (figures:
+benchmarks/LOG.md), but adds up all terms of a sum one after the other, which rounds twice as much
+where they are many. It is used for gradients of inputs, and for outputs of few terms. The gradient
+of the weight, a product over rows, stays with MKL, which is faster there. megatron-core's parallel
+linears have it too.
+
+`wide_linear`: sums and results are float32, of bfloat16 matrices too. A GPU multiplies bfloat16
+numbers exactly, adds them up in float32 and can hand that out as it is (`torch.mm` with
+``out_dtype``): the same numbers as with float32 copies of the matrices, at the speed of its
+bfloat16 units. Elsewhere the matrices are converted.
+
+In gradients one factor is float32 itself: the gradient of the logits. It is rounded to bfloat16
+once, relative error 2^-9 of each number, as the logits' gradient has in every library that keeps
+bfloat16 logits; sums over it are float32 again.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # Below this many multiplications the call around oneDNN's product costs more than it gains.
@@ -36,25 +48,142 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     return torch.matmul(x, weight.t())
 
 
+class Origin(NamedTuple):
+    """The way to a tensor from others that the backward pass keeps anyway: ``function(*sources)``.
+
+    A linear that is given such a tensor, ``[..., n]``, keeps its sources (float ``[...]``) and not
+    the tensor, and makes it again for the weight's gradient, to the bit.
+    """
+
+    function: Callable[..., Tensor]
+    sources: tuple[Tensor, ...]
+
+    def note(self, made: Tensor) -> Tensor:
+        """``made``, float ``[..., n]``; `of` then knows it, but no view and no copy of it."""
+        setattr(made, _ORIGIN, self)
+        return made
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Origin | None":
+        """Origin of ``tensor``, float ``[..., n]``; None: it is not known."""
+        return getattr(tensor, _ORIGIN, None)
+
+
+_ORIGIN = "_aligner_origin"
+
+
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        function: Callable[..., Tensor] | None,
+        *sources: Tensor,
+    ) -> Tensor:
         # A frozen weight, as under an adapter, needs no input in the backward pass.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        kept = (sources if function else (x,)) if ctx.needs_input_grad[1] else ()
+        ctx.function = function
+        ctx.save_for_backward(weight, *kept)
         few = weight.shape[1] <= _MOST_TERMS
         return multiply(x, weight) if few else torch.matmul(x, weight.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
         grad_x = multiply(grad, weight.t()) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            x = ctx.function(*kept) if ctx.function else kept[0]
+            grad_weight = grad.flatten(0, -2).t() @ x.reshape(-1, weight.shape[1])
+        return grad_x, grad_weight, *(None for _ in ctx.needs_input_grad[2:])
+
+
+def linear_product(x: Tensor, weight: Tensor, origin: Origin | None = None) -> Tensor:
+    """``x`` float [..., in] times ``weight`` [out, in] to [..., out].
+
+    ``origin``: of ``x``, whose sources are kept in its place. It makes the elements of ``x`` in
+    their order, in any shape.
+    """
+    if origin is None:
+        return _LinearProduct.apply(x, weight, None)
+    return _LinearProduct.apply(x, weight, origin.function, *origin.sources)
+
+
+class _Multiplying(nn.Module):
+    """Mixin before a parallel linear: the products that it computes."""
+
+    _origin: Origin | None = None  # of the input of the call under way
+
+    def forward(self, input_: Tensor, *args: Any, **arguments: Any) -> Any:
+        """As megatron-core's; an input of known origin is not kept for backward."""
+        self._origin = Origin.of(input_)
+        try:
+            return super().forward(input_, *args, **arguments)
+        finally:
+            self._origin = None
+
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, **arguments: Any
+    ) -> Tensor:
+        """``[s, b, in]`` to ``[s, b, out]``, of this rank's part of the weight."""
+        exchanges = arguments["sequence_parallel"] or arguments["allreduce_dgrad"]
+        if exchanges or input.device.type != "cpu" or weight.dtype != torch.float32:
+            return super()._forward_impl(input, weight, bias=bias, **arguments)
+        output = linear_product(input, weight, self._origin)
+        return output if bias is None else output + bias
+
+
+class ColumnLinear(_Multiplying, ColumnParallelLinear):
+    """A linear whose outputs are shared out."""
+
+
+class RowLinear(_Multiplying, RowParallelLinear):
+    """A linear whose inputs are shared out."""
+
+
+def has_wide_products(*matrices: Tensor) -> bool:
+    """Return whether these matrices [n, m] are multiplied as they are, without a float32 copy."""
+    return all(_has_kernel(each) and each.dtype == torch.bfloat16 for each in matrices)
+
+
+def _has_kernel(matrix: Tensor) -> bool:
+    return matrix.is_cuda  # PyTorch has it only for GPUs
+
+
+def wide_mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``left @ right``, [n, k] by [k, m], without gradients.
+
+    float32, or float64 for float64 matrices. ``out``: where the result goes, of its dtype.
+    """
+    if has_wide_products(left, right):
+        return torch.mm(left, right, torch.float32, out=out)
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    return torch.mm(left.to(dtype), right.to(dtype), out=out)
+
+
+class _WideLinear(torch.autograd.Function):
+    """Linear of bfloat16 matrices on a GPU; see the module for how gradients are rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return wide_mm(x, weight.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rounded = grad.to(x.dtype)
+        grad_x = torch.mm(rounded, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.mm(rounded.t(), x) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
 
 
-def linear_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` float [..., in] times ``weight`` [out, in] to [..., out]."""
-    return _LinearProduct.apply(x, weight)
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight^T``, [n, k] by [m, k], float32 at least, differentiable."""
+    if has_wide_products(x, weight):
+        return _WideLinear.apply(x, weight)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype) @ weight.to(dtype).t()

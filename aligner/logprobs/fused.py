@@ -17,7 +17,7 @@ and float32 accumulation needs no float32 copy of it.
 
 Sums are float32 (float64 for float64 inputs). bfloat16 states and weights are multiplied as they
 are on a GPU, where each product is exact either way; for the backward pass the gradient of
-each logit is computed in float32 and rounded to bfloat16 (`aligner.kernels.wide_product`).
+each logit is computed in float32 and rounded to bfloat16 (`aligner.kernels.linear_product`).
 Elsewhere they are converted to float32, a block at a time, and only the result is rounded.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.kernels.wide_product import has_wide_products, wide_mm
+from aligner.kernels.linear_product import has_wide_products, wide_mm
 from aligner.logprobs.sampling_params import TrainingSamplingParams
 from aligner.logprobs.top_k_top_p import keep_thresholds
 from aligner.logprobs.vocab_shard import Tiles, VocabShard

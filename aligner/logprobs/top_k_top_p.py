@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.distributed.adjoint_collectives import gather_first
-from aligner.kernels.wide_product import wide_mm
+from aligner.distributed.collectives import gather_first
+from aligner.kernels.linear_product import wide_mm
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.logprobs.vocab_shard import Tiles, VocabShard
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.kernels.wide_product import has_wide_products, wide_mm
+from aligner.kernels.linear_product import has_wide_products, wide_mm
 
 # Logits exist one tile [rows, columns] at a time. On CPU a tile must fit in the cache, else every
 # pass over it goes to memory (benchmarks/LOG.md, 2026-11-21); an accelerator wants large launches.

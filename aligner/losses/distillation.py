@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from aligner.config import KLDirection
-from aligner.losses.aggregation import BatchAverage
+from aligner.losses.masked import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
 # Log-prob of tokens outside the teacher's top k, in nats, where they count: as in NeMo-RL.

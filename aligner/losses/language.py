@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from aligner.losses.aggregation import BatchAverage
+from aligner.losses.masked import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.aggregation import (
+from aligner.losses.kl import KLEstimator, check_estimator, kl_estimate
+from aligner.losses.masked import (
     Aggregation,
     BatchAverage,
     check_aggregation,
     row_means,
 )
-from aligner.losses.kl import KLEstimator, check_estimator, kl_estimate
 from aligner.types import Denominators, TokenOutputs
 
 RatioLevel = Literal["token", "sequence"]

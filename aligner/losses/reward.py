@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.aggregation import row_means
+from aligner.losses.masked import row_means
 from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 

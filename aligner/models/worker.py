@@ -31,7 +31,7 @@ from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import ParallelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.object_collectives import gather_objects, on_rank_zero
+from aligner.distributed.collectives import gather_objects, on_rank_zero
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.errors import ConfigError, LayoutError, TokenizerError
 from aligner.losses.interfaces import LossFunction as PublishedLossFunction

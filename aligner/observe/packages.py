@@ -1,8 +1,15 @@
-"""Optional packages: presence, and the effect of each missing one."""
+"""Packages and machine of a run: versions for its records, and the effect of each missing one.
+
+No environment variables are recorded: they hold secrets.
+"""
 
 import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,3 +128,31 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+_PACKAGES = (
+    "aligner",
+    "torch",
+    "megatron-core",
+    "nemo-toolkit",
+    "lightning",
+    "transformers",
+    "ray",
+    "numpy",
+)
+
+
+def describe_environment(device: str) -> dict[str, str]:
+    """Command, Python, packages and machine; ``device`` in words comes from the device seam."""
+    found = {
+        "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
+        "device": device,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.object_collectives import is_rank_zero, on_rank_zero
+from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.errors import RewardError
 from aligner.rewards.function.runner import RewardFunction, RewardOutput
 from aligner.rewards.protocol import Samples

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from aligner.losses.aggregation import BatchAverage
+from aligner.losses.masked import BatchAverage
 from aligner.types import Denominators, TokenOutputs
 
 

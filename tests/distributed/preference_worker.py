@@ -21,14 +21,13 @@ from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
-from aligner.data.dataset import Split
+from aligner.data.dataset import PromptSampler, Split
 from aligner.data.labelled import LabelledDataset
 from aligner.data.preferences import PairDataset
-from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 
 ROWS = 12
 

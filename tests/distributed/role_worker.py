@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
-from aligner.distributed.object_collectives import gather_objects
+from aligner.distributed.collectives import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

@@ -32,7 +32,7 @@ from aligner.checkpoint.run_state.worker_state import (
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.object_collectives import gather_objects
+from aligner.distributed.collectives import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.errors import DamagedStateError, StorageError
 from aligner.losses.policy import PPOPolicyLoss

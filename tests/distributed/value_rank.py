@@ -18,7 +18,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig
 from aligner.distributed import accelerator
-from aligner.distributed.object_collectives import gather_objects
+from aligner.distributed.collectives import gather_objects
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings

@@ -17,7 +17,7 @@ from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
-from aligner.models.gpt.layers.grouped_experts import GroupedExperts
+from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
 

@@ -37,7 +37,7 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
-from aligner.models.gpt.megatron.shared_reward import SharedBackboneRewardModel
+from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.worker import micro_batches_of, tensors_on_device
 

@@ -14,8 +14,8 @@ PATHS = {
     "aligner.distributed.batched_data_dict": {
         "BatchedDataDict": "aligner.batches.batched_data_dict",
         "SlicedDataDict": "aligner.batches.batched_data_dict",
-        "DynamicBatchingArgs": "aligner.batches.microbatches",
-        "SequencePackingArgs": "aligner.batches.microbatches",
+        "DynamicBatchingArgs": "aligner.batches.sharding",
+        "SequencePackingArgs": "aligner.batches.sharding",
     },
     "aligner.distributed.model_utils": {
         "DistributedLogprob": "aligner.logprobs.published.logits_logprob",

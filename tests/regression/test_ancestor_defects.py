@@ -25,7 +25,7 @@ from aligner.config import (
     load_config,
     parse_config,
 )
-from aligner.data.collate import PromptBatch
+from aligner.data.prompts import PromptBatch
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError, DamagedStateError, NonFiniteError

@@ -15,9 +15,9 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import differing_token
 from aligner.errors import ConfigError, DataError
-from aligner.models.gpt.forward import topk_logprobs as candidates
+from aligner.models.gpt.forward import token_logprobs as candidates
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
-from aligner.models.gpt.forward.topk_logprobs import best_candidates, candidate_logprobs
+from aligner.models.gpt.forward.token_logprobs import best_candidates, candidate_logprobs
 
 VOCABULARY, PADDED, WIDTH, TEMPERATURE = 11, 16, 5, 0.7
 LENGTHS = np.array([6, 4, 2])

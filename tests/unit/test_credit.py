@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.dynamic_sampling import fill_with_varied_groups
+from aligner.algorithms.rollout.rollout import fill_with_varied_groups
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (

@@ -20,8 +20,8 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_config
 from aligner.config.cli import check_overrides
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
@@ -34,7 +34,7 @@ from aligner.observe.estimates import (
     pass_at_k,
 )
 from aligner.observe.metric_names import check_names
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.answers import final_answer
 from aligner.rewards.interface import ScoredResponses
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from aligner.architecture import GPTArchitecture
 from aligner.distributed import host_memory
 from aligner.distributed.parallel import initialize_parallel
-from aligner.models.gpt.forward.hidden_states import bypassed_output_layer
+from aligner.models.gpt.forward.schedule import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec, short_attention
+from aligner.models.gpt.layers.attention import attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
 from aligner.models.gpt.megatron.build import build_gpt
 
@@ -104,9 +105,9 @@ def test_swiglu_in_low_precision(dtype):
         torch.testing.assert_close(ours.double(), plain, atol=tolerance, rtol=tolerance)
 
 
-def small_model(groups):
+def small_model(groups, layers=2):
     architecture = GPTArchitecture(
-        num_layers=2,
+        num_layers=layers,
         hidden_size=32,
         ffn_hidden_size=48,
         num_attention_heads=4,
@@ -159,6 +160,56 @@ def test_a_model_computes_the_same_without_them(groups, monkeypatch):
     assert gradients.keys() == plain_gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def kept_numbers(layers, monkeypatch):
+    """Numbers that a pass of 3 x 9 tokens keeps for backward, beside parameters."""
+    monkeypatch.setattr(short_attention, "MAX_LENGTH", 0)
+    model = small_model(groups=2, layers=layers)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and tensor.dtype == torch.float32:
+            kept[storage.data_ptr()] = storage  # held, so that no other comes to stand there
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = hidden_states(model)
+    assert hidden.requires_grad
+    return sum(storage.nbytes() for storage in kept.values()) // 4
+
+
+def test_a_layer_keeps_what_its_gradients_need_once(monkeypatch):
+    """No input of a linear beside what it was made of, no key or value for each query head."""
+    initialize_parallel()
+    hidden, ffn, heads, groups, width = 32, 48, 4, 2, 8
+    norms = 2 * (hidden + 1)  # normalised rows and their scales
+    attention = (heads + 2 * groups) * width + heads * width + heads  # with sums of exponentials
+    layer = kept_numbers(3, monkeypatch) - kept_numbers(2, monkeypatch)
+    rotary = 4 * 9 * width  # sines and cosines, for queries and for keys
+    assert layer == 3 * 9 * (norms + attention + 2 * ffn) + rotary
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_on_cpu_is_pytorch_s(groups, window):
+    torch.manual_seed(7)
+    query = torch.randn(2, 4, 7, 8, requires_grad=True)
+    key, value = (torch.randn(2, groups, 7, 8, requires_grad=True) for _ in range(2))
+    position = torch.arange(7)
+    distance = position[:, None] - position
+    seen = (distance >= 0) & (distance < (window or 7))
+    out = attend_rows(query, key, value, window, scale=SCALE)
+    inputs = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    plain = F.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(out.double(), plain, atol=1e-6, rtol=1e-6)
+    grad = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (query, key, value), grad)
+    theirs = torch.autograd.grad(plain, inputs, grad.double())
+    for gradient, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_scoring_computes_what_training_does():

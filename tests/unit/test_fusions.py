@@ -17,9 +17,9 @@ from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
-from aligner.models.gpt.forward.hidden_states import bypassed_output_layer
+from aligner.models.gpt.forward.schedule import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec
-from aligner.models.gpt.layers.fusions import Fusions, _apply_rotary, turned
+from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, turned
 from aligner.models.gpt.megatron import build
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
@@ -68,7 +68,8 @@ def test_a_fused_model_is_the_same_model(architecture, biases, monkeypatch):
     monkeypatch.setattr(layer_spec, "can_group", lambda _: True)
     calls = []
     monkeypatch.setattr(
-        "aligner.models.gpt.layers.fusions.turned", lambda *args: calls.append(1) or turned(*args)
+        "aligner.models.gpt.layers.elementwise.turned",
+        lambda *args: calls.append(1) or turned(*args),
     )
     same, gpt = answers(architecture)
     assert len(calls) == 4 * architecture.num_layers  # query and key, there and back

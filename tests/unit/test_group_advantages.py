@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
-from aligner.losses.advantages import discounted_returns, soft_overlong_penalty
-from aligner.losses.group_advantages import (
+from aligner.losses.advantages import (
     check_critic_free,
+    discounted_returns,
     group_advantages,
     has_reward_variance,
+    soft_overlong_penalty,
     token_advantages,
 )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.batches.length_groups import LengthGroups
+from aligner.batches.sharding import LengthGroups
 
 
 def tokens(groups, padded):

@@ -27,10 +27,9 @@ from aligner.models.gpt import (
     MegatronGPTRewardModel,
     load_from_nemo,
 )
-from aligner.models.gpt.lora.dropout import TokenDropout
-from aligner.models.gpt.lora.linear import LoraColumnParallelLinear, LoraRowParallelLinear
+from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear, TokenDropout
 from aligner.models.gpt.megatron.build import transformer_config
-from aligner.models.gpt.megatron.shared_reward import SharedBackboneRewardModel
+from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)

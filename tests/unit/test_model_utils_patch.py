@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from aligner.distributed import model_utils as mu
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
-from aligner.models.gpt.forward.hidden_states import placed_positions
+from aligner.models.gpt.forward.schedule import placed_positions
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.role.settings import RoleSettings

@@ -7,8 +7,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from aligner.observe.metrics import PhaseTimers
 from aligner.observe.progress import Progress, clock_time
-from aligner.observe.timers import PhaseTimers
 
 
 class Clock:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import MetricsWriter
+from aligner.observe.packages import describe_environment
 from aligner.observe.report import page
 from aligner.observe.report.chart import (
     Series,

@@ -17,8 +17,8 @@ from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import parse_config
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.batches.packing import PackingAlgorithm, get_packer
-from aligner.batches.packing.first_fit import FirstFitShufflePacker
-from aligner.batches.packing.packer import PackingMetrics
+from aligner.batches.packing import (
+    FirstFitShufflePacker,
+    PackingAlgorithm,
+    PackingMetrics,
+    get_packer,
+)
 from aligner.errors import ConfigError, DataError
 
 ALGORITHMS = list(PackingAlgorithm)

@@ -16,10 +16,10 @@ import torch
 from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss, needs_reference
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import parse_config
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.observe.metric_names import check_names
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import ScoredResponses
 
 PAD = 0

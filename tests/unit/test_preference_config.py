@@ -8,8 +8,7 @@ from aligner.algorithms.preference.build import preference_loss
 from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import DPORunConfig, parse_config
 from aligner.errors import ConfigError
-from aligner.losses.kto import KTOLoss
-from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
+from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss
 from aligner.models.handle import check_whole_groups
 
 

@@ -15,8 +15,7 @@ from loss_checks import (
 )
 
 from aligner.errors import ConfigError, DataError
-from aligner.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
+from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.types import TokenOutputs
 
 

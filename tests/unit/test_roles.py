@@ -33,7 +33,7 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.forward.token_layout import TokenLayout
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.megatron.value_head import ValueHead
+from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import training_step
@@ -76,7 +76,7 @@ def make_batch(width=WIDTH):
 
 def reference_hidden(model, ids):
     """Hidden states after the final norm, one sequence at a time, through megatron-core itself."""
-    from aligner.models.gpt.forward.hidden_states import bypassed_output_layer
+    from aligner.models.gpt.forward.schedule import bypassed_output_layer
 
     with torch.no_grad(), bypassed_output_layer(model.gpt):
         return model.gpt(ids[None], torch.arange(len(ids))[None], None)[0].double()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from aligner.algorithms.rs.trainer import best_of_each
-from aligner.models.gpt.megatron.rs_actor import training_columns
+from aligner.models.gpt.megatron.actor import training_columns
 
 
 def test_the_best_of_each_prompt():

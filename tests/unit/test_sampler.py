@@ -5,9 +5,8 @@ from itertools import islice
 import pytest
 import torch
 
-from aligner.data.collate import collate_prompts, pad_right
-from aligner.data.prompts import Prompt
-from aligner.data.sampler import PromptSampler, epoch_order, sequential_batches
+from aligner.data.dataset import PromptSampler, epoch_order, sequential_batches
+from aligner.data.prompts import Prompt, collate_prompts, pad_right
 from aligner.errors import ConfigError, DataError
 
 

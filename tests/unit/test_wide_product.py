@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from aligner.distributed.model_utils import hidden_states_to_logprobs
-from aligner.kernels import wide_product
-from aligner.kernels.wide_product import wide_linear, wide_mm
+from aligner.kernels import linear_product
+from aligner.kernels.linear_product import wide_linear, wide_mm
 from aligner.logprobs import vocab_shard
 from aligner.logprobs.top_k_top_p import keep_thresholds
 from aligner.logprobs.vocab_shard import VocabShard
@@ -34,7 +34,7 @@ def _gpu_products(monkeypatch):
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("mm.dtype", _mm, "CPU")
     kernels.impl("mm.dtype_out", _mm_out, "CPU")
-    monkeypatch.setattr(wide_product, "_has_kernel", lambda matrix: True)
+    monkeypatch.setattr(linear_product, "_has_kernel", lambda matrix: True)
     yield
     kernels._destroy()
 

@@ -19,9 +19,9 @@ from aligner.config import EvaluateConfig
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.object_collectives import is_rank_zero, on_rank_zero
-from aligner.observe.environment import describe_environment
+from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.observe.estimates import Estimate
+from aligner.observe.packages import describe_environment
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
 
 DEFAULT_SET = "prompts"  # what data.prompts is called

@@ -19,7 +19,7 @@ from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import Row
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.object_collectives import is_rank_zero, on_rank_zero
+from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.errors import ConfigError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.rewards.sequences import response_texts

@@ -13,8 +13,8 @@ from aligner.algorithms.multi_run.report import held_out_measures, save_comparis
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.distributed import accelerator
 from aligner.errors import AlignerError, DataError
-from aligner.observe.environment import describe_environment
 from aligner.observe.metrics import read_metrics
+from aligner.observe.packages import describe_environment
 from aligner.observe.report.chart import short_number
 from aligner.observe.report.comparison import Comparison, Learned, Policy
 from aligner.observe.samples import Sample

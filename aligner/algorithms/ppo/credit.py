@@ -15,14 +15,12 @@ from aligner.algorithms.rollout.rollout import shape_rewards
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.losses.advantages import (
-    generalized_advantage_estimate,
-    soft_overlong_penalty,
-    token_rewards,
-)
-from aligner.losses.group_advantages import (
     CriticFreeEstimator,
+    generalized_advantage_estimate,
     has_reward_variance,
+    soft_overlong_penalty,
     token_advantages,
+    token_rewards,
 )
 from aligner.losses.kl import kl_estimate
 from aligner.losses.masked import masked_whiten

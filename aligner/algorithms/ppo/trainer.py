@@ -17,16 +17,15 @@ from typing import Any
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.dynamic_sampling import fill_with_varied_groups
 from aligner.algorithms.rollout.prefetch import Rollouts
-from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.cluster.dispatch import columns_of
 from aligner.config import PolicyPPOConfig, RunConfig, TrainerPPOConfig
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.errors import ConfigError
 from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.losses.policy import PPOPolicyLoss
@@ -38,7 +37,7 @@ from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
 from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
 from aligner.observe.metric_names import describe
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 from aligner.types import LossFunction
 

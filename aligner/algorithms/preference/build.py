@@ -21,8 +21,7 @@ from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
 from aligner.data.preferences import PairDataset, collate_pairs
-from aligner.losses.kto import KTOLoss, kto_kl_baseline
-from aligner.losses.preference import DPOLoss, IPOLoss, RPOLoss, SimPOLoss
+from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.models.policy.lm_policy import Policy
 from aligner.types import LossFunction
 

@@ -18,10 +18,9 @@ from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, T
 from aligner.checkpoint.model_source import open_model
 from aligner.config import RewardRunConfig
 from aligner.config.rules.checks import check_model_shares
-from aligner.data.dataset import Dataset, Split
+from aligner.data.dataset import Dataset, PromptSampler, Split
 from aligner.data.preferences import OrderedPairDataset, Pair, PairDataset, collate_pairs
 from aligner.data.ratings import RatedDataset, collate_rated
-from aligner.data.sampler import PromptSampler
 from aligner.errors import ConfigError
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.megatron.reward import Standardization, saved_attributes

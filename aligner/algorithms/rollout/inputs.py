@@ -8,9 +8,8 @@ from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_validation_lengths, dropped_note
 from aligner.config import SamplingRunConfig
-from aligner.data.dataset import Split
+from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
 

@@ -18,9 +18,8 @@ from typing import Any
 from aligner.algorithms.rollout.rollout import generate, prompts_batch, rollout_of
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingRunConfig
-from aligner.data.collate import collate_prompts
-from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
+from aligner.data.dataset import PromptSampler
+from aligner.data.prompts import PromptDataset, collate_prompts
 from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 

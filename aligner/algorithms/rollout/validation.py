@@ -16,14 +16,13 @@ from aligner.algorithms.rollout.rollout import (
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions, SamplingRunConfig
-from aligner.data.collate import collate_prompts
-from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import sequential_batches
+from aligner.data.dataset import sequential_batches
+from aligner.data.prompts import PromptDataset, collate_prompts
 from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface
 from aligner.observe.estimates import Estimate, answer_estimates, mean_over_prompts
+from aligner.observe.metrics import PhaseTimers
 from aligner.observe.samples import Sample
-from aligner.observe.timers import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 
 

@@ -18,14 +18,14 @@ from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.cluster.dispatch import columns_of
 from aligner.config import RSRunConfig
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")

@@ -46,11 +46,11 @@ from aligner.data.supervised import Example
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import MemoryUse
-from aligner.distributed.object_collectives import gather_objects, this_rank
+from aligner.distributed.collectives import gather_objects, this_rank
 from aligner.errors import DeviceMemoryError, WorkerError
 from aligner.models.handle import RoleHandle
+from aligner.observe.metrics import PhaseTimers
 from aligner.observe.nonfinite import training_step
-from aligner.observe.timers import PhaseTimers
 from aligner.rewards.interface import ScoredResponses
 from aligner.rewards.model import ModelReward
 

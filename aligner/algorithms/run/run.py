@@ -33,16 +33,16 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, check_layout
 from aligner.config.defaults import defaults_of
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.object_collectives import (
+from aligner.distributed.collectives import (
     gather_objects,
     is_rank_zero,
     on_rank_zero,
     this_rank,
 )
 from aligner.errors import NonFiniteError, WorkerDiedError
-from aligner.observe.environment import describe_environment
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter, make_loggers
+from aligner.observe.packages import describe_environment
 from aligner.observe.report.run import write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter

@@ -11,8 +11,8 @@ from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.rules.checks import check_longest_sequence
+from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.data.sampler import PromptSampler
 from aligner.data.tokenizers.loading import named_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.accelerator import DeviceInfo

@@ -11,8 +11,7 @@ from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
 from aligner.config.rules.checks import check_longest_example, check_model_shares
-from aligner.data.dataset import D, Split
-from aligner.data.sampler import PromptSampler
+from aligner.data.dataset import D, PromptSampler, Split
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss

@@ -14,10 +14,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from aligner.algorithms.rollout.rollout import prefixed
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.data.sampler import PromptSampler
+from aligner.data.dataset import PromptSampler
 from aligner.models.handle import RoleHandle
 from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
-from aligner.observe.timers import PhaseTimers
+from aligner.observe.metrics import PhaseTimers
 from aligner.types import LossFunction
 
 T_co = TypeVar("T_co", covariant=True)

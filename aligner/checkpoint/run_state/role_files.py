@@ -17,7 +17,7 @@ from aligner.checkpoint.run_state.worker_state import (
     save_worker_state,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.object_collectives import gather_objects, on_rank_zero
+from aligner.distributed.collectives import gather_objects, on_rank_zero
 from aligner.errors import CheckpointNotFoundError, StorageError
 
 

@@ -43,8 +43,8 @@ from aligner.checkpoint.run_state.tree import (
     write_tree,
 )
 from aligner.distributed import accelerator
+from aligner.distributed.collectives import gather_objects
 from aligner.distributed.host_memory import available_bytes
-from aligner.distributed.object_collectives import gather_objects
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError, DamagedStateError, StorageError
 

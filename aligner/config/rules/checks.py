@@ -16,11 +16,9 @@ from aligner.config.rules.batches import (
 )
 from aligner.config.rules.cluster import check_cluster
 from aligner.config.rules.credit import check_credit
-from aligner.config.rules.distill import check_distill
+from aligner.config.rules.examples import check_distill, check_preference, check_reward_model
 from aligner.config.rules.generation import check_generation
-from aligner.config.rules.preference import check_preference
 from aligner.config.rules.reward import check_reward
-from aligner.config.rules.reward_model import check_reward_model
 from aligner.config.run import (
     BaseRunConfig,
     DistillRunConfig,

@@ -22,6 +22,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.data.tokenizers.decoding import StopStrings
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
 from aligner.generation.vllm.sampling import (
@@ -29,7 +30,6 @@ from aligner.generation.vllm.sampling import (
     request_seed,
     sampling_arguments,
 )
-from aligner.models.gpt.decode.stop_strings import StopStrings
 
 _ASK_EVERY = 8  # steps, where processes have to agree on whether a batch is abandoned
 # Lengths and sampling of responses, and what finds their stop strings; None: there are none.

@@ -22,11 +22,11 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed import accelerator
 from aligner.errors import WorkerError
 from aligner.generation.vllm.engine import Response, VllmEngine
-from aligner.models.gpt.decode.stop_strings import StopStrings
 from aligner.refit.broadcast import WeightBroadcast
 from aligner.refit.ends import RefitEnd, check_ends
 from aligner.refit.segments import accept

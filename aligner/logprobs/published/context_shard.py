@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.adjoint_collectives import gather_first, reduce_scatter_first
+from aligner.distributed.collectives import gather_first, reduce_scatter_first
 from aligner.errors import LayoutError
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.adjoint_collectives import (
+from aligner.distributed.collectives import (
     SumGradient,
     gather_first,
     reduce_scatter_first,

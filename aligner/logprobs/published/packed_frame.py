@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.distributed.adjoint_collectives import gather_first
+from aligner.distributed.collectives import gather_first
 from aligner.distributed.context_parallel import holder, local_position
 
 

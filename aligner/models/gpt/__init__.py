@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
+    from aligner.models.gpt.megatron.actor import MegatronGPTActorModel, MegatronGPTRSModel
     from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel
     from aligner.models.gpt.megatron.loading import load_from_nemo
     from aligner.models.gpt.megatron.model import MegatronGPTModel
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
         MegatronGPTRewardModel,
         RewardModelType,
     )
-    from aligner.models.gpt.megatron.rs_actor import MegatronGPTRSModel
-    from aligner.models.gpt.role.reference import ReferencePolicy
+    from aligner.models.gpt.role.policy import ReferencePolicy
 
 _HOMES = {
     "MegatronGPTActorModel": "megatron.actor",
     "MegatronGPTCriticModel": "megatron.critic",
     "MegatronGPTModel": "megatron.model",
-    "MegatronGPTRSModel": "megatron.rs_actor",
+    "MegatronGPTRSModel": "megatron.actor",
     "MegatronGPTRewardModel": "megatron.reward",
     "REWARD_MODEL_CLASS_DICT": "megatron.reward",
-    "ReferencePolicy": "role.reference",
+    "ReferencePolicy": "role.policy",
     "RewardModelType": "megatron.reward",
     "load_from_nemo": "megatron.loading",
 }

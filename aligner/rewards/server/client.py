@@ -30,7 +30,7 @@ from tenacity import (
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.object_collectives import on_rank_zero
+from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import ConfigError, DataError, RewardServerError
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.interface import ScoredResponses, check_finite

@@ -11,7 +11,7 @@ from typing import Literal
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ParallelConfig, TrainedModelConfig
-from aligner.distributed.object_collectives import from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.distributed.collectives import from_rank_zero, is_rank_zero, on_rank_zero
 from aligner.distributed.parallel import ParallelState, initialize_parallel, shutdown_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt.megatron.reward import rated_attributes

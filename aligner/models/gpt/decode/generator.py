@@ -24,6 +24,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
+from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.accelerator import HostCopy
@@ -31,7 +32,6 @@ from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.decode.responses import Prompts, RolloutRules
 from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
-from aligner.models.gpt.decode.stop_strings import StopStrings
 
 
 class GenerationOutput(NamedTuple):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aligner.data.tokenizers.decoding import StopStrings
 from aligner.distributed.accelerator import HostCopy
 from aligner.errors import AlignerError
 from aligner.models.gpt.decode.kv_cache import aligned
@@ -26,7 +27,6 @@ from aligner.models.gpt.decode.responses import (
     span_of_graph,
 )
 from aligner.models.gpt.decode.sampling import check_finite
-from aligner.models.gpt.decode.stop_strings import StopStrings
 
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
 

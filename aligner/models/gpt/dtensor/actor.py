@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.adjoint_collectives import SumGradient
+from aligner.distributed.collectives import SumGradient
 from aligner.distributed.parallel import ParallelState
 from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.dtensor.model import DTensorModel
@@ -20,10 +20,9 @@ from aligner.models.gpt.dtensor.shards import WholeParameters
 from aligner.models.gpt.forward.schedule import Microbatch
 from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.reference import ReferenceModel
-from aligner.models.gpt.role.sampling_policy import SamplingPolicy
+from aligner.models.gpt.role.offload import SwappedWeights
+from aligner.models.gpt.role.policy import ReferenceModel, SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.models.gpt.role.swapped_weights import SwappedWeights
 from aligner.types import LossFunction, TokenOutputs
 
 

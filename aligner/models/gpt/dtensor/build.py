@@ -28,7 +28,7 @@ from aligner.models.gpt.dtensor.plan import (
     split_vocabulary,
 )
 from aligner.models.gpt.dtensor.shards import ParameterShard
-from aligner.models.gpt.megatron.value_head import ValueHead
+from aligner.models.gpt.role.model import ValueHead
 
 Recompute = Literal["full", "selective"]
 

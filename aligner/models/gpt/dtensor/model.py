@@ -18,7 +18,7 @@ from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.object_collectives import on_rank_zero
+from aligner.distributed.collectives import on_rank_zero
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor.build import build_sharded

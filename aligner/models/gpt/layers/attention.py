@@ -8,7 +8,7 @@ cache attached, attention is left to the cache. Packed and context-parallel pass
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from aligner.errors import LayoutError
+from aligner.kernels.linear_product import Origin
 from aligner.models.gpt.layers.segments import Segments
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
@@ -119,7 +121,9 @@ class CoreAttention(MegatronModule):
                 scale=self.scale,
                 dropout=self._dropout,
             )
-            return rows.reshape(length, 1, -1)
+            joined = rows.reshape(length, 1, -1)
+            origin = Origin.of(rows)
+            return joined if origin is None else origin.note(joined)
         out = attend_rows(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -128,7 +132,7 @@ class CoreAttention(MegatronModule):
             scale=self.scale,
             dropout=self._dropout,
         )
-        return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
+        return Origin(_joined, (out.detach(),)).note(_joined(out))
 
     @property
     def _dropout(self) -> float:
@@ -186,7 +190,12 @@ def attend_segments(
             dropout,
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
-    return segments.queries.to_rows(torch.cat(parts))
+
+    def rows_of(*parts: Tensor) -> Tensor:
+        return segments.queries.to_rows(torch.cat(parts))
+
+    # The linear that follows keeps the parts, which attention keeps anyway, and not the rows.
+    return Origin(rows_of, tuple(part.detach() for part in parts)).note(rows_of(*parts))
 
 
 def attend(
@@ -198,6 +207,8 @@ def attend(
     dropout: float = 0.0,
 ) -> Tensor:
     """Float ``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
+    if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
+        return _CPUFlashAttention.apply(query, key, value, mask, scale)
     groups = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and query.is_cuda and not flash:
@@ -214,6 +225,72 @@ def attend(
         scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
+
+
+class _CPUFlashAttention(torch.autograd.Function):
+    """`scaled_dot_product_attention` on CPU that keeps grouped keys and values once.
+
+    PyTorch's own keeps them repeated for every query head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query,
+            key.repeat_interleave(groups, 1),
+            value.repeat_interleave(groups, 1),
+            0.0,
+            mask is None,
+            attn_mask=_bias(mask, query.dtype),
+            scale=scale,
+        )
+        ctx.save_for_backward(*map(_alone, (query, key, value)), mask, out, sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, sums = ctx.saved_tensors
+        groups = query.shape[1] // key.shape[1]
+        by_query, by_key, by_value = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad,
+                query,
+                key.repeat_interleave(groups, 1),
+                value.repeat_interleave(groups, 1),
+                out,
+                sums,
+                0.0,
+                mask is None,
+                attn_mask=_bias(mask, query.dtype),
+                scale=ctx.scale,
+            )
+        )
+        if groups > 1:
+            by_key = by_key.unflatten(1, (-1, groups)).sum(2)
+            by_value = by_value.unflatten(1, (-1, groups)).sum(2)
+        return by_query, by_key, by_value, None, None
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor``, copied where it would keep the memory of more than itself."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """0 where the bool ``mask`` is true, -inf elsewhere, same shape; None for None."""
+    if mask is None:
+        return None
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _joined(out: Tensor) -> Tensor:
+    """``[B, heads, S, D]`` to ``[S, B, heads * D]``."""
+    return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def _by_sequence(slots: Tensor, sequences: int) -> Tensor:

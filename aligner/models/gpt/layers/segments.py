@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.adjoint_collectives import gather_first
+from aligner.distributed.collectives import gather_first
 from aligner.distributed.context_parallel import IntArray, holder, local_position
 
 SHORT = 32  # sequences up to here share a bucket

@@ -1,4 +1,7 @@
-"""The policy: generates responses, scores tokens, and learns from a policy loss."""
+"""The policy: generates responses, scores tokens, and learns from a policy loss.
+
+Rejection sampling's actor is the same policy, which learns its best responses by likelihood.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,20 +13,26 @@ from torch import Tensor
 
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.losses.interfaces import reads_logits
-from aligner.models.gpt.forward.hidden_states import full_hidden_states, output_weight
+from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
     MicroBatches,
     forward_step,
+    full_hidden_states,
     loss_head,
+    output_weight,
 )
-from aligner.models.gpt.forward.token_logprobs import token_logits, token_logprobs
-from aligner.models.gpt.forward.topk_logprobs import best_candidates, candidate_logprobs
+from aligner.models.gpt.forward.token_logprobs import (
+    best_candidates,
+    candidate_logprobs,
+    token_logits,
+    token_logprobs,
+)
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.given_settings import SectionType
-from aligner.models.gpt.role.reference import ReferencePolicy
-from aligner.models.gpt.role.sampling_policy import SamplingPolicy
+from aligner.models.gpt.role.model import BatchResult
+from aligner.models.gpt.role.policy import ReferencePolicy, SamplingPolicy
+from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import AlignableGenerativeInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
@@ -184,4 +193,44 @@ def _all_positions(tokens: Tensor) -> dict[str, Tensor]:
         "input_ids": tokens,
         "input_lengths": torch.full((rows,), length, device=tokens.device),
         "token_mask": torch.ones(rows, length, device=tokens.device),
+    }
+
+
+class MegatronGPTRSModel(MegatronGPTActorModel):
+    """PPO's actor with another loss: the negative mean log-prob of the response's tokens."""
+
+    config_types = (RSModelConfig, ModelConfig, TrainedModelConfig)
+    loss_fn = NegativeLogLikelihoodLoss()
+
+    def run_batch(
+        self,
+        batch: Mapping[str, Tensor],
+        forward_only: bool,
+        loss_fn: LossFunction | None = None,
+        mbs: MicroBatches | None = None,
+    ) -> BatchResult:
+        """See `MegatronGPTModel.run_batch`.
+
+        ``batch`` has the columns of `aligner.types`, or is what `infer` returns.
+        """
+        if "response_tokens" in batch:
+            batch = training_columns(batch)
+        return super().run_batch(batch, forward_only, loss_fn, mbs)
+
+
+def training_columns(rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Columns to learn from, of responses that `MegatronGPTActorModel.infer` returned.
+
+    ``rollout``: ``response_tokens`` int64 ``[B, S]``; ``response_lengths`` and ``prompt_lengths``
+    int64 ``[B]``. The float32 ``token_mask`` ``[B, S]`` follows from the lengths: 1 from
+    ``prompt_lengths`` to ``response_lengths``; ``sample_mask`` is 1.
+    """
+    tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    learned = (position >= rollout["prompt_lengths"][:, None]) & (position < lengths[:, None])
+    return {
+        "input_ids": tokens,
+        "input_lengths": lengths,
+        "token_mask": learned.float(),
+        "sample_mask": torch.ones(tokens.shape[0], device=tokens.device),
     }

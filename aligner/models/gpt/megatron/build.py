@@ -20,7 +20,7 @@ from aligner.architecture import GPTArchitecture, RopeScaling
 from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
-from aligner.models.gpt.layers.fusions import Fusions, GPTConfig
+from aligner.models.gpt.layers.elementwise import Fusions, GPTConfig
 from aligner.models.gpt.layers.layer_spec import (
     block_spec,
     has_transformer_engine,

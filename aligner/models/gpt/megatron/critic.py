@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
 from aligner.distributed.parallel import joined_parallel
 from aligner.losses.interfaces import as_loss
-from aligner.models.gpt.forward.hidden_states import OutputLayerBypass, full_hidden_states
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Microbatch,
     MicroBatches,
+    OutputLayerBypass,
     forward_step,
+    full_hidden_states,
     loss_head,
     split_microbatches,
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.megatron.value_head import ValueHead
-from aligner.models.gpt.role.given_settings import SectionType
-from aligner.models.gpt.role.model import ValueModel
+from aligner.models.gpt.role.model import ValueHead, ValueModel
+from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import CriticModelInterface
 from aligner.types import Denominators, LossFunction, TokenOutputs
 

@@ -9,8 +9,7 @@ from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import CheckpointNotFoundError
 from aligner.models.gpt.megatron.model import MegatronGPTModel
-from aligner.models.gpt.role.given_settings import run_section, settings_of_section
-from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings, run_section, settings_of_section
 
 Role = TypeVar("Role", bound=MegatronGPTModel)
 

@@ -2,8 +2,17 @@
 
 It owns what every role shares: building this process's share of the model, its optimizer, moving
 between phases, and `.nemo` files. What a role computes from the hidden states is the role's.
+
+Training may go on with a scoring pass (`ForwardReuse`). Where a rollout is one micro-batch of one
+update, the critic's values and the first forward pass of its training read the same rows with the
+same weights. Then the values' pass keeps its graph:
+
+    get_values ─► hidden states with their graph ─► values
+                              │
+    training_update ──────────┴─► loss ─► backward
 """
 
+import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,8 +35,7 @@ from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
-from aligner.distributed.collectives import broadcast_floats
-from aligner.distributed.object_collectives import on_rank_zero
+from aligner.distributed.collectives import broadcast_floats, on_rank_zero
 from aligner.distributed.parallel import ParallelState, initialize_parallel
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -39,12 +47,10 @@ from aligner.models.gpt.forward.schedule import (
     loss_head,
     train_microbatches,
 )
-from aligner.models.gpt.lora.adapters import RoleAdapters
+from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.megatron.forward_reuse import ForwardReuse
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer, wrap_for_training
-from aligner.models.gpt.megatron.weights import RoleWeights
-from aligner.models.gpt.role.given_settings import SectionType, settings_beside_architecture
+from aligner.models.gpt.megatron.state import RoleWeights
 from aligner.models.gpt.role.model import (
     BatchResult,
     count_denominators,
@@ -52,8 +58,54 @@ from aligner.models.gpt.role.model import (
     result_of,
     role_microbatches,
 )
-from aligner.models.gpt.role.settings import RoleSettings
+from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_beside_architecture
 from aligner.types import Denominators, LossFunction, TokenOutputs
+
+
+class ForwardReuse:
+    """Hidden states of a scoring pass over one micro-batch, with their graph, for one update."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model``: makes the passes; none is there yet."""
+        self._model = model
+        self._microbatch: Microbatch | None = None
+        self._versions: list[int] = []
+
+    def keep(self, microbatch: Microbatch, hidden: Tensor) -> None:
+        """Keep ``hidden`` float [n, L, H], which ``model`` made of ``microbatch``."""
+        self._microbatch = dataclasses.replace(microbatch, hidden=hidden)
+        self._versions = self._weight_versions()
+
+    def drop(self) -> None:
+        """Free the graph."""
+        self._microbatch = None
+
+    def take(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """``microbatches``, with hidden states where these are the rows that were scored.
+
+        Whatever they are, nothing is left afterwards.
+        """
+        kept, self._microbatch = self._microbatch, None
+        if (
+            kept is None
+            or len(microbatches) != 1
+            or not _same_rows(kept, microbatches[0])
+            or self._versions != self._weight_versions()
+        ):
+            return list(microbatches)
+        return [dataclasses.replace(microbatches[0], hidden=kept.hidden)]
+
+    def _weight_versions(self) -> list[int]:
+        """Version counter of each weight, which a write increases."""
+        return [parameter._version for parameter in self._model.parameters()]
+
+
+def _same_rows(one: Microbatch, other: Microbatch) -> bool:
+    """Return whether two micro-batches hold the same sequences, in the same order and frame."""
+    return all(
+        torch.equal(one.columns[name], other.columns[name])
+        for name in ("input_ids", "input_lengths")
+    )
 
 
 class MegatronGPTModel(RoleWeights, ModelPT):

@@ -15,12 +15,14 @@ weights, which is how the optimizer makes them.
 The state is exact. Whether what follows repeats to the bit is the device's matter: on a CPU it
 does; on a GPU gradients are added in varying order unless ``trainer.deterministic`` is set.
 
-What is frozen beside adapters is no part of it: the model's file has it.
+What is frozen beside adapters is no part of it: the model's file has it. `RoleWeights` also takes
+whole weights, adapters and the head in and out.
 """
 
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,12 +44,14 @@ from aligner.checkpoint.canonical import (
     misfits,
     split_axis,
 )
-from aligner.checkpoint.gpt_weights import canonical_parameters
+from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
 from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.config import LoraConfig
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
+from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer
+from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.optimizer_step import OwnedSlice
 
 WEIGHT = "weight"
@@ -319,3 +323,101 @@ class _SavedRole:
 
 def _incomplete(what: str) -> CheckpointError:
     return CheckpointError(f"the run state lacks {what}; resume from an earlier state")
+
+
+class RoleWeights(RoleModel):
+    """Weights of `MegatronGPTModel`, which has the attributes declared here."""
+
+    optimizer: RoleOptimizer | None
+    adapters: RoleAdapters | None
+
+    @property
+    def gpt(self) -> GPTModel:
+        """The megatron-core model, without the data-parallel wrapper."""
+        return self.model.module if self.optimizer is not None else self.model
+
+    def collect_weights(self) -> None:
+        """See `RoleOptimizer.collect_weights`."""
+        if self.optimizer is not None:
+            self.optimizer.collect_weights()
+
+    def run_state(self) -> dict[str, Any]:
+        """This process's share of weights and optimizer, exact; see `megatron.state`."""
+        self.collect_weights()
+        self._bring_gradients()
+        return sharded_state(
+            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora
+        )
+
+    def load_run_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Inverse of `run_state`, from the shares of all processes of the run that was saved."""
+        self._bring_gradients()
+        load_sharded_state(
+            self.gpt, self.architecture, self.parallel, self.optimizer, self.settings.lora, states
+        )
+
+    def _bring_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.bring_gradients()
+
+    def load_whole_weights(self, weights: Mapping[str, Tensor], strict: bool = True) -> None:
+        """See `RoleModel.load_whole_weights`."""
+        load_weights(
+            self.gpt,
+            weights,
+            self.architecture,
+            tp_rank=self.parallel.tp_rank,
+            tp_size=self.settings.parallel.tensor,
+        )
+        self.load_head(weights, strict)
+        if self.optimizer is not None:
+            self.optimizer.take_over_weights()
+
+    def load_adapters(self, path: str | Path) -> None:
+        """See `RoleModel.load_adapters`."""
+        assert self.adapters is not None
+        self.adapters.load(path)
+        if self.optimizer is not None:
+            self.optimizer.take_over_weights()
+
+    def save_adapters(self, path: str | Path) -> None:
+        """See `RoleModel.save_adapters`."""
+        assert self.adapters is not None
+        self.adapters.save(path, self.nemo_keys())
+
+    def load_head(self, weights: Mapping[str, Tensor], strict: bool) -> None:
+        """Copy the reward head, weight [K, H] and bias [K], where both the model and the checkpoint
+        have one.
+
+        Raises:
+            CheckpointError: the shapes differ and ``strict`` is set.
+        """
+        head = getattr(self.gpt, "rm_head", None)
+        if head is None:
+            return
+        for name in REWARD_HEAD:
+            target = head.get_parameter(name.removeprefix("rm_head."))
+            if name not in weights:
+                continue
+            if weights[name].shape == target.shape:
+                target.data.copy_(weights[name])
+            elif strict:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(weights[name].shape)}, this role's is "
+                    f"{tuple(target.shape)}; pass strict=False to start with a fresh head"
+                )
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """See `RoleModel.whole_weights`."""
+        self.collect_weights()
+        return gather_weights(
+            self.gpt,
+            self.architecture,
+            tp_group=self.parallel.tp_group,
+            pp_group=self.parallel.pp_group,
+            ep_group=self.parallel.ep_group,
+        )
+
+    def nemo_keys(self) -> dict[str, Any]:
+        """Keys that a role adds to the `.nemo`'s ``model_config.yaml``."""
+        return {}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
@@ -27,6 +28,27 @@ from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.observe.nonfinite import current_step, write_nonfinite
 from aligner.types import Denominators, LossFunction
+
+
+class ValueHead(nn.Module):
+    """Linear map from a hidden state to ``outputs`` numbers, in ``dtype`` (float32) in any model.
+
+    A critic has one, a reward model one for each attribute that it rates. PPO's value signal is
+    small; in bfloat16 its updates fall below the precision of the weights. A fresh head is zero:
+    every state is worth 0 until something has been learnt, on every layout.
+    """
+
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype = torch.float32, outputs: int = 1
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(outputs, dtype=dtype))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[..., H]`` in any dtype to ``[..., outputs]`` in the head's."""
+        return F.linear(hidden_states.to(self.weight.dtype), self.weight, self.bias)
+
 
 Optimizer = TypeVar("Optimizer")
 _VALID_TOKENS = "valid_tokens"

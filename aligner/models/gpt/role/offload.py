@@ -2,9 +2,12 @@
 
 Storages are moved, not tensors. A parameter, the share of it that the distributed optimizer
 updates and a tied copy are views of one storage, and stay so.
+
+Parameters may have second values there, which are exchanged with the present ones.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -87,3 +90,35 @@ def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, tor
         for tensor in tensors
     }
     return list(found.values())
+
+
+class SwappedWeights:
+    """Begins as a copy of the parameters' values.
+
+    On a GPU an exchange costs two copies of the weights and no device memory.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """``parameters``: tensors of any shape and float dtype by their names."""
+        self._parameters = dict(parameters)
+        self._held = {
+            name: accelerator.to_host(value.detach().clone())
+            for name, value in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the values of the parameters with the held ones."""
+        for name, parameter in self._parameters.items():
+            current = accelerator.to_host(parameter.detach().clone())
+            parameter.copy_(self._held[name])
+            self._held[name] = current
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the parameters have the held values."""
+        self.exchange()
+        try:
+            yield
+        finally:
+            self.exchange()

@@ -12,8 +12,7 @@ from aligner.config import RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
-from aligner.models.gpt.megatron.actor import MegatronGPTActorModel
-from aligner.models.gpt.megatron.rs_actor import MegatronGPTRSModel
+from aligner.models.gpt.megatron.actor import MegatronGPTActorModel, MegatronGPTRSModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
 

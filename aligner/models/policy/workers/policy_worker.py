@@ -16,7 +16,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.decode.scheduler import TokenListener
-from aligner.models.gpt.role.sampling_policy import SamplingPolicy
+from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings, policy_settings
 from aligner.models.worker import (
     RoleWorker,

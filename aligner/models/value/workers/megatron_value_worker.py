@@ -11,8 +11,8 @@ from aligner.distributed.parallel import ParallelState
 from aligner.logprobs.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel, forward_step_value
-from aligner.models.gpt.megatron.shared_reward import SharedBackboneRewardModel
-from aligner.models.gpt.megatron.value_head import ValueHead
+from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
+from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings, continuing, reward_settings
 from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.workers.value_worker import ValueWorker
