@@ -84,5 +84,9 @@ class DryDeviceError(AlignerError, RuntimeError):
     """The dry device is not available here, or does not compute a value that is read."""
 
 
+class NativeCodeError(AlignerError, RuntimeError):
+    """A C++ file of the library cannot be compiled or loaded here."""
+
+
 class VersionError(AlignerError, ImportError):
     """A library is installed in a version that this one does not work with."""

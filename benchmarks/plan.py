@@ -161,12 +161,10 @@ def formula(registered: Any) -> Any:
 
 def counting_allocator() -> Any:
     """Count what torch's allocator gives out from now on: `allocations.cpp`."""
-    import torch
-
-    from aligner.dry.guard import compiled
+    from aligner.distributed.native import compiled
 
     source = Path(__file__).with_name("allocations.cpp")
-    library = ctypes.CDLL(str(compiled(source, Path(torch.__file__).parent)))
+    library = ctypes.CDLL(str(compiled(source)))
     library.alive_bytes.restype = library.take_peak_bytes.restype = ctypes.c_int64
     library.count()
     return library

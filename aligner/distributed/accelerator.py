@@ -26,6 +26,7 @@ from aligner.distributed.host_memory import (
     private_memory,
     reset_peak_resident,
     resident_bytes,
+    reuse_pages,
     total_bytes,
 )
 
@@ -388,6 +389,7 @@ def prepare_megatron() -> None:
         megatron_substitutes.fuse_gradient_norm()
         return
     keep_freed_memory()
+    reuse_pages()
     cpu = torch.device("cpu")
 
     def set_cpu_rng_state(new_state: Tensor, device: int = -1, graph_safe: bool = False) -> None:

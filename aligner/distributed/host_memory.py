@@ -1,7 +1,8 @@
 """Host memory: how much is left, how to take much of it, and how the C library keeps it.
 
 glibc maps every large allocation afresh and returns it when it is freed, so a tensor of some MB
-costs a page fault for each of its pages, every time one is made.
+costs a page fault for each of its pages, every time one is made. Kept on its heap, aligned blocks
+do not serve twice. So large tensors have an allocator of their own, where it can be compiled.
 """
 
 import contextlib
@@ -14,6 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from aligner.distributed.native import compiled
+from aligner.errors import NativeCodeError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -34,6 +38,22 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
         return all(mallopt(name, value) for name, value in settings.items())
     return False
+
+
+@functools.cache
+def reuse_pages() -> str | None:
+    """Serve tensors of 1 MiB and more from pages that freed ones left (`pages.cpp`). Idempotent.
+
+    PyTorch must be imported. Returns why that was not done: no compiler, another system; else None.
+    """
+    if platform.system() != "Linux":
+        return f"not on {platform.system()}"
+    try:
+        library = ctypes.CDLL(str(compiled(Path(__file__).with_name("pages.cpp"))))
+    except (NativeCodeError, OSError) as error:
+        return str(error)
+    library.serve()
+    return None
 
 
 def private_memory(size: int) -> memoryview:
