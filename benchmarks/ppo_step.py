@@ -37,7 +37,8 @@ from benchmarks.ppo_shape import Shape, add_shape_arguments, given
 
 PEER = ROOT / ".venv-bench"
 # torch first: TRL's requirements would pull another build of it.
-PEER_PACKAGES = [["torch==2.13.0"], ["trl==1.12.0", "transformers==5.23.0"]]
+# requests: TRL imports it and does not ask for it.
+PEER_PACKAGES = [["torch==2.13.0"], ["trl==1.12.0", "transformers==5.23.0", "requests"]]
 PEER_ENVIRONMENT = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 SIDES = ("aligner", "trl")
 
