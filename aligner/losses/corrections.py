@@ -8,7 +8,7 @@ older. With the log-ratio ``d = log p_trainer - log p_sampler`` of a generated t
 weights                ``exp(d)`` of a token, or ``exp(Σ d)`` of a response: its tokens share it
 truncated              a weight outside the bounds is moved to the bound (truncated importance
                        sampling, Yao et al., 2025)
-masked                 a weight outside the bounds is 0 (IcePop, Ling team, 2025; of a response TRL's
+masked                 a weight outside the bounds is 0 (IcePop, 2025; of a response TRL's
                        sequence mask)
 geometric rejection    a response whose ``exp(mean d)`` is outside bounds has weight 0
                        (Liu, Li et al., 2025)
@@ -16,9 +16,9 @@ second moment          of a global batch, the tokens of the largest ``d²`` have
                        bring the mean of the others below a limit (M2PO, Zheng et al., 2025)
 =====================  ============================================================================
 
-Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 stays in the
-loss's denominator (as in IcePop, TRL and M2PO; verl takes rejected tokens out of it), and in its KL
-and entropy terms.
+Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 stays in
+the loss's denominator (as in IcePop, TRL and M2PO; verl takes rejected tokens out of it) and in
+its KL and entropy terms.
 
 Log-ratios are clamped to ±20 before ``exp``, as verl does: no weight is infinite.
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from aligner.config import CorrectionConfig
-from aligner.losses.aggregation import BatchAverage, row_means
+from aligner.losses.masked import BatchAverage, row_means
 
 Bounds = tuple[float, float]
 
@@ -44,8 +44,9 @@ LARGEST_LOG_RATIO = 20.0
 def importance_weights(
     log_ratio: Tensor, mask: Tensor, level: Literal["token", "sequence"]
 ) -> Tensor:
-    """Weights before any bound, float [B, S], from ``log_ratio`` float [B, S], ``mask`` bool [B, S].
+    """Weights before any bound, float [B, S].
 
+    ``log_ratio`` float [B, S], ``mask`` bool [B, S].
     ``token``: ``exp(d)``, 1 where masked. ``sequence``: the product over a response's tokens, the
     same all along its row.
     """
@@ -71,8 +72,8 @@ def within_bounds(weights: Tensor, bounds: Bounds, outside: Literal["truncate", 
 def geometric_rejection(log_ratio: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
     """Bool [B], True where ``exp(mean d)`` of the response is outside ``bounds``.
 
-    ``log_ratio`` float [B, S], ``mask`` bool [B, S]. A response without a token is not rejected. verl
-    has this as ``seq_mean_k1``, with bounds of the reciprocal.
+    ``log_ratio`` float [B, S], ``mask`` bool [B, S]. A response without a token is not rejected.
+    verl has this as ``seq_mean_k1``, with bounds of the reciprocal.
     """
     mean = row_means(torch.where(mask, log_ratio, 0), mask)
     return is_outside(_bounded_exp(mean), bounds) & mask.any(1)
@@ -111,7 +112,7 @@ def second_moment_masks(batch: Mapping[str, Tensor], limit: float, rows: int) ->
 
 
 class Corrected(NamedTuple):
-    """``weights`` float [B, S], without gradient, None: 1 everywhere; shares of metrics, scalars."""
+    """``weights`` float [B, S], no gradient, None: 1 everywhere; ``metrics`` shares, scalars."""
 
     weights: Tensor | None
     metrics: dict[str, Tensor]
@@ -141,7 +142,9 @@ def correct(
     metrics: dict[str, Tensor] = {}
     if correction.weights != "none":
         weights = importance_weights(log_ratio, mask, correction.weights)
-        metrics["weights_outside"] = average(is_outside(weights, correction.bounds).to(log_ratio.dtype))
+        metrics["weights_outside"] = average(
+            is_outside(weights, correction.bounds).to(log_ratio.dtype)
+        )
         weights = within_bounds(weights, correction.bounds, correction.outside)
     if correction.geometric_bounds is not None:
         rejected = geometric_rejection(log_ratio, mask, correction.geometric_bounds)
