@@ -19,6 +19,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``sample_mask``            float32 [B]     1 where the sample counts
 ``generation_logprobs``    float32 [B, S]  of the sampling engine
 ``prev_logprobs``          float32 [B, S]  of the policy that produced the rollout
+``second_moment_mask``     float32 [B, S]  0 where M2PO leaves a token out (`losses.corrections`)
 ``ref_logprobs``           float32 [B, S]  of the frozen reference policy
 ``values``                 float32 [B, S]  of the critic before it was trained on this rollout
 ``rewards``                float32 [B]     scalar reward of the sample

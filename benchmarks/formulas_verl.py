@@ -6,16 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.config import CorrectionConfig
 from aligner.losses.advantages import (
     CriticFreeEstimator,
     generalized_advantage_estimate,
     token_advantages,
     token_rewards,
 )
+from aligner.losses.corrections import (
+    correct,
+    effective_sample_size,
+    gap_metrics,
+    geometric_rejection,
+)
 from aligner.losses.kl import kl_estimate
-from aligner.losses.masked import masked_whiten
+from aligner.losses.masked import BatchAverage, masked_whiten
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
+from aligner.types import Denominators
 from benchmarks.formulas_cases import Comparisons, Inputs, main
 
 FULL_WIDTH = 17  # verl's fixed length by default
@@ -27,6 +35,7 @@ def compare(table: Comparisons) -> None:
     values_and_kl(table, inputs)
     gae(table, inputs)
     group_advantages(table, inputs)
+    corrections(table, inputs)
 
 
 def policy_losses(table: Comparisons, inputs: Inputs) -> None:
@@ -84,6 +93,54 @@ def policy_losses(table: Comparisons, inputs: Inputs) -> None:
         "its gradient goes to each token, ours through the row's ratio",
     )
     add("CISPO", PPOPolicyLoss(**clip, surrogate="cispo"), "cispo", "token-mean", False)
+
+
+def corrections(table: Comparisons, inputs: Inputs) -> None:
+    """Weights, masks and measures of rollouts by another policy."""
+    from verl.trainer.ppo import rollout_corr_helper as helper
+
+    mask = inputs.mask.bool()
+    log_ratio = inputs.prev_logprobs - inputs.ref_logprobs  # as if the reference had sampled
+    counts = Denominators(inputs.mask.sum(), inputs.ones.sum())
+    average = BatchAverage(mask, counts)
+    for name, threshold, section in (
+        ("token weights", 1.5, CorrectionConfig("token", (0.0, 1.5))),
+        ("token weights, masked", "0.7_1.5", CorrectionConfig("token", (0.7, 1.5), "mask")),
+        ("sequence weights", 1.5, CorrectionConfig("sequence", (0.0, 1.5))),
+        ("sequence weights, masked", "0.7_1.5", CorrectionConfig("sequence", (0.7, 1.5), "mask")),
+    ):
+        weights, shares = correct(section, log_ratio, average)
+        theirs, measures = helper.compute_rollout_correction_weights(
+            log_ratio, inputs.mask, section.weights, threshold
+        )
+        assert weights is not None
+        ours = torch.where(mask, weights, 0)
+        table.add(name, lambda ours=ours: ours, lambda theirs=theirs: theirs)
+        size = effective_sample_size(
+            *(shares[key].item() for key in ("importance_weight", "importance_weight_square"))
+        )
+        wanted = measures["rollout_is_eff_sample_size"]
+        table.add(
+            f"effective sample size, {name}",
+            lambda size=size: torch.tensor(size),
+            lambda wanted=wanted: torch.tensor(wanted),
+        )
+    low, high = 0.9, 1.1
+    kept, _ = helper.compute_rollout_rejection_mask(
+        log_ratio, inputs.mask, "seq_mean_k1", f"{1 / high}_{1 / low}"
+    )
+    rejected = geometric_rejection(log_ratio, mask, (low, high))
+    table.add("geometric rejection", lambda: inputs.mask * ~rejected[:, None], lambda: kept)
+    measures = helper.compute_offpolicy_metrics(
+        inputs.prev_logprobs, inputs.ref_logprobs, inputs.mask
+    )
+    gaps = gap_metrics(log_ratio, average)
+    for ours, theirs in (("kl_k1", "kl"), ("kl_k3", "k3_kl")):
+        table.add(
+            f"KL(sampler ‖ trainer), {ours[3:]}",
+            lambda ours=ours: gaps[ours],
+            lambda theirs=theirs: torch.tensor(measures[theirs], dtype=torch.float64),
+        )
 
 
 def values_and_kl(table: Comparisons, inputs: Inputs) -> None:

@@ -114,6 +114,7 @@ ONE_IMPORTER = {
     "aligner.cluster.ray.session": "a connection to Ray",
     "aligner.cluster.ray.worker_group": "workers; its importer places them",
     "aligner.config.commands.pipeline": "options of a command",
+    "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
     "aligner.data.arithmetic": "a task; its importer is a command",

@@ -56,6 +56,7 @@ from aligner.config.roles.optim import OptimConfig, SchedConfig
 from aligner.config.roles.peft import LoraConfig, PeftConfig
 from aligner.config.roles.policy import BackendConfig
 from aligner.config.roles.sampling import (
+    CorrectionConfig,
     KLLossConfig,
     LengthParams,
     PolicyPPOConfig,
@@ -99,6 +100,7 @@ __all__ = [
     "ImproperEndConfig",
     "KLControllerConfig",
     "KLDirection",
+    "CorrectionConfig",
     "KLLossConfig",
     "LengthParams",
     "LoopConfig",

@@ -127,7 +127,8 @@ class GenerationConfig:
     async_rollouts: bool = False
     """Draw the next step's rollout while this one trains, with the weights from before.
 
-    Needs `vllm` and `truncated_importance_sampling`.
+    Needs `vllm` and a correction: `truncated_importance_sampling` or the section `correction` of
+    `model.ppo` (docs/corrections.md).
     """
 
     in_flight: Literal["finish", "abandon"] = "finish"

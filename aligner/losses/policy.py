@@ -1,13 +1,15 @@
 """The PPO policy loss (Schulman et al., 2017) with the options of its descendants."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from aligner.config import CorrectionConfig
 from aligner.errors import ConfigError
+from aligner.losses.corrections import Corrected, correct, gap_metrics
 from aligner.losses.kl import KLEstimator, check_estimator, kl_estimate
 from aligner.losses.masked import (
     Aggregation,
@@ -29,7 +31,7 @@ class PPOPolicyLoss:
 
         surrogate = max(-A·ρ, -A·clip(ρ, 1 - ratio_eps_low, 1 + ratio_eps_high))
         surrogate = min(surrogate, -dual_clip·A)   where A < 0     (Ye et al., 2020)
-        w         = min(exp(prev_logprob - generation_logprob), importance_cap), no gradient
+        w         = weights of ``correction``, no gradient; 1 without
         loss      = average of w·surrogate - entropy_bonus·entropy + kl_coefficient·kl
 
     The average is over the global batch, by default Σ mask·x / valid tokens; `aggregation` has the
@@ -42,22 +44,23 @@ class PPOPolicyLoss:
     - ``surrogate="cispo"`` (MiniMax-M1, 2025): ``-sg(clip(ρ, ...))·A·logprob``. The clipped ratio
       is a weight without gradient, so every token learns (as verl and NeMo-RL; with
       ``ratio_eps_low=1`` only the upper bound is left, as in TRL).
+    - ``correction``: weights and masks for rollouts that another policy sampled
+      (`losses.corrections`), and whose log-probs ``prev_logprobs`` are. ``importance_cap`` is short
+      for weights of ``ratio_level``, truncated at it: at sequence level one of all tokens of a row
+      (as NeMo-RL).
 
     ``kl`` is the estimator of ``losses.kl`` against ``ref_logprobs``, its gradient pathwise
     (as verl and TRL; NeMo-RL adds a score-function term): with ``k1`` it has mean 0 and holds the
     policy to nothing, so runs refuse it. The log-ratio is not clamped (as NeMo-RL
-    and TRL; verl and OpenRLHF clamp it to ±20). ``w`` corrects for a sampling engine whose
-    numbers differ from the trainer's (truncated importance sampling, Yao et al., 2025). At sequence
-    level a row has one weight, that of all its tokens: the gaps are summed before ``exp`` (as
-    NeMo-RL).
+    and TRL; verl and OpenRLHF clamp it to ±20).
 
     Metrics: ``loss`` as averaged, and shares of global token means: ``ppo_ratio`` (ρ),
     ``ppo_ratio_clamped``, ``clip_fraction`` (tokens whose clipped term is the larger: they get no
     gradient; with cispo tokens whose weight was clipped), ``approx_kl`` (k3 of the rollout policy
     from this one), and by option ``dual_clip_fraction``, ``entropy``, ``kl_loss`` (before its
-    coefficient), ``importance_weight``; with ``generation_logprobs`` in the batch
-    ``logprob_gap_mean`` (``|prev_logprob - generation_logprob|``). ``ppo_ratio_max`` and
-    ``logprob_gap_max`` are maxima, 0 without a token.
+    coefficient), those of `losses.corrections.correct`; with ``generation_logprobs`` in the batch
+    those of `losses.corrections.gap_metrics`. ``ppo_ratio_max`` and ``logprob_gap_max`` are maxima,
+    0 without a token.
     """
 
     ratio_eps_low: float = 0.2
@@ -68,7 +71,8 @@ class PPOPolicyLoss:
     kl_estimator: KLEstimator = "k3"
     kl_input_clamp: float | None = None
     kl_output_clamp: float | None = None
-    importance_cap: float | None = None  # None: no correction
+    importance_cap: float | None = None  # None: as ``correction`` says
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     ratio_level: RatioLevel = "token"
     surrogate: Surrogate = "clip"
     aggregation: Aggregation = "token_mean"
@@ -83,6 +87,11 @@ class PPOPolicyLoss:
         if self.importance_cap is not None and self.importance_cap <= 0:
             raise ConfigError(
                 f"importance_cap={self.importance_cap} must be positive; use null to turn it off"
+            )
+        if self.importance_cap is not None and self.correction.weights != "none":
+            raise ConfigError(
+                f"importance_cap={self.importance_cap} and correction.weights="
+                f"{self.correction.weights} are both weights; give one of them"
             )
         no_lower_bound = self.ratio_eps_low == 1 and self.surrogate == "cispo"
         if not (0 <= self.ratio_eps_low < 1 or no_lower_bound) or self.ratio_eps_high < 0:
@@ -137,10 +146,10 @@ class PPOPolicyLoss:
             surrogate, metrics = self._cispo(ratio, advantages, logprobs, mean)
         else:
             surrogate, metrics = self._clip(ratio, advantages, mean)
-        if self.importance_cap is not None:
-            weight = self._importance_weight(prev_logprobs, batch["generation_logprobs"], mask)
-            surrogate = weight * surrogate
-            metrics["importance_weight"] = mean(weight)
+        if "generation_logprobs" in batch or self._correction.is_on:
+            weights, found = self._corrected(logprobs, prev_logprobs, batch, mean)
+            surrogate = surrogate if weights is None else weights * surrogate
+            metrics |= found
         loss = average(surrogate)
         if self.kl_coefficient != 0:
             kl = self._kl(logprobs, batch["ref_logprobs"], mask)
@@ -155,10 +164,6 @@ class PPOPolicyLoss:
         metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
         metrics["ppo_ratio"] = mean(ratio)
         metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
-        if "generation_logprobs" in batch:
-            gap = torch.where(mask, prev_logprobs - batch["generation_logprobs"], 0).abs().detach()
-            metrics["logprob_gap_mean"] = mean(gap)
-            metrics["logprob_gap_max"] = _masked_max(gap, mask)
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
@@ -203,15 +208,23 @@ class PPOPolicyLoss:
             metrics["dual_clip_fraction"] = mean(cut.to(ratio.dtype))
         return surrogate, metrics
 
-    def _importance_weight(self, prev: Tensor, generation: Tensor, mask: Tensor) -> Tensor:
-        """Truncated weight of the trainer's probability over the sampler's, without gradient.
+    @property
+    def _correction(self) -> CorrectionConfig:
+        if self.importance_cap is None:
+            return self.correction
+        bounds = (0.0, self.importance_cap)
+        return replace(self.correction, weights=self.ratio_level, bounds=bounds)
 
-        Float [B, S]: of each token, or at sequence level of the whole response.
-        """
-        gap = torch.where(mask, prev - generation, 0).detach()
-        if self.ratio_level == "sequence":
-            gap = gap.sum(1, keepdim=True).expand_as(gap)
-        return gap.exp().clamp(max=self.importance_cap)
+    def _corrected(
+        self, logprobs: Tensor, prev: Tensor, batch: Mapping[str, Tensor], mean: BatchAverage
+    ) -> Corrected:
+        """Weights of the tokens, and metrics of them and of the gap to the sampler."""
+        # With the sampler as the old policy nothing else of the trainer is known than the present.
+        trainer = logprobs if self.correction.old_logprobs == "sampler" else prev
+        log_ratio = trainer.detach() - batch["generation_logprobs"]
+        left = batch.get("second_moment_mask")
+        weights, metrics = correct(self._correction, log_ratio, mean, left)
+        return Corrected(weights, gap_metrics(log_ratio, mean) | metrics)
 
     def _kl(self, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
         """KL estimate to the reference at each token, 0 where masked."""

@@ -259,6 +259,7 @@ def _made_up(has_reference: bool, uncounted: float = 0.0) -> tuple[TokenOutputs,
         "input_ids": torch.randint(3, 9, (_ROWS, 6), generator=generator),
         "input_lengths": lengths,
         "token_mask": token_mask.float(),
+        "second_moment_mask": token_mask.float(),
         "sample_mask": sample_mask,
     }
     return TokenOutputs(logprobs, entropy.requires_grad_()), batch

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.losses.corrections import effective_sample_size
+
 _NAN = float("nan")
+
+# Most that rounding makes of the mean absolute gap between the log-probs of sampler and trainer, by
+# `trainer.precision`: where both have the same weights and sample from the same distribution.
+ROUNDING_GAP = {"32": 1e-4, "bf16": 0.05}
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -125,6 +131,7 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ``results``: one per pass over the rollout, in order. ``lr`` is that of the last update,
     ``skipped_updates`` and ``empty_updates`` are counts; an update that was skipped because it was
     not finite, and a mini-batch of which nothing counted, take no part in means.
+    ``effective_sample_size`` is that of each update's weights.
     """
     series: dict[str, list[float]] = {}
     empty = 0.0
@@ -138,6 +145,10 @@ def update_metrics(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     skipped = series.pop("skipped", [])
     rates = series.pop("lr", [])
     norms = series.pop("grad_norm", [])
+    squares = series.pop("importance_weight_square", None)
+    if squares is not None:
+        pairs = zip(series["importance_weight"], squares, strict=True)
+        series["effective_sample_size"] = [effective_sample_size(*pair) for pair in pairs]
     metrics = {name: _combine(name, values) for name, values in series.items()}
     return {
         **metrics,

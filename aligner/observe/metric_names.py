@@ -122,7 +122,21 @@ _ACTOR = {
     ),
     "dual_clip_fraction": MetricInfo("Share of tokens held by the dual clip.", _TRAINED),
     "importance_weight": MetricInfo(
-        "Truncated importance weight trainer/sampler (1 where they agree).", _TRAINED
+        "Importance weight trainer/sampler as applied (1 where they agree).", _TRAINED
+    ),
+    "effective_sample_size": MetricInfo(
+        "Share of a batch that its weights leave: (Σ w)² / (n · Σ w²). 1: all weigh the same. "
+        "Undefined (NaN) where all are 0.",
+        "tokens of a global batch, then mean over the step's updates",
+    ),
+    "weights_outside": MetricInfo(
+        "Share of tokens whose weight was outside the bounds of the correction.", _TRAINED
+    ),
+    "tokens_rejected": MetricInfo(
+        "Share of tokens in responses that `geometric_bounds` rejects.", _TRAINED
+    ),
+    "tokens_over_second_moment": MetricInfo(
+        "Share of tokens that `second_moment` masks.", _TRAINED
     ),
 }
 
@@ -147,6 +161,23 @@ _SAMPLER = {
         _TRAINED,
     ),
     "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over trained tokens"),
+    "kl_k1": MetricInfo(
+        "KL(sampler ‖ trainer) on the sampled tokens, k1: may be negative where they are close.",
+        _TRAINED,
+    ),
+    "kl_k3": MetricInfo("The same, k3: never negative.", _TRAINED),
+    "reverse_kl_k1": MetricInfo(
+        "KL(trainer ‖ sampler) on the sampled tokens, weighted by trainer/sampler, k1.", _TRAINED
+    ),
+    "reverse_kl_k3": MetricInfo("The same, k3: never negative.", _TRAINED),
+    "token_mult_prob_error": MetricInfo(
+        "Factor by which the two probabilities of a token differ, at least 1 (as NeMo-RL). Above "
+        "1.05 the engines disagree.",
+        _TRAINED,
+    ),
+    "tokens_above_ln2": MetricInfo(
+        "Share of tokens that one of the two finds more than twice as probable.", _TRAINED
+    ),
 }
 
 _SUPERVISED = {

@@ -246,3 +246,24 @@ def test_report_is_written_from_the_files_of_a_run(tmp_path):
     text = "".join(Document(path.read_text()).text)
     for part in ("unmistakable", "a: 1", "CPU, 2 threads", environment["torch"]):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("precision", "gap", "verdict"),
+    [
+        ("32", 3e-6, "it is what rounding in float32 gives"),
+        ("32", 0.01, "it is more than rounding in float32 gives: the engines disagree"),
+        ("bf16", 0.01, "it is what rounding in bf16 gives"),
+        ("bf16", 0.2, "it is more than rounding in bf16 gives: the engines disagree"),
+    ],
+)
+def test_the_gap_stands_beside_what_rounding_gives(precision, gap, verdict):
+    lines = [{"step": step, "sampler/logprob_gap_mean": gap * step} for step in (1, 2)]
+    html = render_report(a_run(metrics=lines, precision=precision))
+    assert verdict in html
+    text = "".join(Document(html).text)
+    assert "Do sampler and trainer agree?" in text
+    assert "rounding in float32" in text
+    assert "below 0.0001" in text
+    assert "below 0.05" in text
+    assert "Do sampler and trainer agree?" not in render_report(a_run())

@@ -11,6 +11,7 @@ Everything passes in one rollout batch whose columns are those of `aligner.types
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.cluster.dispatch import columns_of
-from aligner.config import PolicyPPOConfig, RunConfig, TrainerPPOConfig
+from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.errors import ConfigError
+from aligner.losses.corrections import second_moment_masks
 from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import user_policy_loss
@@ -44,6 +46,8 @@ from aligner.types import LossFunction
 TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 CRITIC_COLUMNS = (*TRAIN_COLUMNS, "values", "returns")
 POLICY_COLUMNS = (*TRAIN_COLUMNS, "advantages", "generation_logprobs")
+# Of which a run has those that its options ask for.
+OPTIONAL_COLUMNS = ("ref_logprobs", "second_moment_mask")
 
 
 class PPOTrainer:
@@ -111,9 +115,10 @@ class PPOTrainer:
                 batch["values"] = self.value.get_values(batch)["values"].cpu()
                 self.value.finish_inference()
         # 4. and 5. Log-probs under the policy and its reference, where they are not known.
-        on_policy_rows = self.rows_scored_by_training(trains_policy)
+        scored_rows = self.rows_scored_by_training(trains_policy)
         with timers("logprobs"):
-            self._add_logprobs(batch, on_policy_rows)
+            self._add_logprobs(batch, scored_rows)
+        on_policy_rows = 0 if self.starts_at_sampler else scored_rows
         with timers("reference_logprobs"):
             self._add_reference_logprobs(batch)
             self.policy.finish_inference()  # what it cached is free for roles on this device
@@ -167,17 +172,25 @@ class PPOTrainer:
 
         With one pass over the rollout, the first mini-batch is trained by the very weights that
         produced it: its log-probs of the rollout are those that training computes. The KL penalty
-        needs them before; then the sampler's must be as good. Without training nobody else needs
-        any.
+        needs them before; then the sampler's must be as good. A mask over all tokens of an update
+        needs them before, too. Without training nobody else needs any; nor where the sampler's
+        take their place.
         """
-        samples = self.config.model.ppo.num_rollout_samples
+        ppo = self.config.model.ppo
+        if self.starts_at_sampler:
+            return ppo.num_rollout_samples
         if self.kl_in_reward and not sampler_is_exact(self.config):
             return 0
         if not trains_policy:
-            return samples
-        if self.config.model.ppo.ppo_epochs > 1:
+            return ppo.num_rollout_samples
+        if ppo.ppo_epochs > 1 or ppo.correction.second_moment is not None:
             return 0
-        return min(samples, self.config.model.global_batch_size)
+        return min(ppo.num_rollout_samples, self.config.model.global_batch_size)
+
+    @property
+    def starts_at_sampler(self) -> bool:
+        """True if the sampler's own log-probs are the old policy's."""
+        return self.config.model.ppo.correction.old_logprobs == "sampler"
 
     @property
     def kl_in_reward(self) -> bool:
@@ -222,19 +235,21 @@ class PPOTrainer:
             "train_rollouts/samples_drawn": sampled,
         }
 
-    def _add_logprobs(self, batch: BatchedDataDict, on_policy_rows: int) -> None:
-        """``prev_logprobs`` [B, S]; of the first ``on_policy_rows`` rows the sampler's stand in.
+    def _add_logprobs(self, batch: BatchedDataDict, scored_rows: int) -> None:
+        """``prev_logprobs`` [B, S]; of the first ``scored_rows`` rows the sampler's stand in.
 
         Those rows are trained without the column, so the sampler's numbers reach the KL penalty at
-        most, never the ratio.
+        most, never the ratio; unless ``correction.old_logprobs`` wants them there.
         """
         batch["prev_logprobs"] = batch["generation_logprobs"].clone()
-        if on_policy_rows < batch.size:
+        if scored_rows < batch.size:
             self.policy.prepare_for_lp_inference()
-            rest = batch.slice(on_policy_rows, batch.size)
-            batch["prev_logprobs"][on_policy_rows:] = self.policy.get_logprobs(rest)[
-                "logprobs"
-            ].cpu()
+            rest = batch.slice(scored_rows, batch.size)
+            batch["prev_logprobs"][scored_rows:] = self.policy.get_logprobs(rest)["logprobs"].cpu()
+        limit = self.config.model.ppo.correction.second_moment
+        if limit is not None:
+            rows = self.config.model.global_batch_size
+            batch["second_moment_mask"] = second_moment_masks(batch, limit, rows)
 
     def _add_reference_logprobs(self, batch: BatchedDataDict) -> None:
         if needs_reference(self.config):
@@ -250,7 +265,7 @@ class PPOTrainer:
 
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
         """One pass: first the rows that need no old log-probs, then the others."""
-        columns = [*POLICY_COLUMNS, *(["ref_logprobs"] if "ref_logprobs" in batch else [])]
+        columns = [*POLICY_COLUMNS, *(name for name in OPTIONAL_COLUMNS if name in batch)]
         known = columns_of(batch, columns)
         with_previous = columns_of(batch, [*columns, "prev_logprobs"])
         parts = [
@@ -370,6 +385,11 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
         "kl_loss.coef": {"kl_coefficient": ppo.kl_loss.coef},
         "kl_loss.estimator": {"kl_estimator": ppo.kl_loss.estimator},
         "truncated_importance_sampling": {"importance_cap": ppo.truncated_importance_sampling},
+        **{
+            f"correction.{one.name}": {"correction": ppo.correction}
+            for one in fields(CorrectionConfig)
+            if one.name != "old_logprobs"  # it decides what a loss is given
+        },
         "ratio_level": {"ratio_level": ppo.ratio_level},
         "surrogate": {"surrogate": ppo.surrogate},
         "loss_aggregation": {

@@ -291,6 +291,7 @@ class Attempt(Workers):
                 environment=describe_environment(device),
                 artifacts={name: str(path) for name, path in places.items()},
                 status=" ".join(status),
+                precision=config.trainer.precision,
             )
         )
         width = max(len(name) for name in places)

@@ -94,6 +94,50 @@ class KLLossConfig:
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """Correction for the distance between the policy that sampled and the one that is trained."""
+
+    weights: Literal["none", "token", "sequence"] = "none"
+    """Weights, trainer's probability over sampler's: of a `token`, of a `sequence`, or `none`.
+
+    `token`: each token has its own. `sequence`: a response has one, the product over its tokens.
+    """
+
+    bounds: tuple[NonNegative, Positive] = (0.0, 2.0)
+    """Bounds `[low, high]` of the weights."""
+
+    outside: Literal["truncate", "mask"] = "truncate"
+    """Treatment of a weight outside the bounds.
+
+    `truncate`: it is moved to the bound. `mask`: it is 0 (IcePop).
+    """
+
+    geometric_bounds: tuple[NonNegative, Positive] | None = None
+    """Bounds of a response's mean ratio, outside which it is not learned; null: off.
+
+    The mean is the geometric one over its tokens.
+    """
+
+    second_moment: Positive | None = None
+    """Largest mean of the squared log-ratio over the tokens of an update; null: off.
+
+    The tokens of the largest are not learned, as few as it takes (M2PO, which has 0.04).
+    """
+
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Log-probs that the loss's ratio begins at.
+
+    `trainer`: of the policy before it is trained on the rollout (decoupled PPO). `sampler`: those
+    that the engine recorded; no pass is made for others.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """True if anything is corrected."""
+        return self != CorrectionConfig()
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Sampling of a policy's rollouts, in every algorithm that learns from its own samples."""
 
@@ -208,8 +252,10 @@ class PolicyPPOConfig(RolloutConfig):
     """Cap of the trainer/sampler probability ratio as a weight; null: off.
 
     It weights each token, or with `ratio_level=sequence` each response (the product over its
-    tokens).
+    tokens): short for weights of `correction` within `[0, cap]`.
     """
+
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from aligner.config.rules.batches import (
     token_budgets,
 )
 from aligner.config.rules.cluster import check_cluster
+from aligner.config.rules.correction import check_correction
 from aligner.config.rules.credit import check_credit
 from aligner.config.rules.examples import check_distill, check_preference, check_reward_model
 from aligner.config.rules.generation import check_generation
@@ -50,6 +51,7 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
         _check_sampling(config)
     if isinstance(config, RunConfig):
         check_credit(config)
+        check_correction(config)
         _check_batches(config)
     if isinstance(config, RSRunConfig):
         _check_kept(config)

@@ -68,8 +68,11 @@ def _check_async(config: SamplingRunConfig) -> None:
             "trainer.ppo.dynamic_sampling.enabled=true nobody knows how many a step takes; set one "
             "of them to false"
         )
-    if config.model.ppo.truncated_importance_sampling is None:
+    ppo = config.model.ppo
+    if ppo.truncated_importance_sampling is None and not ppo.correction.is_on:
         raise ConfigError(
             "generation.async_rollouts=true draws with weights one update old, which "
-            "model.ppo.truncated_importance_sampling=null leaves uncorrected; set it to 2.0"
+            "model.ppo.truncated_importance_sampling=null and an empty model.ppo.correction leave "
+            "uncorrected; set model.ppo.correction.weights=token (with ratio_level=sequence: "
+            "sequence), or model.ppo.correction.old_logprobs=sampler (docs/corrections.md)"
         )

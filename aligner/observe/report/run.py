@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aligner.checkpoint.durable import atomic_file
+from aligner.observe.diagnostics import ROUNDING_GAP
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report.chart import (
@@ -35,6 +36,7 @@ class RunRecord:
     environment: Mapping[str, str]  # versions, machine, command
     artifacts: Mapping[str, str] = field(default_factory=dict)  # what the run left: name → path
     status: str = ""  # one sentence: how the run ended
+    precision: str = ""  # of `trainer.precision`; empty: not known
 
 
 class _Headline(NamedTuple):
@@ -52,6 +54,8 @@ _HEADLINES = (
     _Headline("train_rollouts/init_policy_kl", "KL to the initial policy", 0),
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
+
+_PRECISIONS = {"32": "float32", "bf16": "bf16"}
 
 _MOST_ROWS = 12  # of a table of samples
 
@@ -106,6 +110,7 @@ def write_report(
     environment: Mapping[str, str],
     artifacts: Mapping[str, str] | None = None,
     status: str = "",
+    precision: str = "",
 ) -> Path:
     """Make ``<folder>/report.html`` from the ``metrics.jsonl`` and ``samples.jsonl`` there."""
     record = RunRecord(
@@ -116,6 +121,7 @@ def write_report(
         environment=environment,
         artifacts=artifacts or {},
         status=status,
+        precision=precision,
     )
     path = folder / "report.html"
     with atomic_file(path) as file:
@@ -135,6 +141,7 @@ def render_report(run: RunRecord) -> str:
         tiles=[_tile(series[h.metric], h, series) for h in _HEADLINES if h.metric in series],
         step_lead=_what_a_step_does(series),
         overview=_overview(series),
+        gap=_gap(series, run.precision),
         has_samples=bool(run.samples),
         pairs=before_and_after(run.samples)[:_MOST_ROWS],
         training_samples=_training_samples(run.samples),
@@ -194,6 +201,40 @@ def _overview(series: Mapping[str, Series]) -> list[ChartCard]:
             lead = f"{info.meaning} Should rise." if info else lead
         cards.append(ChartCard(heading, lead, lead, lines_of(series, name, "validation")))
     return drawn(cards)
+
+
+class _Gap(NamedTuple):
+    lead: str
+    rows: Mapping[str, str]
+
+
+def _gap(series: Mapping[str, Series], precision: str) -> _Gap | None:
+    """The gap of sampler and trainer beside that of rounding; None: the run has none.
+
+    Judged by the first step, whose rollout no update separates from its training.
+    """
+    gaps = series.get("sampler/logprob_gap_mean")
+    if gaps is None:
+        return None
+    measured = {f"this run, step {gaps.steps[0]}": gaps.values[0]}
+    measured |= {f"this run, step {gaps.steps[-1]}": gaps.values[-1]}
+    measured |= {"this run, largest": max(gaps.values)}
+    rows = {name: short_number(value) for name, value in measured.items()}
+    rows |= {
+        f"rounding in {_PRECISIONS[name]}": f"below {short_number(limit)}"
+        for name, limit in ROUNDING_GAP.items()
+    }
+    lead = "Mean absolute difference of their log-probs of the same tokens, in nats."
+    if precision in ROUNDING_GAP:
+        within = gaps.values[0] <= ROUNDING_GAP[precision]
+        rounding = f"rounding in {_PRECISIONS[precision]}"
+        lead += (
+            f" At the beginning it is what {rounding} gives."
+            if within
+            else f" At the beginning it is more than {rounding} gives: the engines disagree. "
+            "docs/logprobs.md says where to look, docs/corrections.md what corrects."
+        )
+    return _Gap(lead, rows)
 
 
 def before_and_after(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:

@@ -1,0 +1,118 @@
+"""Corrections in whole runs of the tiny model, whose sampler has a repetition penalty that the
+trainer does not know: the two differ from the first token on.
+
+1. Every kind, with what it meets in a run, and the numbers do not depend on the micro-batch.
+2. A resumed run is the run that went through, to the bit.
+"""
+
+from string import ascii_lowercase
+
+import pytest
+from test_extend import PACKED, run
+
+from aligner.observe.metrics import read_metrics
+
+PENALTY = "model.ppo.sampling_params.repetition_penalty=1.3"
+SMALL = [
+    PENALTY,
+    "model.ppo.num_rollout_samples=32",
+    "model.ppo.length_params.max_length=6",
+    "data.validation.arguments.size=8",
+    "trainer.ppo.val_check_interval=0",
+]
+KEY = "model.ppo.correction"
+TOKEN = [f"{KEY}.weights=token", f"{KEY}.bounds=[0.99,1.01]"]
+CASES = {
+    "masked samples, two updates, adapters, packed": (
+        "grpo_tiny_cpu",
+        [
+            *TOKEN,
+            f"{KEY}.outside=mask",
+            "trainer.ppo.improper_end.mode=mask",
+            f"model.ppo.sampling_params.end_strings=[{','.join(ascii_lowercase)}]",
+            "model.ppo.length_params.max_length=8",
+            "model.global_batch_size=16",
+            "model.peft.peft_scheme=lora",
+            *PACKED,
+        ],
+        "train_optim/weights_outside",
+    ),
+    "GSPO, dynamic sampling, DTensor": (
+        "grpo_tiny_cpu",
+        [
+            f"{KEY}.weights=sequence",
+            f"{KEY}.geometric_bounds=[0.999,1.001]",
+            "model.ppo.ratio_level=sequence",
+            "model.ppo.loss_aggregation=sequence_mean",
+            "model.global_batch_size=32",
+            "trainer.ppo.dynamic_sampling.enabled=true",
+            "policy.backend=dtensor",
+        ],
+        "train_optim/tokens_rejected",
+    ),
+    "critic, KL in the reward, two epochs, top-k": (
+        "ppo_tiny_cpu",
+        [
+            f"{KEY}.old_logprobs=sampler",
+            "model.ppo.ppo_epochs=2",
+            "model.global_batch_size=32",
+            "critic.global_batch_size=32",
+            "model.ppo.sampling_params.top_k=40",
+        ],
+        "train_optim/clip_fraction",
+    ),
+    "CISPO, second moment, two updates": (
+        "grpo_tiny_cpu",
+        [
+            f"{KEY}.second_moment=2.0e-6",
+            "model.ppo.surrogate=cispo",
+            "model.global_batch_size=16",
+        ],
+        "train_optim/tokens_over_second_moment",
+    ),
+}
+
+
+def lines_of(folder):
+    """What every step wrote, times and the validation of a run's last step aside."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("timers/", "val_"))}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_in_a_run_of_any_micro_batch(tmp_path, tiny_nemo, case):
+    recipe, options, metric = CASES[case]
+    runs = []
+    for rows in (16, 2):
+        micro = [f"model.micro_batch_size={rows}"]
+        micro += [f"critic.micro_batch_size={rows}"] if recipe == "ppo_tiny_cpu" else []
+        run(tmp_path / str(rows), tiny_nemo, recipe, 2, *SMALL, *options, *micro)
+        runs.append(lines_of(tmp_path / str(rows)))
+    for line, other in zip(*runs, strict=True):
+        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+    first = runs[0][1]
+    assert 0 < first[metric] <= 1
+    assert first["sampler/logprob_gap_mean"] > 1e-3
+    assert first["sampler/kl_k3"] > 0
+    if "masked samples" in case:
+        assert 0 < first["train_rollouts/masked_samples"] < 32
+    assert first["sampler/token_mult_prob_error"] > 1
+
+
+def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo):
+    options = [
+        *SMALL,
+        *TOKEN,
+        f"{KEY}.second_moment=2.0e-6",
+        "model.global_batch_size=16",
+        "model.micro_batch_size=16",
+        "trainer.ppo.save_interval=1",
+        "model.optim.sched.max_steps=8",
+    ]
+    through, stopped = tmp_path / "through", tmp_path / "stopped"
+    _, weights = run(through, tiny_nemo, "grpo_tiny_cpu", 3, *options)
+    run(stopped, tiny_nemo, "grpo_tiny_cpu", 1, *options)
+    assert run(stopped, tiny_nemo, "grpo_tiny_cpu", 3, *options)[1] == weights
+    assert repr(lines_of(stopped)) == repr(lines_of(through))  # repr: NaN equals itself
