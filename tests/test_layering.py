@@ -20,6 +20,7 @@ PACKAGES = [
     "aligner.types",
     "aligner.architecture",
     "aligner.importing",
+    "aligner.child_process",
     "aligner.catalog",
     "aligner.config",
     "aligner.kernels",
