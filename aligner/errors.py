@@ -57,6 +57,14 @@ class RewardServerError(RewardError, ConnectionError):
     """
 
 
+class EnvironmentCallError(AlignerError, RuntimeError):
+    """An environment failed more often than a rollout may begin again, or scored nothing."""
+
+
+class EnvironmentTimeoutError(EnvironmentCallError, TimeoutError):
+    """An environment did not answer within its time limit."""
+
+
 class CallbackError(AlignerError, RuntimeError):
     """A callback of ``trainer.callbacks`` raised; the message names it and the cause."""
 

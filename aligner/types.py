@@ -16,6 +16,10 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``sample_ids``             int64 [B]       identifies the sample for counter-based sampling
 ``is_end``                 bool [B]        the response ended by itself (EOS or stop string)
 ``token_mask``             float32 [B, S]  1 where the token was generated (EOS included)
+``turn_ids``               int64 [B, S]    of conversations: number of the turn that generated the
+                                           token, from 1; 0 where the token was not generated
+``turn_rewards``           float32 [B, S]  of conversations: reward of a turn, at its last token
+``is_scored``              float32 [B]     of conversations: 1 where at least one turn was scored
 ``sample_mask``            float32 [B]     1 where the sample counts
 ``generation_logprobs``    float32 [B, S]  of the sampling engine
 ``prev_logprobs``          float32 [B, S]  of the policy that produced the rollout
@@ -24,6 +28,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``values``                 float32 [B, S]  of the critic before it was trained on this rollout
 ``rewards``                float32 [B]     scalar reward of the sample
 ``shaped_rewards``         float32 [B]     the same after shaping, before any KL penalty
+``shaped_turn_rewards``    float32 [B, S]  of conversations: the same of turns
 ``advantages``             float32 [B, S]
 ``returns``                float32 [B, S]
 ``teacher_topk_indices``   int64 [B,S,k]   the tokens that a teacher finds likeliest at position t

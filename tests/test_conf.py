@@ -64,6 +64,7 @@ OWNERS = {
 NEEDS = {
     ("reward", "model"): ["reward.model.restore_from_path=r.nemo"],
     ("reward", "server"): ["reward.server.url=http://localhost:5555"],
+    ("reward", "environment"): ["environment.factory=a.b:Game", "reward.function=null"],
 }
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 

@@ -20,6 +20,7 @@ PACKAGES = [
     "aligner.types",
     "aligner.architecture",
     "aligner.importing",
+    "aligner.child_process",
     "aligner.catalog",
     "aligner.config",
     "aligner.kernels",
@@ -43,6 +44,7 @@ PACKAGES = [
     "aligner.models.gpt",
     "aligner.models",
     "aligner.rewards",
+    "aligner.environments",
     "aligner.generation",
     "aligner.algorithms",
     "aligner.dry",
@@ -116,12 +118,15 @@ ONE_IMPORTER = {
     "aligner.config.commands.pipeline": "options of a command",
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
+    "aligner.config.rules.environment": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
     "aligner.data.arithmetic": "a task; its importer is a command",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
     "aligner.dry.device": "the device, which tests and benchmarks enter",
     "aligner.dry.driver": "what torch.cuda calls",
+    "aligner.environments.conversation": "tokens, which know nothing of engines",
+    "aligner.environments.worker": "the other end of a pipe",
     "aligner.generation.vllm.engine": "one engine; its importer is an actor",
     "aligner.generation.vllm.generation": "the handle of the engines",
     "aligner.generation.vllm.sampling": "sampling parameters as vLLM's",
@@ -188,7 +193,7 @@ VERBS = [
 DEFINITIONS_OF_A_VERB = 4
 MORE_DEFINITIONS = {
     "generate": 6,  # two are functions: the command, and a stage of a rollout
-    "get_rewards": 7,  # one of workers; the others are sources of rewards, one in another's place
+    "get_rewards": 8,  # one of workers; the others are sources of rewards, one in another's place
 }
 CONFINED = {
     "omegaconf": ["aligner/config/", "examples/", "tests/"],

@@ -28,6 +28,7 @@ from aligner.config.algorithms.trainer import (
 from aligner.config.cluster import ClusterConfig
 from aligner.config.commands.ask import AskConfig, AskedDataConfig, EvaluateConfig, GenerateConfig
 from aligner.config.data import DataConfig, PromptSourceConfig
+from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import (
     ExpManagerConfig,
     WandbConfig,
@@ -92,6 +93,7 @@ __all__ = [
     "DistillRunConfig",
     "SamplingOptions",
     "DynamicBatchingConfig",
+    "EnvironmentConfig",
     "EvaluateConfig",
     "ExampleDataConfig",
     "ExpManagerConfig",

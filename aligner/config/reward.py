@@ -69,10 +69,13 @@ class RewardServerConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Source of the scores of responses: one of a Python function, a reward model, and a server."""
+    """Source of the scores: a Python function, a reward model, a server, or an environment."""
 
-    kind: Literal["function", "model", "server"] = "function"
-    """Source of the scores: `function`, `model` or `server` (docs/reward.md)."""
+    kind: Literal["function", "model", "server", "environment"] = "function"
+    """Source of the scores: `function`, `model`, `server` or `environment` (docs/reward.md).
+
+    `environment`: that of the section `environment` (docs/environments.md).
+    """
 
     function: Function | None = None
     """Function that scores, `package.module:function` or `path/to/file.py:function`; null: none.

@@ -23,6 +23,7 @@ from aligner.config.algorithms.trainer import (
 )
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import DataConfig
+from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import Natural
 from aligner.config.generation import GenerationConfig
@@ -104,6 +105,7 @@ class SamplingRunConfig(BaseRunConfig):
 
     reward: RewardConfig
     data: DataConfig
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 

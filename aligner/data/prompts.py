@@ -83,6 +83,33 @@ class PromptDataset(Dataset[Prompt]):
         return frozenset(name for prompt in self._items for name in prompt.columns)
 
 
+class EpisodeDataset(PromptDataset):
+    """Rows for environments, which make the prompts of them; the prompts here have no tokens."""
+
+    def __init__(
+        self, items: list[Prompt], *, dropped_too_long: int = 0, longest_prompt: int = 0
+    ) -> None:
+        """Hold ``items``; ``longest_prompt``: tokens that a prompt of an environment may have."""
+        super().__init__(items, dropped_too_long=dropped_too_long)
+        self._longest_prompt = longest_prompt
+
+    @classmethod
+    def read(cls, source: PromptSourceConfig, longest_prompt: int) -> Self:
+        """Read all rows of ``source``; every column is the environment's."""
+        rows, _ = read_items(
+            source,
+            lambda row, index: Prompt(index, "", [], None, dict(row.columns)),
+            longest=None,
+            what="rows",
+        )
+        return cls(rows, longest_prompt=longest_prompt)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest prompt, of any turn."""
+        return max(super().max_length, self._longest_prompt)
+
+
 def make_prompt(
     row: Row,
     index: int,

@@ -30,6 +30,15 @@ the baseline (``reinforce_plus_plus_baseline``: before it is whitened). (Not ref
 with only the deviation of the rewards the penalty holds the policy to its reference there as it
 does with ``rloo`` and ``dr_grpo``.)
 
+Conversations have turns, and a turn k of sample i is worth ``G_{i,k}``, what i earned from it on
+(less the penalty there). Its baseline is the mean of ``G_{j,k}`` over the *other* samples j of the
+group that came to turn k; 0 where none did. That is unbiased whatever the lengths: given the state
+before turn k, neither who else came to it nor what they earned depends on what i does in it.
+(Centring the rewards of each turn number and summing what is left is biased: the sum takes one
+mean off for every further turn, and the policy decides how many there are.) ``rloo`` is this;
+``dr_grpo`` and ``grpo`` multiply by (n - 1)/n, n samples in the group, as they do to a response,
+and ``grpo`` divides by the deviation of the samples' sums; ``reinforce`` has no baseline.
+
 Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
 (verl; TRL 1e-4, OpenRLHF 1e-9, NeMo-RL not where it is 0); a group of one gets 0 where its group is
 the baseline (NeMo-RL, TRL, verl's vectorised RLOO; verl's others keep its reward); whitening is by
@@ -48,20 +57,23 @@ from aligner.losses.masked import masked_whiten
 def token_rewards(rewards: Tensor, kl: Tensor | None, token_mask: Tensor, beta: float) -> Tensor:
     """``r_t = R · [t is the last generated token] - β · kl_t``, and 0 where the mask is 0.
 
-    ``rewards``: float [B], one per sample. ``kl``: float [B, S], or None where no KL is charged.
+    ``rewards``: float [B], one per sample; or [B, S], one per token, which stay where they are.
+    ``kl``: float [B, S], or None where no KL is charged.
     ``token_mask``: [B, S]. A row without a generated token gets no reward. Returns float [B, S].
     (The place of the reward is that of verl, OpenRLHF, NeMo-RL and NeMo-Aligner; TRL's PPO puts it
     one column later.)
     """
-    assert rewards.ndim == 1, rewards.shape
+    assert rewards.ndim in (1, 2), rewards.shape
     assert token_mask.ndim == 2, token_mask.shape
-    assert token_mask.shape[0] == rewards.shape[0], (token_mask.shape, rewards.shape)
+    assert token_mask.shape[: rewards.ndim] == rewards.shape, (token_mask.shape, rewards.shape)
     generated = token_mask.bool()
     if kl is None:
         result = rewards.new_zeros(token_mask.shape)
     else:
         assert kl.shape == token_mask.shape, (kl.shape, token_mask.shape)
         result = torch.where(generated, -beta * kl, 0).to(rewards.dtype)
+    if rewards.ndim == 2:
+        return result + torch.where(generated, rewards, 0)
     if token_mask.shape[1] == 0:
         return result
     position = torch.arange(token_mask.shape[1], device=token_mask.device)
@@ -71,7 +83,13 @@ def token_rewards(rewards: Tensor, kl: Tensor | None, token_mask: Tensor, beta: 
 
 
 def generalized_advantage_estimate(
-    values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float
+    values: Tensor,
+    rewards: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    *,
+    turn_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, 0 where the mask is 0.
 
@@ -81,7 +99,9 @@ def generalized_advantage_estimate(
     0). After the last generated token both are 0.
 
     ``values``, ``rewards``: float [B, S]; where the mask is 0 they may hold anything.
-    ``mask``: [B, S]. Computed in float32 at least. Returns two float [B, S], neither whitened.
+    ``mask``: [B, S]. ``turn_ids``: int64 [B, S], number of the turn that generated a token; with it
+    γ and λ count turns: they apply between the last token of a turn and the next one, and are 1
+    within a turn. Computed in float32 at least. Returns two float [B, S], neither whitened.
     """
     assert values.ndim == 2, values.shape
     assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
@@ -96,8 +116,16 @@ def generalized_advantage_estimate(
     value.scatter_(1, column, values.to(dtype))
     delta.scatter_(1, column, rewards.to(dtype))
     value[:, length] = delta[:, length] = 0
-    delta[:, :-1].add_(value[:, 1:], alpha=gamma).sub_(value[:, :-1])
-    advantages = discounted_sums(delta, gamma * lam).gather(1, column)
+    if turn_ids is None:
+        delta[:, :-1].add_(value[:, 1:], alpha=gamma).sub_(value[:, :-1])
+        sums = discounted_sums(delta, gamma * lam)
+    else:
+        turn = turn_ids.new_zeros(batch, length + 1).scatter_(1, column, turn_ids)
+        ends = turn[:, :-1] != turn[:, 1:]
+        within = torch.ones_like(delta[:, :-1])
+        delta[:, :-1] += within.masked_fill(ends, gamma) * value[:, 1:] - value[:, :-1]
+        sums = weighted_sums(delta, within.masked_fill(ends, gamma * lam))
+    advantages = sums.gather(1, column)
     returns = (advantages + values).masked_fill_(~generated, 0)
     return advantages, returns
 
@@ -117,6 +145,20 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
         torch.add(y[:, :-step], y[:, step:], alpha=discount**step, out=spare[:, :-step])
         spare[:, -step:] = y[:, -step:]  # no term this far behind them
         y, spare = spare, y
+        step *= 2
+    return y
+
+
+def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
+    """``y_t = x_t + w_t · y_{t+1}`` for ``x`` float [B, S] and ``weights`` float [B, S - 1].
+
+    By doubling, as `discounted_sums`.
+    """
+    y, w = x.clone(), torch.nn.functional.pad(weights, (0, 1))
+    step = 1
+    while step < x.shape[1]:
+        y = torch.cat([y[:, :-step] + w[:, :-step] * y[:, step:], y[:, -step:]], dim=1)
+        w = torch.nn.functional.pad(w[:, :-step] * w[:, step:], (0, step))
         step *= 2
     return y
 
@@ -206,10 +248,7 @@ def group_advantages(
         # r - (sum - r)/(n - 1) = (r - mean)·n/(n - 1)
         deviation = deviation * size / (size - 1).clamp(min=1)
     elif estimator == "grpo":
-        apart = reward - _sum_of_group(reward, groups) / size.clamp(min=1)
-        squares = _sum_of_group(torch.where(counts, apart, 0).square(), groups)
-        std = (squares / (size - 1).clamp(min=1)).sqrt()
-        deviation = deviation / (std + GRPO_EPSILON)
+        deviation = deviation / (_deviation(reward, groups, counts) + GRPO_EPSILON)
     varies = has_reward_variance(rewards, groups, sample_mask)
     return torch.where(varies, deviation, 0).to(rewards.dtype)
 
@@ -224,6 +263,7 @@ def token_advantages(
     penalty: Tensor | None = None,
     discount: float = 1.0,
     batch_baseline: bool = False,
+    turn_ids: Tensor | None = None,
 ) -> Tensor:
     """Advantages as the policy's loss takes them, float [B, S], 0 where a mask is 0.
 
@@ -231,7 +271,8 @@ def token_advantages(
     token takes off the reward (β·kl); masked positions may hold anything. REINFORCE++ charges it
     token by token, the others its sum over the response, before the baseline (as TRL's RLOO and
     verl; NeMo-RL's REINFORCE++ takes it off the advantage of the same token only). ``discount``
-    is REINFORCE++'s.
+    is REINFORCE++'s. With ``turn_ids`` int64 [B, S], ``rewards`` are float [B, S] and turns are
+    compared (`turn_advantages`).
     """
     check_critic_free(estimator, batch_baseline=batch_baseline, discount=discount)
     assert token_mask.ndim == 2, token_mask.shape
@@ -239,14 +280,85 @@ def token_advantages(
     if estimator == "reinforce_plus_plus":
         each = token_rewards(rewards, penalty, generated, beta=1.0)
         return masked_whiten(discounted_returns(each, generated, discount), generated)
-    charged = None if penalty is None else torch.where(generated, penalty, 0).sum(1)
     whitened = estimator == "reinforce_plus_plus_baseline"
     of_sample: SampleEstimator = "dr_grpo" if whitened else estimator  # type: ignore[assignment]
-    each = group_advantages(
-        rewards, groups, sample_mask, of_sample, penalty=charged, batch_baseline=batch_baseline
-    ).unsqueeze(1)
-    spread = torch.where(generated, each, 0)
+    if turn_ids is not None:
+        spread = turn_advantages(rewards, turn_ids, groups, sample_mask, of_sample, penalty=penalty)
+    else:
+        charged = None if penalty is None else torch.where(generated, penalty, 0).sum(1)
+        each = group_advantages(
+            rewards, groups, sample_mask, of_sample, penalty=charged, batch_baseline=batch_baseline
+        ).unsqueeze(1)
+        spread = torch.where(generated, each, 0)
     return masked_whiten(spread, generated) if whitened else spread
+
+
+def turn_advantages(
+    turn_rewards: Tensor,
+    turn_ids: Tensor,
+    groups: Tensor,
+    sample_mask: Tensor,
+    estimator: SampleEstimator,
+    *,
+    penalty: Tensor | None = None,
+) -> Tensor:
+    """Advantages of turns without a critic, float [B, S], 0 where no turn is or a mask is 0.
+
+    ``turn_rewards``: float [B, S], the reward of a turn at one of its tokens. ``turn_ids``: int64
+    [B, S], number of the turn that generated a token, from 1; 0: none did. ``penalty``: float
+    [B, S], what each token takes off the reward. Positions of no turn may hold anything.
+
+    The formula is in the module's docstring. Turns of equal worth in all samples of a group get
+    exactly 0, and so does a group of one where its group is the baseline.
+    """
+    check_critic_free(estimator)
+    assert turn_rewards.shape == turn_ids.shape, (turn_rewards.shape, turn_ids.shape)
+    counts = sample_mask.bool()
+    generated = (turn_ids > 0) & counts.unsqueeze(1)
+    if not generated.any():
+        return torch.zeros_like(turn_rewards)
+    number = torch.where(generated, turn_ids, 0)
+    most = int(number.max())
+
+    def by_turn(values: Tensor) -> Tensor:
+        """Sums over the tokens of a turn, float64 [B, turns]."""
+        sums = torch.zeros(len(number), most + 1, dtype=torch.float64, device=number.device)
+        return sums.scatter_add_(1, number, torch.where(generated, values, 0).double())[:, 1:]
+
+    there = by_turn(torch.ones_like(turn_rewards)) > 0
+    earned = by_turn(turn_rewards)
+    worth = _to_go(earned)[there]
+    charged = worth if penalty is None else worth - _to_go(by_turn(penalty))[there]
+    advantage = torch.zeros_like(earned)
+    if estimator == "reinforce":
+        advantage[there] = charged
+    else:
+        _, group = torch.unique(groups, return_inverse=True)
+        key = (group.unsqueeze(1) * most + torch.arange(most, device=group.device))[there]
+        others = _sum_of_group(torch.ones_like(charged), key) - 1
+        baseline = (_sum_of_group(charged, key) - charged) / others.clamp(min=1)
+        varies = has_reward_variance(worth, key, torch.ones_like(worth)) | (others == 0)
+        advantage[there] = torch.where(varies, charged - baseline, 0)
+        size = _sum_of_group(counts.double(), groups)
+        scale = (size > 1).double() if estimator == "rloo" else (size - 1) / size.clamp(min=1)
+        if estimator == "grpo":
+            scale = scale / (_deviation(earned.sum(1), groups, counts) + GRPO_EPSILON)
+        advantage *= scale.unsqueeze(1)
+    spread = advantage.gather(1, (number - 1).clamp(min=0))
+    return torch.where(generated, spread, 0).to(turn_rewards.dtype)
+
+
+def _to_go(values: Tensor) -> Tensor:
+    """Sum of an entry of [B, K] and those behind it."""
+    return values.flip(1).cumsum(1).flip(1)
+
+
+def _deviation(rewards: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
+    """Unbiased standard deviation inside the group of each sample, of those that count, [B]."""
+    size = _sum_of_group(counts.double(), groups)
+    apart = rewards - _sum_of_group(rewards, groups) / size.clamp(min=1)
+    squares = _sum_of_group(torch.where(counts, apart, 0).square(), groups)
+    return (squares / (size - 1).clamp(min=1)).sqrt()
 
 
 def has_reward_variance(rewards: Tensor, groups: Tensor, sample_mask: Tensor) -> Tensor:

@@ -104,11 +104,14 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
     ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
     ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Every row is a
     generated sample and counts, also those that ``sample_mask`` keeps out of training: the metrics
-    describe the policy.
+    describe the policy. Of conversations also ``token_mask`` and ``is_scored`` float32 [B]: rewards
+    are those of the rows that are scored.
     """
     rewards, prompts = batch["rewards"], batch["prompt_lengths"]
-    lengths = batch["input_lengths"] - prompts
-    reward, length = statistics(rewards), statistics(lengths)
+    lengths, scored = batch["input_lengths"] - prompts, batch.get("is_scored")
+    if "turn_ids" in batch:
+        lengths = batch["token_mask"].sum(1).long()
+    reward, length = statistics(rewards, scored), statistics(lengths)
     numbers = {
         "rewards": reward.pop("mean"),
         **{f"rewards_{name}": value for name, value in reward.items()},
@@ -116,7 +119,7 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         **{f"generation_length_{name}": value for name, value in length.items()},
         "prompt_length": prompts.float().mean(),
         "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
-        "reward_length_correlation": reward_length_correlation(rewards, lengths),
+        "reward_length_correlation": reward_length_correlation(rewards, lengths, scored),
         "repeated_ngram_fraction": repeated_ngram_fraction(
             batch["input_ids"], prompts, batch["input_lengths"]
         ),

@@ -57,6 +57,23 @@ _ROLLOUT = {
     "generated_tokens": MetricInfo("Tokens generated in this rollout.", "count"),
 }
 
+_CONVERSATIONS = {
+    "turns": MetricInfo("Messages of the policy in a conversation.", _SAMPLES),
+    "ended_done": MetricInfo("Share of conversations that their environment ended.", "samples"),
+    "ended_max_turns": MetricInfo("Share that ended after environment.max_turns.", "samples"),
+    "ended_max_tokens": MetricInfo("Share that had no room for another response.", "samples"),
+    "failed_env_timeout": MetricInfo(
+        "Conversations begun again because their environment did not answer in time.", "count"
+    ),
+    "failed_env_error": MetricInfo(
+        "Conversations begun again because their environment raised or died.", "count"
+    ),
+    "unscored_samples": MetricInfo(
+        "Conversations without any reward; they are in no mean of rewards and train nothing.",
+        "count",
+    ),
+}
+
 _TRAIN_ROLLOUT = {
     "init_policy_kl": MetricInfo(
         "KL divergence to the initial policy: the configured estimator on the sampled tokens.",
@@ -81,7 +98,9 @@ _TRAIN_ROLLOUT = {
     "advantages_max": MetricInfo("Largest advantage before whitening.", "maximum over tokens"),
     "returns_mean": MetricInfo("Target of the critic: advantage plus value.", _TOKENS),
     "returns_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
-    "masked_samples": MetricInfo("Samples that do not count because they did not end.", "count"),
+    "masked_samples": MetricInfo(
+        "Samples that do not count: they did not end, or were not scored.", "count"
+    ),
     "samples_with_signal": MetricInfo(
         "Without a critic: share of samples whose prompt has responses of different rewards, after "
         "shaping and before any KL penalty. The others give no gradient where the prompt's other "
@@ -237,8 +256,8 @@ def _under(group: str, *tables: dict[str, MetricInfo]) -> dict[str, MetricInfo]:
 
 
 METRICS: dict[str, MetricInfo] = {
-    **_under("train_rollouts", _ROLLOUT, _TRAIN_ROLLOUT),
-    **_under("val_rollouts", _ROLLOUT),
+    **_under("train_rollouts", _ROLLOUT, _CONVERSATIONS, _TRAIN_ROLLOUT),
+    **_under("val_rollouts", _ROLLOUT, _CONVERSATIONS),
     **_under("train_optim", _SUPERVISED, _OPTIMIZER, _ACTOR),
     **_under("val_optim", _SUPERVISED),
     **_under("train_data", _SUPERVISED_DATA),

@@ -15,7 +15,7 @@ from aligner.observe.jsonl import JsonLines, read_lines
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and the response to it. Lengths are in tokens."""
+    """One prompt and the response to it, or the conversation. Lengths are in tokens."""
 
     step: int
     split: Literal["train", "val"]
@@ -27,6 +27,7 @@ class Sample:
     is_end: bool  # ended by itself, not by the length limit
     ground_truth: str | None = None
     sample_id: int | None = None
+    turns: list[dict[str, Any]] | None = None  # of a conversation, each with its reward
 
 
 class SampleWriter:

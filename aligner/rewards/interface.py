@@ -7,7 +7,7 @@ method.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,6 +30,7 @@ class ScoredResponses:
     rewards: Tensor  # float32 [B]
     parts: dict[str, list[float]]  # further numbers the function returned, B values each
     timeouts: int = 0  # responses for which the function did not answer in time
+    metrics: dict[str, float] = field(default_factory=dict)  # of the rollout as a whole
 
 
 def check_finite(scored: ScoredResponses, prompts: Sequence[str], source: str) -> ScoredResponses:

@@ -232,7 +232,7 @@ def test_the_server_of_the_page(workplace, serving):
 
 
 # Blocks that show a form and run nothing, by their first line.
-SHOWN = ("def reward(prompts, responses", "# my_data.py", "# my_rewards.py")
+SHOWN = ("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py")
 PYTHON = [block for block in blocks() if block.language == "python"]
 
 

@@ -8,6 +8,7 @@ from aligner.algorithms.ppo.trainer import (
 )
 from aligner.algorithms.rollout.inputs import (
     generation_note,
+    load_environments,
     load_prompts,
     of_dry_run,
     start_generation,
@@ -33,6 +34,7 @@ def train_ppo(config: RunConfig) -> None:
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
         policy_loss, estimator = make_policy_loss(config), make_estimator(config)
+        environments = load_environments(run, columns)
         prompts = of_dry_run(run, prompts)
         for attempt in run.attempts():
             with attempt:
@@ -52,6 +54,7 @@ def train_ppo(config: RunConfig) -> None:
                     generation=engines,
                     total_steps=steps,
                     val_sets=prompts.sets,
+                    environments=environments,
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )

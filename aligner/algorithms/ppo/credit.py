@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.rollout import shape_rewards
+from aligner.algorithms.rollout.rollout import shape_rewards, shape_turn_rewards
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.losses.advantages import (
@@ -43,8 +43,17 @@ class Credit:
     own: UserEstimator | None = None
 
     def shape(self, batch: BatchedDataDict) -> None:
-        """Add ``shaped_rewards`` float32 [B] and ``sample_mask`` to a rollout with ``rewards``."""
+        """Add ``shaped_rewards`` float32 [B] and ``sample_mask`` to a rollout with ``rewards``.
+
+        To one of conversations also ``shaped_turn_rewards`` float32 [B, S].
+        """
         trainer = self.trainer
+        if "turn_ids" in batch:
+            each, batch["sample_mask"] = shape_turn_rewards(
+                batch, trainer.reward, trainer.improper_end
+            )
+            batch["shaped_turn_rewards"], batch["shaped_rewards"] = each, each.sum(1)
+            return
         shaped, batch["sample_mask"] = shape_rewards(
             batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
         )
@@ -78,12 +87,13 @@ class Credit:
         metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], mask))
         if trainer.normalize_advantages:
             batch["advantages"] = masked_whiten(batch["advantages"], mask)
-        metrics["train_rollouts/shaped_rewards"] = shaped.mean().item()
+        mean = statistics(shaped, batch.get("is_scored"))["mean"]
+        metrics["train_rollouts/shaped_rewards"] = mean.item()
         metrics["train_rollouts/masked_samples"] = int((batch["sample_mask"] == 0).sum())
         if kl is None:
             return metrics, 0.0
         per_sample = kl.sum(1).mean().item()
-        return metrics | self._kl_metrics(kl, mask, shaped, beta, per_sample), per_sample
+        return metrics | self._kl_metrics(kl, mask, mean.item(), beta, per_sample), per_sample
 
     def _with_critic(
         self,
@@ -95,13 +105,15 @@ class Credit:
     ) -> dict[str, float]:
         """Generalised advantage estimation, or the user's; ``returns`` are the critic's targets."""
         if self.own is None:
-            rewards = token_rewards(shaped, kl, batch["token_mask"], beta)
+            each = batch.get("shaped_turn_rewards", shaped)
+            rewards = token_rewards(each, kl, batch["token_mask"], beta)
             batch["advantages"], batch["returns"] = generalized_advantage_estimate(
                 batch["values"],
                 rewards,
                 batch["token_mask"],
                 self.trainer.discount_factor,
                 self.trainer.gae_lambda,
+                turn_ids=batch.get("turn_ids") if self.trainer.timestep == "turn" else None,
             )
         else:
             batch["advantages"], batch["returns"] = self._by_user(self.own, batch, kl, beta)
@@ -118,9 +130,10 @@ class Credit:
         """Responses to a prompt are each other's baseline (`group_advantages`)."""
         advantage = self.trainer.advantage
         groups = self._groups(batch)
+        by_turn = advantage.credit == "turn" and "turn_ids" in batch
         if self.own is None:
             batch["advantages"] = token_advantages(
-                shaped,
+                batch["shaped_turn_rewards"] if by_turn else shaped,
                 groups,
                 batch["token_mask"],
                 batch["sample_mask"],
@@ -128,6 +141,7 @@ class Credit:
                 penalty=None if kl is None else beta * kl,
                 discount=self.trainer.discount_factor,
                 batch_baseline=advantage.batch_baseline,
+                turn_ids=batch["turn_ids"] if by_turn else None,
             )
         else:
             batch["advantages"], _ = self._by_user(self.own, batch, kl, beta)
@@ -154,7 +168,7 @@ class Credit:
         return torch.arange(batch.size) // self.rollouts_per_prompt
 
     def _kl_metrics(
-        self, kl: Tensor, mask: Tensor, shaped: Tensor, beta: float, per_sample: float
+        self, kl: Tensor, mask: Tensor, mean: float, beta: float, per_sample: float
     ) -> dict[str, float]:
         penalty = beta * per_sample if self.kl_in_reward else 0.0
         return {
@@ -162,7 +176,7 @@ class Credit:
             "train_rollouts/init_policy_kl_per_sample": per_sample,
             "train_rollouts/kl_coefficient": beta,
             "train_rollouts/kl_penalty": penalty,
-            "train_rollouts/rewards_with_kl": shaped.mean().item() - penalty,
+            "train_rollouts/rewards_with_kl": mean - penalty,
         }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
+from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
@@ -67,6 +68,7 @@ class PPOTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
+        environments: EnvironmentRollouts | None = None,
         policy_loss: LossFunction,
         estimator: UserEstimator | None,
     ) -> None:
@@ -76,7 +78,8 @@ class PPOTrainer:
         ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
         ``generation`` samples the responses; default ``policy`` itself. No rollout is begun for
         a step beyond ``total_steps`` (None: not known). ``val_sets``: further validation prompts.
-        ``policy_loss``, ``estimator``: of `make_policy_loss` and `make_estimator`.
+        ``environments``: of a run over conversations. ``policy_loss``, ``estimator``: of
+        `make_policy_loss` and `make_estimator`.
         """
         self.config = config
         self.policy, self.value, self.reward = policy, value, reward
@@ -85,7 +88,9 @@ class PPOTrainer:
         self.sampler, self.pad_id = sampler, pad_id
         self.generation = generation or policy
         self.total_steps = total_steps
-        self.rollouts = Rollouts(config, self.generation, train_prompts, sampler, pad_id)
+        self.rollouts = Rollouts(
+            config, self.generation, train_prompts, sampler, pad_id, environments
+        )
         self.kl_controller = make_kl_controller(config.trainer.ppo)
         self.credit = Credit(
             config.trainer.ppo,

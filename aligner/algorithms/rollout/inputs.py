@@ -3,13 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_validation_lengths, dropped_note
 from aligner.config import SamplingRunConfig
+from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler, Split
-from aligner.data.prompts import PromptDataset
+from aligner.data.prompts import EpisodeDataset, PromptDataset
+from aligner.distributed.collectives import on_rank_zero
+from aligner.environments.pool import EnvironmentPool
+from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
 
@@ -47,6 +52,8 @@ class Prompts(Split[PromptDataset]):
 def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     """Read and tokenize the prompts of a run, and check that responses fit behind them."""
     config, data = run.config, run.config.data
+    if config.environment.factory is not None:
+        return _load_episodes(run)
     both = Split.load(PromptDataset, data, run.tokenizer)
     sets = {
         name: PromptDataset.load(source, run.tokenizer, data)
@@ -60,6 +67,58 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     return Prompts(both.train, both.validation, sets)
 
 
+def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
+    """Rows of a run over conversations; a prompt may be as long as leaves room for a response."""
+    config, environment = run.config, run.config.environment
+    positions = run.architecture.max_position_embeddings
+    if environment.max_tokens > positions:
+        raise ConfigError(
+            f"environment.max_tokens={environment.max_tokens}: the model has {positions} "
+            "positions; lower it"
+        )
+    longest = environment.max_tokens - config.model.rollout.length_params.max_length
+    check_longest_sequence(config, longest)
+    held_out = config.data.validation
+    return Prompts(
+        EpisodeDataset.read(config.data.train, longest),
+        None if held_out is None else EpisodeDataset.read(held_out, longest),
+        {
+            name: EpisodeDataset.read(source, longest)
+            for name, source in config.validation.sets.items()
+        },
+    )
+
+
+def load_environments(
+    run: Run[SamplingRunConfig], columns: frozenset[str]
+) -> EnvironmentRollouts | None:
+    """The environments of a run, their processes started on rank 0; None: it has none.
+
+    ``columns``: of the data. They end with the run. A dry run has none: its responses are as long
+    as a conversation may be.
+
+    Raises:
+        ConfigError: the class cannot be imported, or cannot be made of the columns.
+    """
+    config, environment = run.config, run.config.environment
+    if environment.factory is None or config.dry_run:
+        return None
+    factory, pools = environment.factory, []
+
+    def start() -> None:
+        pools.append(EnvironmentPool(factory, environment.kwargs, columns))
+        run.closing.callback(pools[0].close)
+
+    on_rank_zero(start)
+    return EnvironmentRollouts(
+        environment,
+        pools[0] if pools else None,
+        run.tokenizer,
+        response_length=config.model.rollout.length_params.max_length,
+        add_bos=config.data.add_bos,
+    )
+
+
 def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
     """Prompts of a dry run, of the greatest length in place of ``prompts``; else ``prompts``."""
     if not run.config.dry_run:
@@ -69,7 +128,7 @@ def of_dry_run(run: Run[SamplingRunConfig], prompts: Prompts) -> Prompts:
 
 def shared_note(train: PromptDataset, validation: PromptDataset | None) -> list[str]:
     """Note that validation prompts are learned from, too; empty where none is."""
-    if validation is None:
+    if validation is None or isinstance(train, EpisodeDataset):
         return []
     learned = {tuple(train[index].ids) for index in range(len(train))}
     count = sum(tuple(validation[index].ids) in learned for index in range(len(validation)))

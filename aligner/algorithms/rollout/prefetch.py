@@ -15,6 +15,7 @@ state, and one that went on, see the same rollouts.
 from collections.abc import Mapping
 from typing import Any
 
+from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import generate, prompts_batch, rollout_of
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingRunConfig
@@ -33,6 +34,7 @@ class Rollouts:
         prompts: the training prompts.
         sampler: draws the prompts of one rollout at a time; belongs to the caller, too.
         pad_id: fills prompts on the right.
+        environments: those that the policy converses with; None: a rollout is single responses.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Rollouts:
         prompts: PromptDataset,
         sampler: PromptSampler,
         pad_id: int,
+        environments: EnvironmentRollouts | None = None,
     ) -> None:
+        self.environments = environments
         self._ahead = config.generation.async_rollouts
         self._abandons = config.generation.in_flight == "abandon"
         self._seed = config.seed
@@ -68,6 +72,10 @@ class Rollouts:
         if indices is None:
             indices = self._sampler.next_batch(prompts)
         data = self._data(indices, first_sample_id)
+        if self.environments is not None:
+            return self.environments.collect(
+                self._generation, data, seed=self._seed, per_prompt=self._per_prompt
+            )
         if output is None:
             output = generate(self._generation, data, seed=self._seed)
         if self._ahead and more:

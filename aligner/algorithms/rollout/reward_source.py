@@ -4,6 +4,7 @@ import dataclasses
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.run.dry_run import MadeUpRewards
 from aligner.algorithms.run.engine import Engine, Workers, run_settings
 from aligner.algorithms.run.startup import role_memory
@@ -88,6 +89,8 @@ def load_reward(
     ``columns``: what the data has for the function; ``closing`` ends the function's processes.
     """
     reward, rollout = config.reward, config.model.rollout
+    if reward.kind == "environment":
+        return RewardSource(config, tokenizer, EnvironmentReward(), None)
     function = None
     if reward.function is not None:
         function = Reward.load(reward, tokenizer)

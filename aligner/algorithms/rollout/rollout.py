@@ -14,7 +14,7 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
 from aligner.data.prompts import PromptBatch
-from aligner.losses.advantages import has_reward_variance
+from aligner.losses.advantages import has_reward_variance, token_rewards
 from aligner.models.interfaces import GenerationInterface
 from aligner.observe.diagnostics import rollout_metrics
 from aligner.observe.samples import Sample
@@ -91,18 +91,26 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout; return its metrics.
 
     ``is_right``: float32 [B], the verifier's verdict; where it has none, a reward of at
-    least 1. The names of the metrics have no prefix.
+    least 1. The names of the metrics have no prefix. Of conversations some may not be scored
+    (``is_scored`` float32 [B]), which are left out of means of rewards.
     """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
     said = scored.parts.get("accuracy")
     batch["is_right"] = (scored.rewards >= 1).float() if said is None else torch.tensor(said)
     metrics = rollout_metrics(batch)
-    parts = {name: sum(values) / max(1, len(values)) for name, values in scored.parts.items()}
-    right = (scored.rewards >= 1).float().mean().item()
-    metrics["accuracy"] = parts.pop("accuracy", right)
+    right, values = (scored.rewards >= 1).float(), dict(scored.parts)
+    if "is_scored" in batch:
+        rows = batch["is_scored"].nonzero().flatten().tolist()
+        right, values = (
+            right[rows],
+            {name: [each[row] for row in rows] for name, each in values.items()},
+        )
+    parts = {name: sum(each) / max(1, len(each)) for name, each in values.items()}
+    metrics["accuracy"] = parts.pop("accuracy", right.mean().item())
     metrics["reward_timeouts"] = scored.timeouts
-    return {**metrics, **{f"reward_parts/{name}": value for name, value in parts.items()}}
+    parts = {f"reward_parts/{name}": value for name, value in parts.items()}
+    return {**metrics, **parts, **scored.metrics}
 
 
 def shape_rewards(
@@ -123,6 +131,24 @@ def shape_rewards(
     return shaped, counts
 
 
+def shape_turn_rewards(
+    batch: BatchedDataDict, shaping: RewardShapingConfig, improper: ImproperEndConfig
+) -> tuple[Tensor, Tensor]:
+    """`shape_rewards` of conversations: rewards of turns, and which samples count.
+
+    ``R <- clamp(scale * R, ±clip)`` of each turn; the penalty is of the last. Reads
+    ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and ``is_scored``
+    float32 [B], 0 where nothing was scored. Returns float32 [B, S] and a sample mask [B].
+    """
+    shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
+    if shaping.clip is not None:
+        shaped = shaped.clamp(-shaping.clip, shaping.clip)
+    if improper.mode == "penalize":
+        penalties = token_rewards(improper.penalty * (1 - ended), None, batch["token_mask"], 0.0)
+        shaped = shaped - penalties
+    return shaped, batch["is_scored"] * ended if improper.mode == "mask" else batch["is_scored"]
+
+
 def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:
     """The first ``count`` rows of a scored rollout, to be shown."""
     return [
@@ -133,10 +159,11 @@ def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> lis
             response=batch["responses"][row],
             reward=batch["rewards"][row].item(),
             prompt_length=int(batch["prompt_lengths"][row]),
-            response_length=int(batch["input_lengths"][row] - batch["prompt_lengths"][row]),
+            response_length=int(batch["token_mask"][row].sum()),
             is_end=bool(batch["is_end"][row]),
             ground_truth=_shown(batch["ground_truths"][row]),
             sample_id=int(batch["sample_ids"][row]),
+            turns=batch["turns"][row] if "turns" in batch else None,
         )
         for row in range(min(count, batch.size))
     ]

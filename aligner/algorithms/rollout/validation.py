@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
@@ -32,6 +33,7 @@ class Asking:
 
     ``sampling_options``: None: the engine's own. ``rows``: responses of one call.
     ``seed``: of the random numbers, which depend only on it, the prompt's place and the sample.
+    ``environments``: those that the policy converses with; None: it answers the prompts.
     """
 
     generation: GenerationInterface
@@ -40,6 +42,7 @@ class Asking:
     rows: int
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
+    environments: EnvironmentRollouts | None = None
 
 
 def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> BatchedDataDict:
@@ -53,10 +56,19 @@ def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> Bat
     for indices in sequential_batches(size, max(1, asking.rows // per_prompt)):
         asked = collate_prompts([prompts[i] for i in indices], asking.pad_id)
         data = prompts_batch(asked, indices[0] * per_prompt, per_prompt)
-        output = generate(
-            asking.generation, data, seed=asking.seed, sampling_options=asking.sampling_options
-        )
-        batches.append(rollout_of(data, output))
+        options = asking.sampling_options
+        if asking.environments is None:
+            output = generate(asking.generation, data, seed=asking.seed, sampling_options=options)
+            batches.append(rollout_of(data, output))
+        else:
+            found = asking.environments.collect(
+                asking.generation,
+                data,
+                seed=asking.seed,
+                per_prompt=per_prompt,
+                sampling_options=options,
+            )
+            batches.append(found)
     return BatchedDataDict.from_batches(batches, pad_value_dict={"input_ids": asking.pad_id})
 
 
@@ -151,6 +163,7 @@ def validate_on_prompts(
         config.model.rollout.num_rollout_samples,
         validation.samples_per_prompt,
         validation.sampling_options(config.model.rollout),
+        rollouts.environments,
     )
     metrics: dict[str, float] = {}
     samples: list[Sample] = []

@@ -2,6 +2,7 @@
 
 from aligner.algorithms.rollout.inputs import (
     generation_note,
+    load_environments,
     load_prompts,
     of_dry_run,
     start_generation,
@@ -22,6 +23,7 @@ def train_rs(config: RSRunConfig) -> None:
         prompts = load_prompts(run)
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
+        environments = load_environments(run, columns)
         prompts = of_dry_run(run, prompts)
         for attempt in run.attempts():
             with attempt:
@@ -41,6 +43,7 @@ def train_rs(config: RSRunConfig) -> None:
                     generation=engines,
                     total_steps=steps,
                     val_sets=prompts.sets,
+                    environments=environments,
                 )
                 learned = (
                     f"of the samples of a step the best {rs.top_n_rollouts} of every "

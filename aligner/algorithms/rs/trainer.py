@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
@@ -49,6 +50,7 @@ class RSTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
+        environments: EnvironmentRollouts | None = None,
     ) -> None:
         """Arguments as in `aligner.algorithms.ppo.trainer.PPOTrainer`."""
         self.config = config
@@ -57,7 +59,9 @@ class RSTrainer:
         self.sampler, self.pad_id = sampler, pad_id
         self.generation = generation or policy
         self.total_steps = total_steps
-        self.rollouts = Rollouts(config, self.generation, train_prompts, sampler, pad_id)
+        self.rollouts = Rollouts(
+            config, self.generation, train_prompts, sampler, pad_id, environments
+        )
         self.loss = NegativeLogLikelihoodLoss()
         self.consumed_samples = 0
         self.updates = 0
@@ -70,7 +74,8 @@ class RSTrainer:
             batch = self.rollouts.take(self.consumed_samples, more=more)
         with timers("reward"):
             metrics = prefixed("train_rollouts", score(self.reward, batch))
-        best = best_of_each(batch["rewards"], rs.num_rollouts_per_prompt, rs.top_n_rollouts)
+        rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
+        best = best_of_each(rewards, rs.num_rollouts_per_prompt, rs.top_n_rollouts)
         kept = columns_of(batch, TRAIN_COLUMNS).select_indices(best)
         with timers("train_policy"):
             self.policy.prepare_for_training()

@@ -71,6 +71,13 @@ class AdvantageConfig:
     batch_baseline: bool = False
     """`reinforce`: subtract the mean reward of the batch."""
 
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """Without a critic: what is compared inside a group.
+
+    `trajectory`: the sum of a conversation's rewards. `turn`: for each turn, what was earned from
+    it on (docs/environments.md#credit).
+    """
+
     @property
     def is_own(self) -> bool:
         """True if the estimator is a function of the user's own."""
@@ -199,6 +206,12 @@ class TrainerPPOConfig(SamplingLoopConfig):
 
     gae_lambda: Fraction = 0.95
     """λ of `gae`."""
+
+    timestep: Literal["token", "turn"] = "token"
+    """Unit of γ and λ of `gae`: a `token`, or a `turn` of a conversation.
+
+    With `turn` they apply between turns and are 1 within one (docs/environments.md#credit).
+    """
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

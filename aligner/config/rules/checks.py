@@ -17,6 +17,7 @@ from aligner.config.rules.batches import (
 from aligner.config.rules.cluster import check_cluster
 from aligner.config.rules.correction import check_correction
 from aligner.config.rules.credit import check_credit
+from aligner.config.rules.environment import check_environment
 from aligner.config.rules.examples import check_distill, check_preference, check_reward_model
 from aligner.config.rules.generation import check_generation
 from aligner.config.rules.reward import check_reward
@@ -101,6 +102,7 @@ def _check_sampling(config: SamplingRunConfig) -> None:
     check_cluster(config)
     check_generation(config)
     check_reward(config)
+    check_environment(config)
     _check_validation(config)
     _check_lengths(config.model)
     check_token_budgets(config.model)

@@ -8,7 +8,7 @@ from aligner.errors import ConfigError
 def check_reward(config: SamplingRunConfig) -> None:
     """Refuse a kind of reward without its section, and sections that nobody reads."""
     reward = config.reward
-    if getattr(reward, reward.kind) is None:
+    if reward.kind != "environment" and getattr(reward, reward.kind) is None:
         example = {
             "function": "reward.function=my_rewards.py:reward",
             "model": "reward=model reward.model.restore_from_path=REWARD.nemo",
@@ -23,10 +23,10 @@ def check_reward(config: SamplingRunConfig) -> None:
                 f"reward.{other} is given, and reward.kind={reward.kind} does not read it; set "
                 f"reward.kind={other}, or reward.{other}=null"
             )
-    if reward.attribute_weights is not None and reward.kind == "function":
+    if reward.attribute_weights is not None and reward.kind not in ("model", "server"):
         raise ConfigError(
             "reward.attribute_weights weighs what a reward model or a server rates, and "
-            "reward.kind=function; set it to null"
+            f"reward.kind={reward.kind}; set it to null"
         )
     if reward.model is not None:
         _check_workers(config, reward.model)

@@ -1,0 +1,412 @@
+"""Rollouts of many turns: conversations of the policy with environments.
+
+Every round, the engine continues all conversations under way, and their environments answer. The
+tokens of a conversation depend on the run's seed, its sample id and what its environment says only:
+not on which others are under way, on ranks or on layouts. Nothing is under way between steps, so a
+run that is resumed begins a step's conversations again, from their seeds.
+"""
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import EnvironmentConfig, SamplingOptions
+from aligner.data.prompts import pad_right
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.collectives import is_rank_zero, on_rank_zero
+from aligner.environments.conversation import ChatRenderer, Conversation
+from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
+from aligner.environments.protocol import Turn
+from aligner.errors import ConfigError, EnvironmentCallError
+from aligner.models.interfaces import GenerationInterface
+from aligner.rewards.interface import ScoredResponses
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+EndReason = Literal["done", "max_turns", "max_tokens"]
+END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
+FAILURE_REASONS = ("env_timeout", "env_error")
+
+# Engines make random numbers of seed and sample id: turns and attempts have ids of their own.
+_TURN, _ATTEMPT = 1 << 40, 1 << 51
+
+
+class EnvironmentRollouts:
+    """Conversations in place of single responses.
+
+    Args:
+        config: ``environment`` of the run.
+        pool: the environments' processes; needed on rank 0 only.
+        tokenizer: the policy's.
+        response_length: most tokens of one message of the policy.
+        add_bos: begin with BOS unless the text does.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        pool: EnvironmentPool | None,
+        tokenizer: Tokenizer,
+        *,
+        response_length: int,
+        add_bos: bool = False,
+    ) -> None:
+        self._config, self._pool, self._tokenizer = config, pool, tokenizer
+        self._response_length = response_length
+        self._renderer = ChatRenderer(
+            tokenizer, add_bos=add_bos, rewritten_history=config.rewritten_history
+        )
+
+    def collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        *,
+        seed: int,
+        per_prompt: int,
+        sampling_options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
+        """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
+
+        ``data``: of `aligner.algorithms.rollout.rollout.prompts_batch`, whose sample ids and
+        columns are used; ``per_prompt`` adjacent rows have environments with one seed. Besides the
+        columns of a single-turn rollout it has ``turn_ids`` int64 [B, S], ``turn_rewards`` float32
+        [B, S] and ``is_scored`` float32 [B], and the lists ``responses``, ``turns``,
+        ``reward_parts``, ``end_reasons`` and ``failures``.
+
+        Raises:
+            EnvironmentCallError: more conversations failed than ``environment.retries``, or none
+                was scored.
+            DataError: messages cannot be rendered, or leave no room for an answer.
+        """
+        options: dict[str, Any] = {}
+        length = self._response_length
+        if sampling_options is not None:
+            options["sampling_options"] = sampling_options
+            length = sampling_options.length.max_length
+        here = None
+        if is_rank_zero():
+            assert self._pool is not None, "rank 0 must hold the environments"
+            here = _Conversations(self._config, self._pool, self._renderer, length)
+            here.add(data, seed, per_prompt)
+        generation.prepare_for_generation()
+        while (asked := _of(here, _Conversations.prompts)) is not None:
+            rows, sample_ids = asked
+            if not rows:  # all that began have failed
+                continue
+            ids, lengths = pad_right(rows, self._tokenizer.pad_id)
+            columns = {"input_ids": ids, "input_lengths": lengths}
+            columns["sample_ids"] = torch.tensor(sample_ids)
+            output = generation.generate(BatchedDataDict(columns), seed=seed, **options)
+            _of(here, partial(_Conversations.answered, output=output.to("cpu")))
+        generation.finish_generation()
+        return self._joined(data, _of(here, _Conversations.rows))
+
+    def _joined(self, data: BatchedDataDict, rows: "list[Trajectory]") -> BatchedDataDict:
+        ids, lengths = pad_right([row.ids for row in rows], self._tokenizer.pad_id)
+        width = ids.shape[1]
+        turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
+        return BatchedDataDict(
+            {
+                "input_ids": ids,
+                "input_lengths": lengths,
+                "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
+                "sample_ids": data["sample_ids"],
+                "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
+                "token_mask": (turn_ids > 0).float(),
+                "sample_mask": torch.tensor([float(row.is_scored) for row in rows]),
+                "generation_logprobs": _padded(
+                    [row.logprobs for row in rows], width, torch.float32
+                ),
+                "turn_ids": turn_ids,
+                "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
+                "is_scored": torch.tensor([float(row.is_scored) for row in rows]),
+                "prompts": [row.prompt for row in rows],
+                "responses": [row.text for row in rows],
+                "turns": [row.turns for row in rows],
+                "reward_parts": [row.parts for row in rows],
+                "end_reasons": [row.end_reason for row in rows],
+                "failures": [row.failures for row in rows],
+                "ground_truths": data["ground_truths"],
+                "columns": data["columns"],
+            }
+        )
+
+
+class EnvironmentReward:
+    """Rewards that environments gave while a rollout was sampled (`RewardInterface`)."""
+
+    def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
+        """Sum of each conversation's rewards, and its further numbers summed over turns.
+
+        Reads ``turn_rewards`` float32 [B, S], ``turn_ids`` int64 [B, S] and the lists of
+        `EnvironmentRollouts.collect`. A conversation that lacks a number that others have counts 0
+        for it; one without any reward is not scored, and ``is_scored`` is 0.
+        """
+        parts = data["reward_parts"]
+        names = dict.fromkeys(name for row in parts for name in row)
+        ends, failed = Counter(data["end_reasons"]), Counter(chain(*data["failures"]))
+        rows = max(1, data.size)
+        return ScoredResponses(
+            data["responses"],
+            data["turn_rewards"].sum(1),
+            {name: [row.get(name, 0.0) for row in parts] for name in names},
+            metrics={
+                "turns": data["turn_ids"].amax(1).float().mean().item(),
+                **{f"ended_{reason}": ends[reason] / rows for reason in END_REASONS},
+                **{f"failed_{reason}": failed[reason] for reason in FAILURE_REASONS},
+                "unscored_samples": int((data["is_scored"] == 0).sum()),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A conversation that ended, in plain objects; lists are of one value a token."""
+
+    prompt: str
+    prompt_length: int
+    ids: list[int]
+    turn_ids: list[int]
+    logprobs: list[float]
+    rewards: list[float]
+    is_scored: bool
+    parts: dict[str, float]
+    end_reason: EndReason
+    text: str
+    turns: list[dict[str, Any]]
+    failures: list[str]
+
+
+@dataclass
+class _Waiting:
+    """A row of the rollout, until its conversation has ended."""
+
+    row: int
+    sample_id: int
+    environment_seed: int
+    columns: dict[str, Any]
+    failures: list[str] = field(default_factory=list)
+    slot: int = -1
+    seconds: float = 0.0  # of the environment's calls
+    conversation: Conversation | None = None
+
+    @property
+    def talk(self) -> Conversation:
+        """The conversation, which must be under way."""
+        assert self.conversation is not None
+        return self.conversation
+
+    @property
+    def engine_id(self) -> int:
+        """Sample id by which the engine makes random numbers for the next turn."""
+        return self.sample_id + len(self.talk.turns) * _TURN + len(self.failures) * _ATTEMPT
+
+
+class _Conversations:
+    """Rank 0's half of a rollout: who is under way, and what was said."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        pool: EnvironmentPool,
+        renderer: ChatRenderer,
+        response_length: int,
+    ) -> None:
+        self._config, self._pool, self._renderer = config, pool, renderer
+        self._response_length = response_length
+        self._waiting: deque[_Waiting] = deque()
+        self._active: list[_Waiting] = []
+        self._free = list(range(config.concurrency))
+        self._ended: dict[int, Trajectory] = {}
+        self._failed = 0
+
+    def add(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
+        """Have a conversation for every row of ``data``."""
+        for row, sample_id in enumerate(data["sample_ids"].tolist()):
+            rng = random.Random(f"{seed}/{sample_id // per_prompt}")
+            seeded = rng.getrandbits(63)
+            self._waiting.append(_Waiting(row, sample_id, seeded, data["columns"][row]))
+
+    def prompts(self) -> tuple[list[list[int]], list[int]] | None:
+        """Tokens and sample ids of what the engine is to continue; None: all have ended.
+
+        Others wait for rank 0 meanwhile: those that failed to begin are left to the next call.
+        """
+        if not (self._waiting or self._active):
+            return None
+        self._begin()
+        return [one.talk.ids for one in self._active], [one.engine_id for one in self._active]
+
+    def answered(self, output: BatchedDataDict) -> None:
+        """Take the responses to `prompts`, in the same order, and ask the environments."""
+        calls = []
+        for index, one in enumerate(self._active):
+            begin = len(one.talk.ids)
+            end = int(output["unpadded_sequence_lengths"][index])
+            message = one.talk.answered(
+                output["output_ids"][index, begin:end].tolist(),
+                output["logprobs"][index, begin:end].tolist(),
+                bool(output["is_end"][index]),
+            )
+            calls.append(Call(one.slot, "step", message, self._limit(one)))
+        under_way, self._active, closing = self._active, [], []
+        for one, answer in zip(under_way, self._pool.call(calls), strict=True):
+            turn = self._value_of(one, answer)
+            if turn is None:
+                continue
+            reason = self._end_reason(one, turn)
+            if reason is None:
+                self._active.append(one)
+            else:
+                self._ended[one.row] = _trajectory(one, reason)
+                closing.append(one)
+        self._close(closing)
+
+    def rows(self) -> list[Trajectory]:
+        """The conversations in the order of their rows.
+
+        Raises:
+            EnvironmentCallError: none was scored.
+        """
+        found = [self._ended[row] for row in sorted(self._ended)]
+        if found and not any(each.is_scored for each in found):
+            raise EnvironmentCallError(
+                f"environment {self._pool.factory!r} scored none of the {len(found)} conversations "
+                "of a rollout: every reward was None; nothing can be learned of that (a "
+                "conversation that is cut by environment.max_turns or max_tokens has the rewards "
+                "of its turns only)"
+            )
+        return found
+
+    def _begin(self) -> None:
+        """Begin as many as there are free slots."""
+        starting = []
+        while self._waiting and self._free:
+            one = self._waiting.popleft()
+            one.slot, one.seconds = self._free.pop(0), 0.0
+            starting.append(one)
+        calls = [
+            Call(one.slot, "begin", (one.environment_seed, one.columns), self._limit(one))
+            for one in starting
+        ]
+        for one, answer in zip(starting, self._pool.call(calls), strict=True):
+            start = self._value_of(one, answer)
+            if start is not None:
+                one.conversation = Conversation(self._renderer, start)
+                self._check_room(one.talk)
+                self._active.append(one)
+
+    def _value_of(self, one: _Waiting, answer: Answer | Failure) -> Any:
+        """Return value of a call; None: it failed, and the conversation will begin again."""
+        if isinstance(answer, Answer):
+            one.seconds += answer.seconds
+            return answer.value
+        log.warning("a conversation failed and begins again (%s): %s", answer.reason, answer.text)
+        one.failures.append(answer.reason)
+        self._failed += 1
+        if self._failed > self._config.retries:
+            raise EnvironmentCallError(
+                f"{self._failed} conversations of a rollout failed, more than environment.retries="
+                f"{self._config.retries}; the last: {answer.text}"
+            )
+        self._free.append(one.slot)
+        one.conversation = None
+        self._waiting.append(one)
+        return None
+
+    def _end_reason(self, one: _Waiting, turn: Turn) -> EndReason | None:
+        """Take the environment's answer; why the conversation ends, None: it goes on."""
+        last = len(one.talk.turns) >= self._config.max_turns
+        one.talk.follow(turn, goes_on=not (turn.done or last))
+        if turn.done:
+            return "done"
+        if last:
+            return "max_turns"
+        return None if self._has_room(one.talk) else "max_tokens"
+
+    def _close(self, ended: Sequence[_Waiting]) -> None:
+        calls = [Call(one.slot, "close", None, self._config.timeout_s) for one in ended]
+        for one, answer in zip(ended, self._pool.call(calls), strict=True):
+            if isinstance(answer, Failure):
+                log.warning("after a conversation: %s", answer.text)
+            self._free.append(one.slot)
+
+    def _limit(self, one: _Waiting) -> float:
+        left = self._config.total_timeout_s - one.seconds
+        return min(self._config.timeout_s, max(0.0, left))
+
+    def _has_room(self, talk: Conversation) -> bool:
+        return len(talk.ids) + self._response_length <= self._config.max_tokens
+
+    def _check_room(self, talk: Conversation) -> None:
+        if not self._has_room(talk):
+            raise ConfigError(
+                f"environment.max_tokens={self._config.max_tokens}: the first messages of a "
+                f"conversation have {len(talk.ids)} tokens, and a response may have "
+                f"{self._response_length} more; raise it, or lower length_params.max_length (the "
+                f"messages begin {talk.prompt[:60]!r})"
+            )
+
+
+def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T:
+    """Result of ``action`` on rank 0's conversations, on every rank."""
+
+    def act() -> T:
+        assert here is not None
+        return action(here)
+
+    return on_rank_zero(act)
+
+
+def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
+    talk = one.talk
+    length = talk.length
+    rewards = [0.0] * length
+    last_of = {turn: at for at, turn in enumerate(talk.turn_ids[:length])}
+    parts: Counter[str] = Counter()
+    for number, turn in enumerate(talk.turns, start=1):
+        rewards[last_of[number]] = turn.reward or 0.0
+        parts.update(turn.parts)
+    return Trajectory(
+        prompt=talk.prompt,
+        prompt_length=talk.prompt_length,
+        ids=talk.ids[:length],
+        turn_ids=talk.turn_ids[:length],
+        logprobs=talk.logprobs[:length],
+        rewards=rewards,
+        is_scored=any(turn.reward is not None for turn in talk.turns),
+        parts=dict(parts),
+        end_reason=reason,
+        text=transcript(talk),
+        turns=[vars(turn).copy() for turn in talk.turns],
+        failures=one.failures,
+    )
+
+
+def transcript(talk: Conversation) -> str:
+    """The conversation behind its prompt, as people read it: roles and rewards in brackets."""
+    lines = []
+    for turn in talk.turns:
+        earned = "not scored" if turn.reward is None else f"{turn.reward:+.3g}"
+        lines.append(f"{turn.content} [{earned}]")
+        lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
+    return "\n".join(lines)
+
+
+def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of numbers, right-padded with 0: ``dtype`` [B, width]."""
+    result = torch.zeros(len(rows), width, dtype=dtype)
+    for index, row in enumerate(rows):
+        result[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return result

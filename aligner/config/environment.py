@@ -1,0 +1,52 @@
+"""The environment that a policy converses with, and the limits of a conversation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from aligner.config.fields import Count, Natural, Range, Seconds, UserClass
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """Section of `reward=environment`: conversations of many turns in place of single responses."""
+
+    factory: UserClass | None = None
+    """Class of the environment, `package.module:Class` or `path/to/file.py:Class`; null: none.
+
+    One is made for each conversation, as `Class(seed=..., **columns of the row, **kwargs)`
+    (docs/environments.md). It gives the prompts and the rewards.
+    """
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of its constructor."""
+
+    max_turns: Annotated[int, Range(low=1, high=1000)] = 8
+    """Most messages of the policy in a conversation."""
+
+    max_tokens: Count = 1024
+    """Most tokens of a conversation, everything included.
+
+    It ends where another response of `length_params.max_length` might not fit.
+    """
+
+    timeout_s: Seconds = 60.0
+    """Longest wait for one call of an environment, in seconds; then it is killed."""
+
+    total_timeout_s: Seconds = 600.0
+    """Longest time of all calls of a conversation together, in seconds."""
+
+    concurrency: Count = 16
+    """Conversations under way at the same time, each with a process of its own."""
+
+    retries: Annotated[Natural, Range(low=0, high=1000)] = 16
+    """Conversations that a rollout may begin again because their environment failed.
+
+    One that failed is no sample. With one more failure the run stops and names the cause.
+    """
+
+    rewritten_history: Literal["refuse", "keep"] = "refuse"
+    """Where the chat template shows earlier turns otherwise than they were sampled.
+
+    `refuse` ends the run; `keep` goes on from the tokens as they were, dropped thinking included.
+    """

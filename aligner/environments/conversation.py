@@ -1,0 +1,226 @@
+"""A conversation in tokens: what the policy sampled stays, token by token, over all turns.
+
+Prompt of turn n+1 = prompt of turn n + the tokens that were sampled + the new messages' tokens. The
+last are what the chat template puts behind an assistant's message: its closing, the messages, the
+opening of the next answer. Earlier turns are never rendered again, so the policy is trained on what
+it has read and sampled, and log-probs of the sampler and the trainer are of the same sequences
+(verl, SkyRL and TRL join tokens in the same way).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aligner.data.chat import Message, Tools, check_all_used, render
+from aligner.data.tokenizers.decoding import decode_response
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.environments.protocol import Start, Turn
+from aligner.errors import DataError, TokenizerError
+
+RewrittenHistory = Literal["refuse", "keep"]
+_MARK = "⁂answer⁂"  # stands for an answer in a rendered chat, to find what follows it
+_QUESTION: Message = {"role": "user", "content": "a"}
+
+
+class ChatRenderer:
+    """Text and tokens of messages, by the chat template of a tokenizer.
+
+    A tokenizer without one renders a message as its content and a newline.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        add_bos: bool = False,
+        rewritten_history: RewrittenHistory = "refuse",
+    ) -> None:
+        """Set up.
+
+        ``add_bos``: begin with BOS unless the text does. ``rewritten_history``: where the template
+        would show earlier turns otherwise than they were sampled, refuse or keep the tokens.
+        """
+        self.tokenizer, self._add_bos = tokenizer, add_bos
+        self._refuses = rewritten_history == "refuse"
+        self._has_template = _has_template(tokenizer)
+        closing = self._behind([_QUESTION], [], None) if self._has_template else "\n"
+        self._closing = closing
+        self._closing_has_end = tokenizer.turn_end_id in tokenizer.encode(closing)
+
+    def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
+        """Text and tokens of the first messages, up to where the policy's begins.
+
+        Raises:
+            DataError: the template refuses the messages, or ignores a part of them.
+        """
+        if self._has_template:
+            check_all_used(self.tokenizer, messages, tools)
+            text = render(self.tokenizer, messages, tools)
+        elif tools is None:
+            text = "".join(f"{message['content']}\n" for message in messages)
+        else:
+            raise DataError(
+                "the environment has tools, and the tokenizer no chat template to show them by; "
+                "use a model that has one, or write them into the messages"
+            )
+        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
+        if self._add_bos and bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        if not ids:
+            raise DataError("the environment's first messages are empty: they have no token")
+        return text, ids
+
+    def following(
+        self,
+        history: Sequence[Message],
+        answer: str,
+        new: Sequence[Message],
+        tools: Tools | None,
+        *,
+        ended: bool,
+    ) -> tuple[str, list[int]]:
+        """Text and tokens between an answer and the next one.
+
+        Args:
+            history: the messages before the answer.
+            answer: its text, without the token that ended it.
+            new: the messages after it.
+            tools: those of the start.
+            ended: a token that ends a response was sampled; it stands in for the template's own.
+        """
+        if self._has_template:
+            check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
+            behind = self._behind(history, new, tools)
+        else:
+            behind = self._closing + "".join(f"{message['content']}\n" for message in new)
+        if not ended and answer.endswith(self._closing):  # a stop string that is the closing
+            behind = behind[len(self._closing) :]
+            return behind, self.tokenizer.encode(behind)
+        ids = self.tokenizer.encode(behind)
+        if ended and self._closing_has_end:
+            ids = ids[ids.index(self.tokenizer.turn_end_id) + 1 :]
+        return behind, ids
+
+    def check_history(self, messages: Sequence[Message], tools: Tools | None, text: str) -> None:
+        """Refuse a template that shows ``messages`` otherwise than they stand in ``text``.
+
+        White space does not count: templates trim messages.
+
+        Raises:
+            DataError: ``rewritten_history`` is ``refuse`` and the two differ.
+        """
+        if not (self._has_template and self._refuses):
+            return
+        shown, there = _squeezed(render(self.tokenizer, messages, tools)), _squeezed(text)
+        if shown == there:
+            return
+        at = next(
+            (n for n, (a, b) in enumerate(zip(shown, there, strict=False)) if a != b),
+            min(len(shown), len(there)),
+        )
+        raise DataError(
+            "the tokenizer's chat template rewrites earlier turns (as one that drops thinking "
+            f"does): it shows {shown[at : at + 40]!r} where {there[at : at + 40]!r} was read or "
+            "sampled. environment.rewritten_history=keep goes on from the tokens as they were; "
+            "what serves the model later must do the same"
+        )
+
+    def _behind(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
+    ) -> str:
+        """Text of the template behind an answer; without ``new``: the closing alone."""
+        chat = [*history, _answer(_MARK), *new]
+        text = render(self.tokenizer, chat, tools, open_answer=bool(new))
+        _, found, behind = text.rpartition(_MARK)
+        if not found:
+            raise DataError("the tokenizer's chat template does not show an assistant's message")
+        return behind
+
+
+@dataclass
+class TurnRecord:
+    """A turn: the policy's message, what it earned, and what was said to it."""
+
+    content: str
+    tokens: int
+    ended: bool
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    answer: list[Message] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Conversation:
+    """One trajectory: its tokens, which of them were sampled, and its turns.
+
+    ``ids``: tokens so far. ``logprobs``: of those that were sampled, 0 of the others.
+    ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did.
+    """
+
+    def __init__(self, renderer: ChatRenderer, start: Start) -> None:
+        """Begin with the environment's first messages."""
+        self._renderer = renderer
+        self.first = [dict(message) for message in start.messages]
+        self._messages = list(self.first)
+        self._tools = None if start.tools is None else [dict(tool) for tool in start.tools]
+        self.prompt, self.ids = renderer.opening(self._messages, self._tools)
+        self._text = self.prompt
+        self.prompt_length = len(self.ids)
+        self.logprobs = [0.0] * self.prompt_length
+        self.turn_ids = [0] * self.prompt_length
+        self.turns: list[TurnRecord] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens up to the last that was sampled: what is behind it trains nothing."""
+        return 1 + max((at for at, turn in enumerate(self.turn_ids) if turn), default=-1)
+
+    def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
+        """Add the tokens that the policy sampled; return its message.
+
+        ``is_end``: the response ended by itself.
+        """
+        ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
+        content = decode_response(self._renderer.tokenizer, self.ids, ids)
+        self.turns.append(TurnRecord(content, len(ids), ended))
+        self._add(ids, logprobs, len(self.turns))
+        return _answer(content)
+
+    def follow(self, turn: Turn, *, goes_on: bool) -> None:
+        """Take the environment's answer; where it ``goes_on``, its messages become tokens."""
+        record = self.turns[-1]
+        record.reward, record.parts = turn.score, turn.parts
+        record.answer = [dict(message) for message in turn.messages]
+        record.info = dict(turn.info)
+        if not goes_on:
+            return
+        text, ids = self._renderer.following(
+            self._messages, record.content, record.answer, self._tools, ended=record.ended
+        )
+        self._messages += [_answer(record.content), *record.answer]
+        self._text += record.content + text
+        self._renderer.check_history(self._messages, self._tools, self._text)
+        self._add(ids, [0.0] * len(ids), 0)
+
+    def _add(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:
+        self.ids += ids
+        self.logprobs += logprobs
+        self.turn_ids += [turn] * len(ids)
+
+
+def _has_template(tokenizer: Tokenizer) -> bool:
+    try:
+        tokenizer.apply_chat_template([_QUESTION])
+    except TokenizerError:
+        return False
+    except DataError:  # a template for other chats
+        return True
+    return True
+
+
+def _answer(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

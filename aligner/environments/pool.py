@@ -1,0 +1,116 @@
+"""Processes of environments, one for each conversation under way."""
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from aligner.child_process import ChildProcess, Wording
+from aligner.environments.worker import KEY
+from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
+
+log = logging.getLogger(__name__)
+
+_WORKER = "aligner.environments.worker"
+_MOST_BYTES = 2**24  # of one answer
+FailureReason = Literal["env_timeout", "env_error"]
+
+
+class Call(NamedTuple):
+    """A call of the environment in a slot; see `aligner.environments.worker`."""
+
+    slot: int
+    name: Literal["begin", "step", "close"]
+    argument: Any
+    limit_s: float
+
+
+class Answer(NamedTuple):
+    """Return value of a call: a ``Start``, a ``Turn`` or None. ``seconds``: what it took."""
+
+    value: Any
+    seconds: float
+
+
+class Failure(NamedTuple):
+    """End of a conversation by its environment, in one of the reasons and in words."""
+
+    reason: FailureReason
+    text: str
+
+
+class EnvironmentPool:
+    """Slots, each with a process that holds one conversation at a time.
+
+    A process that hangs is killed with all it started, one that raised is ended; the next
+    conversation of the slot starts it again. The others do not notice.
+    """
+
+    def __init__(self, factory: str, kwargs: Mapping[str, Any], columns: Collection[str]) -> None:
+        """Start the first process, so that a class that cannot be used is refused now.
+
+        ``columns``: the data's, which the class must take.
+        """
+        self._first = (factory, dict(kwargs), sorted(columns))
+        self._wording = Wording(
+            f"environment {factory!r}",
+            "raise environment.timeout_s and total_timeout_s, or make it faster",
+            EnvironmentCallError,
+            EnvironmentTimeoutError,
+        )
+        self.factory = factory
+        self._processes: dict[int, ChildProcess] = {0: self._started()}
+        self._processes[0].wait_until_ready()
+
+    def call(self, calls: Sequence[Call]) -> list[Answer | Failure]:
+        """Make calls of different slots at the same time; each has its own time limit."""
+        self._start_missing([call.slot for call in calls if call.name == "begin"])
+        sent: list[float | Failure] = [self._send(call) for call in calls]
+        return [
+            began if isinstance(began, Failure) else self._receive(call, began)
+            for call, began in zip(calls, sent, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Kill all processes. A later call starts them again."""
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
+
+    def pid(self, slot: int) -> int:
+        """Process id of a slot's process."""
+        return self._processes[slot].pid
+
+    def _started(self) -> ChildProcess:
+        return ChildProcess(_WORKER, self._first, self._wording, most_bytes=_MOST_BYTES)
+
+    def _start_missing(self, slots: Sequence[int]) -> None:
+        """Start processes together: importing takes a while."""
+        missing = [slot for slot in slots if not self._is_alive(slot)]
+        for slot in missing:
+            self._processes[slot] = self._started()
+        for slot in missing:
+            self._processes[slot].wait_until_ready()
+
+    def _is_alive(self, slot: int) -> bool:
+        return slot in self._processes and self._processes[slot].alive
+
+    def _send(self, call: Call) -> float | Failure:
+        try:
+            self._processes[call.slot].ask(call.name, call.argument, call.limit_s)
+        except EnvironmentCallError as error:
+            return Failure("env_error", str(error))
+        return time.monotonic()
+
+    def _receive(self, call: Call, began: float) -> Answer | Failure:
+        process = self._processes[call.slot]
+        try:
+            kind, (value, seconds) = process.receive(began + call.limit_s, call.limit_s)
+        except EnvironmentTimeoutError as error:
+            return Failure("env_timeout", str(error))
+        except EnvironmentCallError as error:
+            return Failure("env_error", str(error))
+        if kind == "raised":
+            process.close()  # who knows what it left behind
+            return Failure("env_error", f"{KEY}={self.factory!r} raised {value} in {call.name}")
+        return Answer(value, seconds)

@@ -1,0 +1,140 @@
+"""The protocol of an environment, and the checks of what one returns.
+
+This module imports neither torch nor numpy: it is loaded by every environment's process.
+"""
+
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aligner.data.chat import Message, parse_messages
+from aligner.errors import DataError
+
+Reward = float | None | Mapping[str, float | None]
+_LARGEST = 3.4e38  # float32
+_MOST_SHOWN = 200  # characters of a value that is no number or text
+
+
+@dataclass(frozen=True)
+class Start:
+    """Beginning of a conversation.
+
+    ``messages``: ``{"role": text, "content": text}`` each, the last not the assistant's.
+    ``tools``: JSON schemas of functions, for the tokenizer's chat template.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Answer of an environment to a message of the policy.
+
+    ``messages``: what the policy reads next; none are needed where ``done``, and those there are
+    go to samples only. ``reward``: of the policy's message; None: it is not scored, which is not 0.
+    A mapping has ``reward`` and further numbers, which become metrics (``accuracy`` the verdict).
+    ``done``: the conversation is over. ``info``: kept with the sample.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: Reward = None
+    done: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def score(self) -> float | None:
+        """The reward by itself; None: the message is not scored."""
+        found = self.reward.get("reward") if isinstance(self.reward, Mapping) else self.reward
+        return None if found is None else float(found)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Further numbers of a reward that is a mapping."""
+        if not isinstance(self.reward, Mapping):
+            return {}
+        return {
+            name: float(value)
+            for name, value in self.reward.items()
+            if name != "reward" and value is not None
+        }
+
+
+class MessageEnv(Protocol):
+    """An environment that speaks in chat messages; one is made for each conversation.
+
+    ``Class(seed=..., **columns of the data's row, **environment.kwargs)`` makes it. The methods may
+    be coroutines or plain functions; ``close`` may be missing.
+    """
+
+    def init(self) -> Start | Awaitable[Start]:
+        """Begin the conversation."""
+        ...
+
+    def step(self, message: Message) -> Turn | Awaitable[Turn]:
+        """Answer the policy's message, ``{"role": "assistant", "content": text}``.
+
+        The text is what was sampled, without the token that ended it; a message that was cut by the
+        length limit comes as it is.
+        """
+        ...
+
+    def close(self) -> Awaitable[None] | None:
+        """Give back what the conversation held."""
+        ...
+
+
+def check_start(value: Any) -> Start:
+    """``value``, of plain classes only; DataError where it is no beginning."""
+    if not isinstance(value, Start):
+        raise DataError(f"init returned {_shown(value)}; it must return a Start")
+    tools = None
+    if value.tools is not None:
+        if not all(isinstance(tool, Mapping) for tool in value.tools):
+            raise DataError(f"tools must be JSON schemas, got {_shown(value.tools)}")
+        tools = [dict(tool) for tool in value.tools] or None
+    return Start(parse_messages(list(value.messages)), tools)
+
+
+def check_turn(value: Any) -> Turn:
+    """``value``, of plain classes only; DataError where it is no answer."""
+    if not isinstance(value, Turn):
+        raise DataError(f"step returned {_shown(value)}; it must return a Turn")
+    if not value.messages and not value.done:
+        raise DataError(
+            "step returned neither a message nor done=True; the policy has nothing to answer"
+        )
+    reward: Reward = None
+    if isinstance(value.reward, Mapping):
+        if "reward" not in value.reward:
+            raise DataError(f"the reward {dict(value.reward)} has no key 'reward'")
+        reward = {str(name): _number(each, str(name)) for name, each in value.reward.items()}
+    else:
+        reward = _number(value.reward, "reward")
+    messages = parse_messages(list(value.messages)) if value.messages else []
+    info = {str(name): _plain(each) for name, each in value.info.items()}
+    return Turn(messages, reward, bool(value.done), info)
+
+
+def _number(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(f"{name} is {_shown(value)}, which is no number") from None
+    if not math.isfinite(number) or abs(number) > _LARGEST:
+        raise DataError(f"{name} is {number}; it must be finite in float32")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else _shown(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"

@@ -1,0 +1,302 @@
+"""Tools: Python functions that a policy may call, and the calculator.
+
+A call is read from the policy's text in one of two forms, and its result goes back as the next
+message. ``hermes`` (also Qwen's): the chat template shows the functions, a call is ::
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "2*21"}}
+    </tool_call>
+
+and results are messages of the role ``tool``. ``plain``, for templates that know nothing of tools:
+the functions are described in the first message, a call is one line ::
+
+    call calculator {"expression": "2*21"}
+
+and results are one message of the user, a line ``result of calculator: ...`` each.
+"""
+
+import ast
+import inspect
+import json
+import operator
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from aligner.environments.protocol import Start, Turn
+from aligner.errors import ConfigError
+from aligner.importing import text_of
+
+Form = Literal["hermes", "plain"]
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+_PLAIN = re.compile(r"^call (\w+) *(.*)$", re.M)
+_PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
+_MOST_CHARACTERS = 4000  # of a result
+_AT_ONCE = 8
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+class ToolCall(NamedTuple):
+    """A call that the policy made. ``problem``: why it cannot be made; None: it can."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str | None = None
+
+
+def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """JSON schema of a function, from its type hints and its docstring.
+
+    The docstring is Google's: a description, and every parameter below ``Args:``. The result is
+    that of ``transformers.utils.get_json_schema``, for the types that JSON has.
+
+    Raises:
+        ConfigError: no docstring, or a parameter without description or with a type that JSON has
+            not.
+    """
+    name = getattr(function, "__name__", repr(function))
+    description, described = _docstring(function, name)
+    hints = get_type_hints(function)
+    properties, required = {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in hints or parameter.name not in described:
+            raise ConfigError(
+                f"tool {name!r}: parameter {parameter.name!r} needs a type hint and a line below "
+                "'Args:' of the docstring"
+            )
+        kind = _schema_of_type(hints[parameter.name], f"tool {name!r}: {parameter.name}")
+        properties[parameter.name] = {**kind, "description": described[parameter.name]}
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    described_function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": described_function}
+
+
+def parse_calls(text: str, form: Form) -> list[ToolCall]:
+    """The calls in a message of the policy, in their order; none where it makes none."""
+    if form == "plain":
+        return [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)]
+    calls = []
+    for found in _HERMES.findall(text):
+        try:
+            call = json.loads(found)
+            calls.append(_parsed(str(call["name"]), call.get("arguments", {})))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            problem = "a call is a JSON object with name and arguments"
+            calls.append(ToolCall("", {}, problem))
+    return calls
+
+
+class ToolEnv:
+    """An environment with tools; a subclass asks the question and scores the answer.
+
+    A message with calls has them made, several at the same time, and earns what `call_reward`
+    says; errors and unknown tools go back as text. A message without is the answer.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
+        """Offer these functions."""
+        if form not in get_args(Form):
+            raise ConfigError(f"tools: form={form!r} is not one of {', '.join(get_args(Form))}")
+        self._form = form
+        self._schemas = [json_schema(tool) for tool in tools]
+        self._tools = {tool.__name__: tool for tool in tools}
+
+    def question(self) -> str:
+        """The user's first message."""
+        raise NotImplementedError
+
+    def answered(self, text: str) -> Turn:
+        """The end of the conversation with this answer."""
+        raise NotImplementedError
+
+    def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
+        """Reward of a message that calls tools; default None: it is not scored."""
+        del calls, results
+        return None
+
+    def init(self) -> Start:
+        """Ask the question and show the tools."""
+        if self._form == "hermes":
+            return Start([{"role": "user", "content": self.question()}], self._schemas)
+        lines = [described(schema) for schema in self._schemas]
+        text = "\n".join([*lines, self.question()])
+        return Start([{"role": "user", "content": text}])
+
+    def step(self, message: Mapping[str, Any]) -> Turn:
+        """Make the calls of a message; without any it is the answer."""
+        calls = parse_calls(message["content"], self._form)
+        if not calls:
+            return self.answered(message["content"])
+        with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
+            results = list(threads.map(self._result, calls))
+        pairs = list(zip(calls, results, strict=True))
+        if self._form == "hermes":
+            said = [
+                {"role": "tool", "name": call.name, "content": result} for call, result in pairs
+            ]
+        else:
+            lines = [f"result of {call.name}: {result}" for call, result in pairs]
+            said = [{"role": "user", "content": "\n".join(lines)}]
+        return Turn(said, self.call_reward(calls, results))
+
+    def _result(self, call: ToolCall) -> str:
+        if call.problem is not None:
+            return f"error: {call.problem}"
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self._tools)}"
+        try:
+            text = str(tool(**call.arguments))
+        except Exception as error:
+            text = f"error: {type(error).__name__}: {text_of(error)}"
+        return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+
+
+def described(schema: Mapping[str, Any]) -> str:
+    """The line by which the plain form describes a tool."""
+    function = schema["function"]
+    names = ", ".join(function["parameters"]["properties"])
+    return f"{function['name']}({names}): {function['description']}"
+
+
+def calculator(expression: str) -> str:
+    """Compute the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / // % ** and parentheses.
+    """
+    if len(expression) > 200:
+        raise ValueError("the expression is longer than 200 characters")
+    value = _value(ast.parse(expression.strip(), mode="eval").body)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+class Calculation(ToolEnv):
+    """Arithmetic with a calculator: 1 for the right number at the end of the answer, 0 else.
+
+    Reads the columns ``prompt``, the question, and ``ground_truth``, the number, as those of
+    `aligner.data.arithmetic`.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        prompt: str,
+        ground_truth: str,
+        form: Form = "hermes",
+        call_reward: float | None = None,
+        **columns: Any,
+    ) -> None:
+        """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
+        del seed, columns
+        super().__init__([calculator], form)
+        self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
+
+    def question(self) -> str:
+        """The row's question."""
+        return self._prompt
+
+    def answered(self, text: str) -> Turn:
+        """Compare the last number of the answer."""
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+        right = bool(numbers) and float(numbers[-1]) == float(self._truth)
+        return Turn(reward={"reward": float(right), "accuracy": float(right)}, done=True)
+
+    def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
+        """The configured reward where every call gave a number."""
+        del calls
+        if self._call_reward is None or any(each.startswith("error") for each in results):
+            return None
+        return self._call_reward
+
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_LARGEST = 10**50
+
+
+def _value(node: ast.expr) -> int | float:
+    """Value of an arithmetic expression; whatever else Python has is refused."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            value = number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            value = -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            value = _value(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, power = _value(left), _value(right)
+            if abs(power) > 100 or abs(base) > 10**6:
+                raise ValueError("the power is too large")
+            value = base**power
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            value = _BINARY[type(op)](_value(left), _value(right))
+        case _:
+            raise ValueError("only numbers, + - * / // % ** and parentheses")
+    if isinstance(value, complex) or abs(value) > _LARGEST:
+        raise ValueError("the value is too large, or no real number")
+    return value
+
+
+def _parsed(name: str, arguments: Any) -> ToolCall:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return ToolCall(name, {}, "the arguments are no JSON")
+    if not isinstance(arguments, dict):
+        return ToolCall(name, {}, "the arguments are no JSON object")
+    return ToolCall(name, arguments)
+
+
+def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:
+    """Description, and that of every parameter."""
+    text = inspect.getdoc(function)
+    if not text:
+        raise ConfigError(f"tool {name!r} has no docstring; it is what the policy reads of it")
+    head, _, rest = text.partition("\nArgs:\n")
+    block = re.split(r"\n(?:Returns|Raises):\n", rest)[0]
+    described: dict[str, str] = {}
+    last = None
+    for line in block.splitlines():
+        found = _PARAMETER.match(line)
+        if found:
+            last = found.group(1)
+            described[last] = found.group(2).strip()
+        elif last is not None and line.strip():
+            described[last] += f" {line.strip()}"
+    return re.split(r"\n(?:Returns|Raises):\n", head)[0].strip(), described
+
+
+def _schema_of_type(hint: Any, place: str) -> dict[str, Any]:
+    if hint in _TYPES:
+        return {"type": _TYPES[hint]}
+    origin, arms = get_origin(hint), get_args(hint)
+    if hint is list or origin is list:
+        items = {"items": _schema_of_type(arms[0], place)} if arms else {}
+        return {"type": "array", **items}
+    if hint is dict or origin is dict:
+        return {"type": "object"}
+    if origin is Literal and all(isinstance(arm, str) for arm in arms):
+        return {"type": "string", "enum": list(arms)}
+    if origin in (Union, types.UnionType):
+        others = [arm for arm in arms if arm is not type(None)]
+        if len(others) == 1 and len(arms) == 2:
+            return {**_schema_of_type(others[0], place), "nullable": True}
+    raise ConfigError(
+        f"{place}: type {hint} is none that a schema has here; use str, int, float, bool, list, "
+        "dict, a Literal of texts, or one of them or None"
+    )

@@ -1,0 +1,105 @@
+"""The environment's process: loads the class once, then holds one conversation at a time.
+
+Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns)``,
+then ``(number, call, argument, time limit in seconds)``, where the calls are ``begin`` with
+``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``. Child to parent:
+``answer, (value, seconds)`` or ``raised, (text, seconds)``.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from aligner.child_process import Channel, ended_after, refusal
+from aligner.environments.protocol import check_start, check_turn
+from aligner.errors import AlignerError, ConfigError
+from aligner.importing import check_call, describe_exception, load_function
+
+KEY = "environment.factory"
+
+
+def main(channel: int) -> None:
+    """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
+    parent = Channel(channel)
+    try:
+        factory, kwargs, columns = parent.receive()
+        host = Host(load_factory(factory, kwargs, columns), kwargs)
+    except AlignerError as error:
+        parent.send(0, *refusal(error))
+        return
+    parent.send(0, "ready", None)
+    while True:
+        try:
+            number, call, argument, limit_s = parent.receive()
+        except EOFError:
+            return
+        with ended_after(limit_s):
+            began = time.monotonic()
+            try:
+                kind, value = "answer", host.call(call, argument)
+            except SystemExit:
+                raise
+            except BaseException as error:
+                kind, value = "raised", describe_exception(error)
+            parent.send(number, kind, (value, time.monotonic() - began))
+
+
+def load_factory(
+    factory: str, kwargs: Mapping[str, Any], columns: Collection[str]
+) -> Callable[..., Any]:
+    """The class that ``environment.factory`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
+            ``columns`` and ``kwargs``.
+    """
+    found = load_function(factory, key=KEY, kind="class")
+    if isinstance(found, type):
+        lacking = [name for name in ("init", "step") if not callable(getattr(found, name, None))]
+        if lacking:
+            raise ConfigError(
+                f"{KEY}={factory!r} has no method {' and no method '.join(lacking)}; see "
+                "docs/environments.md"
+            )
+    twice = sorted({"seed", *columns} & kwargs.keys()) + sorted({"seed"} & {*columns})
+    if twice:
+        raise ConfigError(
+            f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
+            "the data or by environment.kwargs; rename one"
+        )
+    check_call(
+        found,
+        ["seed", *columns, *kwargs],
+        f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
+        "Take what it does not need as **columns.",
+    )
+    return found
+
+
+class Host:
+    """One conversation at a time, and the event loop of its coroutines."""
+
+    def __init__(self, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        """Nothing is made yet."""
+        self._factory, self._kwargs = factory, kwargs
+        self._loop = asyncio.new_event_loop()
+        self._environment: Any = None
+
+    def call(self, name: str, argument: Any) -> Any:
+        """Do what a message asks for and check what comes back."""
+        if name == "begin":
+            seed, columns = argument
+            self._environment = self._factory(seed=seed, **columns, **self._kwargs)
+            return check_start(self._awaited(self._environment.init()))
+        if name == "step":
+            return check_turn(self._awaited(self._environment.step(argument)))
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            self._awaited(close())
+        self._environment = None
+        return None
+
+    def _awaited(self, value: Any) -> Any:
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value

@@ -1,0 +1,115 @@
+"""Runs over conversations: to their end by every algorithm, on two processes, and learning."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from ranks import run_ranks
+
+from aligner.config import RSRunConfig, RunConfig, load_config
+from aligner.observe.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "recipes/ppo_tiny_guessing_cpu"
+# The same game for scripts that have no recipe of it.
+GAME = [
+    *("reward=environment", "environment.factory=aligner.environments.games:GuessingGame"),
+    *("+environment.kwargs={high: 3, guesses: 3}", "environment.max_tokens=128"),
+    *("data.train.source=aligner.environments.games:guessing_games", "environment.concurrency=4"),
+]
+
+
+def short(section, samples=8):
+    return [
+        *(f"trainer.{section}.max_steps=2", f"model.{section}.num_rollout_samples={samples}"),
+        *("model.global_batch_size=8", "model.micro_batch_size=4"),
+        f"model.{section}.length_params.max_length=2",
+    ]
+
+
+def settings(folder, nemo):
+    return [
+        f"model.restore_from_path={nemo}",
+        f"exp_manager.explicit_log_dir={folder}",
+        "exp_manager.create_tensorboard_logger=false",
+    ]
+
+
+def run(folder, nemo, *overrides, script=RECIPE, root=RunConfig):
+    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.rs.build import train_rs
+
+    with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+        composed = compose(script, overrides=[*settings(folder, nemo), *overrides])
+    (train_ppo if root is RunConfig else train_rs)(load_config(composed, root))
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def samples_of(folder):
+    return [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
+    small = ["critic.global_batch_size=8", "critic.micro_batch_size=4"]
+    lines = run(
+        tmp_path,
+        tiny_nemo,
+        *short("ppo"),
+        *small,
+        "data.validation.arguments.size=8",
+        "environment.concurrency=4",
+    )
+    assert lines[0]["val_rollouts/turns"] > 1
+    for line in lines[1:]:
+        names = ("done", "max_turns", "max_tokens")
+        assert sum(line[f"train_rollouts/ended_{name}"] for name in names) == pytest.approx(1)
+        # Over holes too, sampler and trainer agree on every log-prob.
+        assert line["sampler/logprob_gap_max"] < 1e-4
+        assert line["train_rollouts/failed_env_error"] == 0
+    first = samples_of(tmp_path)[0]
+    assert len(first["turns"]) == first["response"].count("[+") > 1
+    assert first["turns"][0]["reward"] is not None
+    assert "[user] " in (tmp_path / "report.html").read_text()
+
+
+def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo):
+    options = ["trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"]
+    lines = run(tmp_path, tiny_nemo, *GAME, *short("ppo"), *options, script="gpt_reinforce")
+    assert len(lines) == 3  # before the first step, and two
+    assert lines[-1]["train_rollouts/turns"] > 1
+
+
+def test_the_best_conversations_are_learned(tmp_path, tiny_nemo):
+    options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4"]
+    lines = run(
+        tmp_path, tiny_nemo, *GAME, *short("rs", 16), *options, script="gpt_rs", root=RSRunConfig
+    )
+    for line in lines[1:]:
+        assert line["train_rollouts/kept_rewards"] >= line["train_rollouts/rewards"]
+
+
+def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
+    """Three conversations at a time on one side, eight on the other."""
+    options = [
+        *short("ppo"),
+        "critic.global_batch_size=8",
+        "critic.micro_batch_size=4",
+        "data.validation=null",
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run(one, tiny_nemo, *options, "environment.concurrency=3")
+    script = ROOT / "examples" / "train_gpt_ppo.py"
+    arguments = ["--config-name", RECIPE, *settings(two, tiny_nemo), *options, "trainer.devices=2"]
+    run_ranks(script, 2, arguments, 240)
+    first = [sample for sample in samples_of(one) if sample["step"] == 1]
+    assert first == [sample for sample in samples_of(two) if sample["step"] == 1]
+    assert len(first) > 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_game_is_learned(tmp_path, tiny_nemo, seed):
+    lines = run(tmp_path, tiny_nemo, f"seed={seed}")
+    assert lines[0]["val_rollouts/rewards"] < 0.15
+    assert lines[-1]["val_rollouts/rewards"] > 0.4

@@ -1,0 +1,133 @@
+"""Environments that cannot work are refused with the key and the remedy, and credit uses turns."""
+
+import pytest
+import torch
+from test_conf import composed
+
+from aligner.algorithms.ppo.credit import Credit
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import PromptSourceConfig, RSRunConfig, TrainerPPOConfig, load_config
+from aligner.config.algorithms.trainer import (
+    AdvantageConfig,
+    ImproperEndConfig,
+    RewardShapingConfig,
+)
+from aligner.config.rules.lengths import longest_lengths
+from aligner.data.prompts import EpisodeDataset
+from aligner.errors import ConfigError
+
+BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl"]
+SINGLE = [*BASE, "reward.function=a.b:f"]
+GAME = [*BASE, "reward=environment", "environment.factory=a.b:Game"]
+
+
+def loaded(*overrides, script="gpt_ppo"):
+    return load_config(composed(script, [*GAME, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["environment.factory=null"], r"set reward=environment and environment.factory=my_game"),
+        (["reward.function=a.b:f"], r"reward.function=a.b:f scores single responses"),
+        (["environment.max_tokens=64"], "leaves no room for a prompt before a response of"),
+        (["environment.timeout_s=1000000"], "below half of cluster.timeout_s"),
+        (["data.max_prompt_length=9"], "prompts are the environment's"),
+        (["trainer.ppo.reward.shift=1"], "would be paid for every turn"),
+        (["trainer.ppo.reward.overlong_cache=1"], "speaks of the length of a single response"),
+        (["trainer.ppo.advantage.credit=turn"], "what is compared inside a group"),
+        (["environment.max_turns=0"], "must be between 1 and 1000"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        loaded(*overrides)
+
+
+def test_turns_need_an_environment():
+    for key in ("timestep", "advantage.credit"):
+        with pytest.raises(ConfigError, match=rf"trainer.ppo.{key}=turn is for conversations"):
+            load_config(
+                composed("gpt_ppo", [*BASE, "reward.function=a.b:f", f"trainer.ppo.{key}=turn"])
+            )
+    with pytest.raises(ConfigError, match=r"timestep=turn is the unit of gae's"):
+        loaded("trainer.ppo.timestep=turn", script="gpt_reinforce")
+    with pytest.raises(ConfigError, match=r"set reward=environment and environment.factory"):
+        load_config(
+            composed("gpt_rs", [*SINGLE, "environment.factory=a.b:Game"]),
+            RSRunConfig,
+        )
+
+
+def test_the_longest_sequences_are_those_of_a_conversation(tmp_path):
+    config = loaded("environment.max_tokens=200", "model.ppo.length_params.max_length=10")
+    assert longest_lengths(config) == (190, 10)
+    rows = tmp_path / "t.jsonl"
+    rows.write_text('{"secret": 3}\n{"prompt": "p", "x": null}\n')
+    episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190)
+    assert episodes.max_length == 190
+    assert [episodes[n].columns for n in range(2)] == [{"secret": 3}, {"prompt": "p", "x": None}]
+
+
+# Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.
+TURNS = torch.tensor([[0, 1, 0, 2], [0, 1, 0, 2], [0, 1, 0, 0]])
+REWARDS = torch.tensor([[0.0, 1, 0, 5], [0, 2, 0, 0], [0, 3, 0, 0]])
+
+
+def rollout(**columns):
+    return BatchedDataDict(
+        {
+            "turn_ids": TURNS,
+            "token_mask": (TURNS > 0).float(),
+            "turn_rewards": REWARDS.clone(),
+            "rewards": REWARDS.sum(1),
+            "is_scored": torch.tensor([1.0, 1, 1]),
+            "is_end": torch.tensor([True, True, False]),
+            **columns,
+        }
+    )
+
+
+def credit(per_prompt=3, **options):
+    trainer = TrainerPPOConfig(normalize_advantages=False, **options)
+    return Credit(trainer, kl_in_reward=False, rollouts_per_prompt=per_prompt, max_length=4)
+
+
+def test_rewards_of_turns_are_shaped_where_they_stand():
+    batch = rollout()
+    credit(
+        reward=RewardShapingConfig(scale=2, clip=5),
+        improper_end=ImproperEndConfig(mode="penalize", penalty=0.5),
+    ).shape(batch)
+    assert batch["shaped_turn_rewards"].tolist() == [[0, 2, 0, 5], [0, 4, 0, 0], [0, 4.5, 0, 0]]
+    assert batch["shaped_rewards"].tolist() == [7, 4, 4.5]
+    assert batch["sample_mask"].tolist() == [1, 1, 1]
+    batch = rollout(is_scored=torch.tensor([0.0, 1, 1]))
+    credit(improper_end=ImproperEndConfig(mode="mask")).shape(batch)
+    assert batch["sample_mask"].tolist() == [0, 1, 0]
+
+
+def test_credit_with_a_critic_counts_in_turns():
+    """γ = 0.5, λ = 1, no values: what follows the first turn weighs half, whatever its length."""
+    for timestep, first in (("token", 1 + 0.25 * 5), ("turn", 1 + 0.5 * 5)):
+        batch = rollout(values=torch.zeros(3, 4))
+        batch["turn_ids"] = torch.tensor([[0, 1, 2, 2], [0, 1, 0, 2], [0, 1, 0, 0]])
+        batch["token_mask"] = (batch["turn_ids"] > 0).float()
+        how = credit(discount_factor=0.5, gae_lambda=1.0, timestep=timestep)
+        how.shape(batch)
+        how.assign(batch, 0.0)
+        assert batch["advantages"][0, 1].item() == first
+        assert batch["advantages"][:, 0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("compared", "first", "second"),
+    [("trajectory", [3.5, -2.5, -1.0], [3.5, -2.5, 0]), ("turn", [3.5, -2.5, -1.0], [5, -5, 0])],
+)
+def test_credit_without_a_critic_compares_conversations_or_turns(compared, first, second):
+    batch = rollout()
+    how = credit(advantage=AdvantageConfig(estimator="rloo", credit=compared))
+    how.shape(batch)
+    how.assign(batch, 0.0)
+    assert batch["advantages"][:, 1].tolist() == first
+    assert batch["advantages"][:, 3].tolist() == second

@@ -1,0 +1,160 @@
+"""Tokens of conversations: the prompt of a turn is the exact history and the new messages.
+
+Random conversations for every kind of chat template that the tests have; what was sampled, where
+and with which log-prob is written down by the test itself.
+"""
+
+import random
+
+import pytest
+from test_chat_data import LLAMA2, MISTRAL, R1, WITH_TOOLS, chatml, prepending
+
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.environments.conversation import ChatRenderer, Conversation
+from aligner.environments.protocol import Start, Turn
+from aligner.errors import DataError
+
+WORDS = ["two", "and", "four", "ab", "five more"]
+MORE = ["é", "7+", "\n", "  "]  # of which the small BPE knows nothing
+THINKS = R1.replace("<think>\\n", "")  # drops thinking of earlier turns; opens no tag
+FAMILIES = {
+    "chatml": byte_level_tokenizer,
+    "tools": lambda: chatml(WITH_TOOLS),
+    "thinking dropped": lambda: chatml(THINKS),
+    "llama2": lambda: prepending(LLAMA2),
+    "mistral": lambda: prepending(MISTRAL),
+    "no template": lambda: chatml(None),
+}
+
+
+def words(rng, known):
+    return " ".join(rng.choice(known) for _ in range(rng.randint(1, 5))).strip() or "two"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def ends(tokenizer):
+    """The token that an answer is ended with."""
+    return tokenizer.turn_end_id
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_conversations(family):
+    tokenizer = FAMILIES[family]()
+    renderer = ChatRenderer(tokenizer)
+    rng = random.Random(family)
+    for _ in range(100):
+        _check_conversation(family, tokenizer, renderer, rng)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thousand_random_conversations(family):
+    tokenizer = FAMILIES[family]()
+    renderer = ChatRenderer(tokenizer)
+    rng = random.Random(f"many {family}")
+    for _ in range(1000):
+        _check_conversation(family, tokenizer, renderer, rng)
+
+
+def _check_conversation(family, tokenizer, renderer, rng):
+    roles = ["user", "tool"] if family == "tools" else ["user"]
+    known = WORDS if family in ("llama2", "mistral") else WORDS + MORE
+    first = [user(words(rng, known))]
+    talk = Conversation(renderer, Start(first))
+    chat, sampled, expected = list(first), {}, list(talk.ids)
+    has_template = renderer._has_template
+    if has_template:
+        assert talk.ids == tokenizer.encode(tokenizer.apply_chat_template(first))
+    every_turn_ended = True
+    for number in range(1, rng.randint(2, 5)):
+        before = list(talk.ids)
+        assert before == expected
+        text, ended = words(rng, known), rng.random() < 0.7
+        every_turn_ended &= ended
+        ids = tokenizer.encode(text) + ([ends(tokenizer)] if ended else [])
+        logprobs = [-rng.random() for _ in ids]
+        message = talk.answered(ids, logprobs, ended)
+        for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True), len(before)):
+            sampled[at] = (token, logprob, number)
+        new = [{"role": rng.choice(roles), "content": words(rng, known)}]
+        talk.follow(Turn(new, 1.0), goes_on=True)
+        # The exact prefix, then something that the policy did not sample.
+        assert talk.ids[: len(before) + len(ids)] == before + ids
+        assert len(talk.ids) > len(before) + len(ids)
+        expected = list(talk.ids)
+        chat += [message, *new]
+    _check_mask(talk, sampled)
+    if has_template and every_turn_ended:
+        shown = tokenizer.apply_chat_template(chat)
+        assert "".join(tokenizer.decode(talk.ids).split()) == "".join(shown.split())
+
+
+def _check_mask(talk, sampled):
+    assert len(talk.ids) == len(talk.logprobs) == len(talk.turn_ids)
+    for at, token in enumerate(talk.ids):
+        known = sampled.get(at)
+        if known is None:
+            assert (talk.turn_ids[at], talk.logprobs[at]) == (0, 0.0)
+        else:
+            assert (token, talk.logprobs[at], talk.turn_ids[at]) == known
+    assert talk.length == 1 + max(sampled)
+
+
+def test_a_turn_by_hand():
+    """ChatML in bytes: the sampled end stays, its newline and the new message are added."""
+    tokenizer = byte_level_tokenizer()
+    talk = Conversation(ChatRenderer(tokenizer), Start([user("hi")]))
+    assert tokenizer.decode(talk.ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert talk.answered([ord("4"), 258], [-1.0, -2.0], True)["content"] == "4"
+    talk.follow(Turn([user("no")], -1.0), goes_on=True)
+    added = tokenizer.decode(talk.ids[talk.prompt_length :])
+    assert added == "4<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    assert talk.turn_ids[talk.prompt_length :][:3] == [1, 1, 0]
+    # An answer that was cut is closed for the policy, by tokens that it does not learn.
+    talk.answered([ord("5")], [-3.0], False)
+    at = len(talk.ids)
+    talk.follow(Turn([user("a")]), goes_on=True)
+    assert tokenizer.decode(talk.ids[at:]).startswith("<|im_end|>\n<|im_start|>user\na")
+    assert talk.turn_ids[at:] == [0] * (len(talk.ids) - at)
+    assert [turn.reward for turn in talk.turns] == [-1.0, None]
+
+
+def test_without_a_template_a_message_is_a_line():
+    tokenizer = chatml(None)
+    talk = Conversation(ChatRenderer(tokenizer), Start([user("guess"), user("1-9")]))
+    assert tokenizer.decode(talk.ids) == "guess\n1-9\n"
+    talk.answered(tokenizer.encode("4\n"), [-1.0, -1.0], True)  # the stop string is the newline
+    talk.follow(Turn([user("higher")]), goes_on=True)
+    talk.answered(tokenizer.encode("5"), [-1.0], False)
+    talk.follow(Turn([user("lower")]), goes_on=True)
+    assert tokenizer.decode(talk.ids) == "guess\n1-9\n4\nhigher\n5\nlower\n"
+    with pytest.raises(DataError, match="no chat template to show them by"):
+        Conversation(ChatRenderer(tokenizer), Start([user("a")], [{"name": "f"}]))
+
+
+def test_a_template_that_rewrites_history_is_refused_unless_it_is_kept():
+    tokenizer = chatml(R1)
+    thought = [*tokenizer.encode("hm</think>4"), 258]
+
+    def after_a_turn(**options):
+        talk = Conversation(ChatRenderer(tokenizer, **options), Start([user("q")]))
+        talk.answered(thought, [-1.0] * len(thought), True)
+        talk.follow(Turn([user("r")]), goes_on=True)
+        return tokenizer.decode(talk.ids)
+
+    with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=keep"):
+        after_a_turn()
+    kept = after_a_turn(rewritten_history="keep")
+    assert kept == "<U>q<A><think>\nhm</think>4<|im_end|><U>r<A><think>\n"
+
+
+def test_messages_that_a_template_leaves_out_are_refused():
+    plain = R1.replace("{% else %}{% set", "{% elif m.role == 'assistant' %}{% set", 1)
+    renderer = ChatRenderer(chatml(plain), rewritten_history="keep")
+    talk = Conversation(renderer, Start([user("q")]))
+    talk.answered([ord("4"), 258], [-1.0, -1.0], True)
+    with pytest.raises(DataError, match="makes nothing of messages of role 'tool'"):
+        talk.follow(Turn([{"role": "tool", "content": "14"}]), goes_on=True)

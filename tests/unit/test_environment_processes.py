@@ -1,0 +1,149 @@
+"""Environments in processes: an answer or a failure, whatever they do."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from reward_cases import gone
+
+from aligner.environments import Start, Turn
+from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
+from aligner.environments.protocol import check_start, check_turn
+from aligner.errors import ConfigError, DataError
+
+SAID = {"role": "assistant", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "user_environments.py"
+    return shutil.copy(Path(__file__).with_name("user_environments.py"), path)
+
+
+@pytest.fixture(scope="module")
+def pool(module):
+    columns = ["what", "at", "marker", "name"]
+    found = EnvironmentPool(f"{module}:Does", {"turns": 2}, columns)
+    yield found
+    found.close()
+
+
+def begin(slot, seed=1, **columns):
+    return Call(slot, "begin", (seed, columns), 60.0)
+
+
+def step(slot, limit=60.0):
+    return Call(slot, "step", SAID, limit)
+
+
+def test_conversations_in_slots_of_their_own(pool):
+    started = pool.call([begin(0, name="a"), begin(1, seed=7, name="b")])
+    assert [one.value.messages[0]["content"] for one in started] == ["row a", "row b"]
+    first = pool.call([step(0), step(1)])
+    assert [one.value for one in first] == [
+        Turn([{"role": "user", "content": "you said 5"}], 1.0, False, {"seed": seed})
+        for seed in (1, 7)
+    ]
+    (second,) = pool.call([step(1)])
+    assert (second.value.done, second.value.score) == (True, 2.0)
+    assert pool.call([Call(1, "close", None, 60.0)])[0].value is None
+    assert pool.pid(0) != pool.pid(1) != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raises", r"raised ZeroDivisionError: of the environment .*in step"),
+        ("is_killed", r"died \(exit code -9\)"),
+        ("floods", "died"),
+        ("is_no_turn", "step returned .*; it must return a Turn"),
+        ("is_no_number", "reward is nan; it must be finite"),
+        ("says_nothing", "neither a message nor done=True"),
+    ],
+)
+def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
+    pool.call([begin(0, what=what), begin(1)])
+    other = pool.pid(1)
+    failed, fine = pool.call([step(0), step(1)])
+    assert isinstance(failed, Failure)
+    assert failed.reason == "env_error"
+    assert re.search(said, failed.text), failed.text
+    assert fine.value.score == 1.0
+    assert isinstance(pool.call([begin(0)])[0], Answer)  # it is started again
+    assert pool.pid(1) == other
+
+
+def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path):
+    marker = tmp_path / "pids"
+    pool.call([begin(0, what="hangs", marker=str(marker)), begin(1)])
+    began = time.monotonic()
+    failed, fine = pool.call([step(0, limit=1.0), step(1)])
+    assert time.monotonic() - began < 10
+    assert (failed.reason, fine.value.score) == ("env_timeout", 1.0)
+    assert "did not answer within 1 seconds and was killed" in failed.text
+    assert all(gone(int(pid)) for pid in marker.read_text().split())
+    assert isinstance(pool.call([begin(0)])[0], Answer)
+
+
+def test_a_fork_answers_nothing(pool):
+    pool.call([begin(0, what="forks")])
+    assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+
+
+def test_coroutines_share_a_loop(module):
+    pool = EnvironmentPool(f"{module}:Async", {}, [])
+    try:
+        pool.call([begin(0)])
+        assert [pool.call([step(0)])[0].value.score for _ in range(2)] == [1.0, 2.0]
+        assert pool.call([Call(0, "close", None, 60.0)])[0].value is None
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "columns", "said"),
+    [
+        ("Missing", {}, [], "has no class 'Missing'"),
+        ("NoStep", {}, [], "has no method step"),
+        ("NoStep", {"other": 1}, [], "has no method step"),
+        ("Echo", {"turns": 1}, ["turns"], "turns would be given twice"),
+        ("Echo", {}, ["seed"], "seed would be given twice"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_at_once(module, name, kwargs, columns, said):
+    with pytest.raises(ConfigError, match=rf"environment.factory=.*{said}"):
+        EnvironmentPool(f"{module}:{name}", kwargs, columns)
+
+
+def test_columns_that_the_constructor_does_not_take_are_refused():
+    with pytest.raises(ConfigError, match=r"is made with seed, the columns .*\*\*columns"):
+        EnvironmentPool("aligner.environments.tools:ToolEnv", {}, ["prompt"])
+
+
+def test_what_environments_return_is_checked():
+    with pytest.raises(DataError, match="init returned 3; it must return a Start"):
+        check_start(3)
+    with pytest.raises(DataError, match="the assistant's"):
+        check_start(Start([{"role": "assistant", "content": "a"}]))
+    with pytest.raises(DataError, match="has no key 'reward'"):
+        check_turn(Turn(reward={"other": 1.0}, done=True))
+    with pytest.raises(DataError, match="reward is 'much', which is no number"):
+        check_turn(Turn(reward="much", done=True))
+    scored = check_turn(Turn(reward={"reward": None, "part": 2}, done=True))
+    assert (scored.score, scored.parts) == (None, {"part": 2.0})
+    assert check_turn(Turn(reward=True, done=True)).score == 1.0
+
+
+def test_child_processes_stay_light():
+    program = (
+        "import sys, aligner.environments.worker, aligner.environments.tools;"
+        "import aligner.environments.games;"
+        "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,232 @@
+"""Rollouts of conversations: whose tokens they are, where rewards stand, how they end."""
+
+import random
+
+import pytest
+import torch
+import user_environments as envs
+
+from aligner.algorithms.rollout.environments import (
+    EnvironmentReward,
+    EnvironmentRollouts,
+    transcript,
+)
+from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config.environment import EnvironmentConfig
+from aligner.data.prompts import Prompt, collate_prompts
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.environments import Start, Turn
+from aligner.environments.conversation import ChatRenderer, Conversation
+from aligner.environments.pool import Answer, Failure
+from aligner.environments.worker import Host
+from aligner.errors import ConfigError, EnvironmentCallError
+
+TOKENIZER = byte_level_tokenizer()
+MOST = 4  # tokens of a response
+
+
+class HerePool:
+    """A pool without processes."""
+
+    factory = "here"
+
+    def __init__(self, make):
+        self.make, self.hosts, self.most = make, {}, 0
+
+    def call(self, calls):
+        return [self._answer(call) for call in calls]
+
+    def _answer(self, call):
+        if call.name == "begin":
+            self.hosts[call.slot] = Host(self.make, {})
+        self.most = max(self.most, len(self.hosts))
+        try:
+            value = self.hosts[call.slot].call(call.name, call.argument)
+        except Exception as error:
+            return Failure("env_error", str(error))
+        return Answer(value, 1.0)
+
+
+class Babble:
+    """An engine whose tokens depend on the prompt, the seed and the sample id only."""
+
+    def __init__(self):
+        self.calls = []
+
+    def prepare_for_generation(self):
+        return True
+
+    def finish_generation(self):
+        return True
+
+    def generate(self, data, greedy=False, *, seed=None, sampling_options=None):
+        most = MOST if sampling_options is None else sampling_options.length.max_length
+        self.calls.append(data["sample_ids"].tolist())
+        rows = [
+            self._row(ids[:length], f"{seed}/{sample}", most)
+            for ids, length, sample in zip(
+                data["input_ids"].tolist(),
+                data["input_lengths"].tolist(),
+                data["sample_ids"].tolist(),
+                strict=True,
+            )
+        ]
+        width = max(len(ids) for ids, *_ in rows)
+        return BatchedDataDict(
+            {
+                "output_ids": torch.tensor([ids + [0] * (width - len(ids)) for ids, *_ in rows]),
+                "unpadded_sequence_lengths": torch.tensor([len(ids) for ids, *_ in rows]),
+                "generation_lengths": torch.tensor([0 for _ in rows]),
+                "logprobs": torch.tensor([p + [0.0] * (width - len(p)) for _, p, _ in rows]),
+                "is_end": torch.tensor([end for *_, end in rows]),
+            }
+        )
+
+    def _row(self, ids, key, most):
+        rng = random.Random(f"{key}/{ids}")
+        new = [rng.randint(97, 122) for _ in range(rng.randint(1, most))]
+        ended = rng.random() < 0.5
+        if ended:
+            new[-1] = 258
+        return ids + new, [0.0] * len(ids) + [-rng.random() for _ in new], ended
+
+
+def collected(make, rows, per_prompt=1, first=0, engine=None, pool=None, **settings):
+    config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
+    rollouts = EnvironmentRollouts(config, pool or HerePool(make), TOKENIZER, response_length=MOST)
+    items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
+    data = prompts_batch(collate_prompts(items, 0), first, per_prompt)
+    return rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
+
+
+ROWS = [{"name": str(number), "turns": 1 + number % 4} for number in range(6)]
+
+
+def of_row(seed, turns, **columns):
+    return envs.Echo(seed, turns, **columns)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    for key, column in one.items():
+        equal = torch.equal(column, other[key]) if torch.is_tensor(column) else column == other[key]
+        assert equal, key
+
+
+def test_tokens_do_not_depend_on_who_else_is_under_way():
+    pools = [HerePool(of_row) for _ in range(3)]
+    batches = [
+        collected(of_row, ROWS, 2, concurrency=slots, pool=pool)
+        for slots, pool in zip((1, 5, 100), pools, strict=True)
+    ]
+    same(batches[0], batches[1])
+    same(batches[0], batches[2])
+    assert [pool.most for pool in pools] == [1, 5, 12]
+    alone = collected(of_row, ROWS[3:4], first=3)
+    assert torch.equal(alone["input_ids"][0], collected(of_row, ROWS)["input_ids"][3])
+
+
+def test_a_group_shares_its_environments_seed_and_nothing_else():
+    batch = collected(of_row, ROWS, 2, first=4)
+    seeds = [turns[0]["info"]["seed"] for turns in batch["turns"]]
+    assert seeds[0::2] == seeds[1::2]
+    assert len(set(seeds)) == len(ROWS)
+    assert not torch.equal(batch["input_ids"][2], batch["input_ids"][3])
+
+
+def test_masks_rewards_and_log_probs_stand_at_sampled_tokens():
+    batch = collected(of_row, ROWS)
+    mask, turns = batch["token_mask"], batch["turn_ids"]
+    assert torch.equal(mask, (turns > 0).float())
+    assert torch.equal(batch["generation_logprobs"] != 0, mask.bool())
+    assert torch.equal(batch["prompt_lengths"], mask.argmax(1))  # the first sampled token
+    places = torch.arange(1, mask.shape[1] + 1)
+    assert torch.equal(batch["input_lengths"], (mask * places).amax(1).long())  # and the last
+    for row, settings in enumerate(ROWS):
+        count = settings["turns"]
+        assert turns[row].max() == count
+        for turn in range(1, count + 1):
+            places = (turns[row] == turn).nonzero().flatten()
+            assert torch.equal(places, torch.arange(places[0], places[-1] + 1))
+            expected = torch.zeros(len(places))
+            expected[-1] = turn
+            assert torch.equal(batch["turn_rewards"][row][places], expected)
+        assert batch["turn_rewards"][row].sum() == count * (count + 1) / 2
+    assert batch["is_end"].all()
+    shown = batch["responses"][1].splitlines()
+    assert shown[0].endswith("[+1]")
+    assert shown[1] == f"[user] you said {len(batch['turns'][1][0]['content'])}"
+
+
+def test_every_turn_and_attempt_has_random_numbers_of_its_own(tmp_path):
+    engine = Babble()
+    rows = [{"marker": str(tmp_path / "x")}]
+    batch = collected(envs.FailsTwice, rows, first=5, engine=engine)
+    ids = [each for call in engine.calls for each in call]
+    assert len(set(ids)) == len(ids) == 5
+    assert ids[0] == 5  # as in a rollout of one turn
+    assert batch["failures"] == [["env_error", "env_error"]]
+
+
+def test_ends_are_named():
+    batch = collected(lambda **given: envs.Echo(turns=9, **given), [{}] * 2, max_turns=3)
+    assert batch["end_reasons"] == ["max_turns"] * 2
+    assert not batch["is_end"].any()
+    assert batch["turn_ids"].amax(1).tolist() == [3, 3]
+    batch = collected(lambda **given: envs.Echo(turns=99, **given), [{}] * 2, max_tokens=120)
+    assert batch["end_reasons"] == ["max_tokens"] * 2
+    assert batch["input_ids"].shape[1] <= 120
+    assert (batch["turn_ids"][:, -1] > 0).any()  # nothing stands behind the last sampled token
+
+
+def test_a_failed_conversation_is_no_sample(tmp_path):
+    rows = [{"marker": str(tmp_path / "x")}] * 3
+    batch = collected(envs.FailsTwice, rows, retries=2)
+    assert batch.size == 3
+    assert batch["turn_rewards"].sum(1).tolist() == [6.0] * 3  # none of them counts as 0
+    metrics = score(EnvironmentReward(), batch)
+    assert metrics["failed_env_error"] == 2
+    (tmp_path / "x").unlink()
+    with pytest.raises(EnvironmentCallError, match=r"2 conversations .*retries=1; the last: not"):
+        collected(envs.FailsTwice, rows, retries=1)
+
+
+def test_what_is_not_scored_is_no_zero():
+    rows = [{"what": "is_not_scored"}, {}, {"what": "is_not_scored", "at": 3}]
+    batch = collected(lambda **given: envs.Does(turns=3, **given), rows)
+    metrics = score(EnvironmentReward(), batch)
+    assert batch["is_scored"].tolist() == batch["sample_mask"].tolist() == [0, 1, 1]
+    assert batch["rewards"].tolist() == [0, 6, 3]
+    assert (metrics["rewards"], metrics["rewards_min"], metrics["unscored_samples"]) == (4.5, 3, 1)
+    assert metrics["accuracy"] == 1.0
+    assert (metrics["turns"], metrics["ended_done"]) == (3, 1)
+    assert metrics["generated_tokens"] == batch["token_mask"].sum()
+    with pytest.raises(EnvironmentCallError, match="scored none of the 1 conversations"):
+        collected(lambda **given: envs.Does(turns=3, **given), rows[:1])
+
+
+def test_parts_are_summed_over_turns():
+    class Parts(envs.Echo):
+        def step(self, message):
+            turn = super().step(message)
+            parts = {"reward": turn.score, "late": 1.0} if self.said > 1 else turn.score
+            return Turn(turn.messages, parts, turn.done)
+
+    rows = [{"turns": 3}, {"turns": 1}]
+    metrics = score(EnvironmentReward(), collected(Parts, rows))
+    assert metrics["reward_parts/late"] == 1.0  # (2 + 0) / 2
+
+
+def test_first_messages_that_leave_no_room_are_refused():
+    with pytest.raises(ConfigError, match=r"environment.max_tokens=20: the first messages"):
+        collected(envs.Echo, [{}], max_tokens=20)
+
+
+def test_a_transcript_says_who_said_what():
+    talk = Conversation(ChatRenderer(TOKENIZER), Start([{"role": "user", "content": "?"}]))
+    talk.answered([ord("4"), 258], [-1.0, -1.0], True)
+    talk.follow(Turn([{"role": "user", "content": "no"}], -0.5), goes_on=True)
+    talk.answered([ord("5"), 258], [-1.0, -1.0], True)
+    talk.follow(Turn(), goes_on=False)
+    assert transcript(talk) == "4 [-0.5]\n[user] no\n5 [not scored]"

@@ -1,0 +1,176 @@
+"""Tools: schemas as transformers makes them, calls in both forms, the calculator, the games."""
+
+from typing import Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from aligner.environments.games import GuessingGame, guessing_games
+from aligner.environments.tools import (
+    Calculation,
+    ToolCall,
+    ToolEnv,
+    calculator,
+    json_schema,
+    parse_calls,
+)
+from aligner.errors import ConfigError
+
+
+def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] = []) -> str:  # noqa: B006
+    """Look something up.
+
+    In a corpus.
+
+    Args:
+        query: What to look for,
+            in words.
+        top: Most results.
+        exact: Only exact ones.
+        tags: Of the documents.
+
+    Returns:
+        The results.
+    """
+    return query * top
+
+
+def weigh(mass: float, table: dict) -> float:
+    """Weigh something.
+
+    Args:
+        mass: In kilograms.
+        table: Anything.
+    """
+    return mass
+
+
+@pytest.mark.parametrize("function", [calculator, search, weigh])
+def test_schemas_are_those_of_transformers(function):
+    ours, theirs = json_schema(function), get_json_schema(function)
+    theirs["function"].pop("return", None)
+    assert ours == theirs
+
+
+def test_a_choice_of_texts_is_an_enumeration():
+    def pick(colour: Literal["red", "blue"]) -> str:
+        """Pick.
+
+        Args:
+            colour: One.
+        """
+        return colour
+
+    kind = json_schema(pick)["function"]["parameters"]["properties"]["colour"]
+    assert kind == {"type": "string", "enum": ["red", "blue"], "description": "One."}
+
+
+def test_functions_that_say_too_little_are_refused():
+    def silent(x: int) -> int:
+        return x
+
+    def vague(x: int) -> int:
+        """Do."""
+        return x
+
+    with pytest.raises(ConfigError, match="'silent' has no docstring"):
+        json_schema(silent)
+    with pytest.raises(ConfigError, match="'vague': parameter 'x' needs a type hint and a line"):
+        json_schema(vague)
+
+
+def test_calls_are_read_from_both_forms():
+    text = 'I do: <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> and\n'
+    text += '<tool_call>{"name": "g", "arguments": "{}"}</tool_call><tool_call>no</tool_call>'
+    first, second, third = parse_calls(text, "hermes")
+    assert first == ToolCall("f", {"x": 1})
+    assert second == ToolCall("g", {})
+    assert third.problem == "a call is a JSON object with name and arguments"
+    assert parse_calls('well\ncall f {"x": 1}\ncall g\ncall h [1]', "plain") == [
+        ToolCall("f", {"x": 1}),
+        ToolCall("g", {}),
+        ToolCall("h", {}, "the arguments are no JSON object"),
+    ]
+    assert parse_calls("no call f", "plain") == parse_calls("21", "hermes") == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2*(3+4)", "14"), ("-7//2", "-4"), ("1/4", "0.25"), ("2**10 % 7", "2"), ("+3 - -3", "6")],
+)
+def test_the_calculator(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["__import__('os')", "9**9**9", "10**60", "(-8)**0.5", "'a'*3", "1;2", "1" * 201]
+)
+def test_the_calculator_does_nothing_else(expression):
+    with pytest.raises((ValueError, SyntaxError)):
+        calculator(expression)
+
+
+def say(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_a_calculation_with_calls():
+    env = Calculation(seed=0, prompt="6*7=", ground_truth="42", call_reward=0.1, a=6)
+    assert env.init().tools == [json_schema(calculator)]
+    call = '<tool_call>{"name": "%s", "arguments": {"expression": "6*7"}}</tool_call>'
+    turn = env.step(say(call % "calculator" + call % "oracle"))
+    assert [message["role"] for message in turn.messages] == ["tool", "tool"]
+    assert turn.messages[0]["content"] == "42"
+    assert "there is no tool 'oracle'; there are calculator" in turn.messages[1]["content"]
+    assert (turn.done, turn.score) == (False, None)  # one of the calls failed
+    assert env.step(say(call % "calculator")).score == 0.1
+    assert env.step(say("so it is 41")).reward == {"reward": 0.0, "accuracy": 0.0}
+    assert env.step(say("so it is 42")).score == 1.0
+
+
+def test_the_plain_form_needs_no_template():
+    env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form="plain")
+    start = env.init()
+    assert start.tools is None
+    assert start.messages[0]["content"].startswith("calculator(expression): Compute")
+    turn = env.step(say('call calculator {"expression": "1/0"}'))
+    assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
+
+
+def test_calls_run_at_the_same_time():
+    import threading
+
+    meet = threading.Barrier(2, timeout=10)
+
+    def wait() -> str:
+        """Wait for the other.
+
+        Args:
+        """
+        meet.wait()
+        return "met"
+
+    class Meeting(ToolEnv):
+        def question(self):
+            return "?"
+
+    env = Meeting([wait], "plain")
+    (message,) = env.step(say("call wait\ncall wait")).messages
+    assert message["content"] == "result of wait: met\nresult of wait: met"
+
+
+def test_the_guessing_game():
+    game = GuessingGame(seed=0, secret=5, guesses=4)
+    assert game.init().messages[0]["content"] == "1-9?"
+    low, contradiction, noise, right = (game.step(say(text)) for text in ("3", "2", "x", "5."))
+    assert low.messages[0]["content"] == "higher"
+    assert [turn.score for turn in (low, contradiction, noise, right)] == [0.1, 0, 0, 1]
+    assert [turn.done for turn in (low, contradiction, noise, right)] == [False] * 3 + [True]
+    assert right.parts == {"accuracy": 1.0}
+    lost = GuessingGame(seed=0, secret=5, guesses=1)
+    assert lost.step(say("4")).done
+    chosen = {GuessingGame(seed=seed)._secret for seed in range(50)}
+    assert chosen == set(range(1, 10))
+    rows = list(guessing_games(size=20))
+    assert rows == list(guessing_games(size=30))[:20]
+    assert rows != list(guessing_games("validation", size=20))

@@ -1,0 +1,238 @@
+"""Credit of turns: by hand, and the expected gradient on a decision tree, every path counted."""
+
+import itertools
+
+import pytest
+import torch
+
+from aligner.losses.advantages import (
+    generalized_advantage_estimate,
+    group_advantages,
+    token_rewards,
+    turn_advantages,
+)
+
+NAN = float("nan")
+
+
+def test_rewards_of_tokens_are_kept_where_tokens_were_sampled():
+    rewards = torch.tensor([[9.0, 1.0, 9.0, 2.0]])
+    mask = torch.tensor([[0, 1, 0, 1]])
+    kl = torch.tensor([[9.0, 0.5, 9.0, 1.0]])
+    assert token_rewards(rewards, kl, mask, beta=1.0).tolist() == [[0.0, 0.5, 0.0, 1.0]]
+    assert token_rewards(rewards, None, mask, beta=1.0).tolist() == [[0.0, 1.0, 0.0, 2.0]]
+
+
+def test_gae_of_turns_by_hand():
+    """γ = 0.5, λ = 0.5; turns of two tokens and of one, a hole between them.
+
+    A_3 = 4 - 2 = 2. At the end of turn 1: δ = 1 + .5·2 - 3 = -1, A = -1 + .25·2 = -0.5; before it,
+    within the turn: δ = 0 + 3 - 1 = 2, A = 2 - 0.5 = 1.5.
+    """
+    values = torch.tensor([[1.0, 3.0, NAN, 2.0, NAN]])
+    rewards = torch.tensor([[0.0, 1.0, NAN, 4.0, NAN]])
+    turns = torch.tensor([[1, 1, 0, 2, 0]])
+    advantages, returns = generalized_advantage_estimate(
+        values, rewards, turns > 0, 0.5, 0.5, turn_ids=turns
+    )
+    assert advantages.tolist() == [[1.5, -0.5, 0.0, 2.0, 0.0]]
+    assert returns.tolist() == [[2.5, 2.5, 0.0, 4.0, 0.0]]
+
+
+@pytest.mark.parametrize("length", [1, 2, 37])
+def test_turns_of_one_token_are_tokens(length):
+    generator = torch.Generator().manual_seed(length)
+    values, rewards = torch.randn(2, 3, length, generator=generator, dtype=torch.float64)
+    mask = torch.rand(3, length, generator=generator) < 0.6
+    turns = mask.long().cumsum(1) * mask
+    one = generalized_advantage_estimate(values, rewards, mask, 0.9, 0.7, turn_ids=turns)
+    other = generalized_advantage_estimate(values, rewards, mask, 0.9, 0.7)
+    torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+    whole = generalized_advantage_estimate(values, rewards, mask, 0.9, 0.7, turn_ids=mask.long())
+    undiscounted = generalized_advantage_estimate(values, rewards, mask, 1.0, 1.0)
+    torch.testing.assert_close(whole, undiscounted, atol=1e-12, rtol=1e-12)
+
+
+# Advantages of turns without a critic ----------------------------------------------------------
+
+# Three conversations of one prompt and one alone: rewards of turns 1, 2, 3.
+EARNED = [[1.0, 2.0, 4.0], [3.0, 1.0], [0.0], [5.0, 5.0]]
+GROUPS = torch.tensor([4, 4, 4, 7])
+
+
+def tokens_of(earned, holes=1):
+    """Turns of two tokens with holes between them, and their rewards at the second."""
+    width = max(map(len, earned)) * (2 + holes)
+    rewards, turns = torch.zeros(len(earned), width), torch.zeros(len(earned), width).long()
+    for row, each in enumerate(earned):
+        for turn, reward in enumerate(each):
+            at = turn * (2 + holes)
+            turns[row, at : at + 2] = turn + 1
+            rewards[row, at + 1] = reward
+    return rewards.double(), turns
+
+
+def of_turns(advantages, turns):
+    """The advantage of every turn; all of its tokens have it."""
+    found = []
+    for row, numbers in zip(advantages, turns, strict=True):
+        each = [row[numbers == turn].unique() for turn in range(1, int(numbers.max()) + 1)]
+        assert all(len(one) == 1 for one in each)
+        found.append([one.item() for one in each])
+    return found
+
+
+def test_a_turn_is_compared_with_what_others_earned_from_the_same_turn_on():
+    """Returns from turn 1 on: 7, 4, 0; from turn 2 on: 6, 1; from turn 3 on: 4."""
+    rewards, turns = tokens_of(EARNED)
+    found = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "rloo")
+    assert torch.equal(found[turns == 0], torch.zeros_like(found[turns == 0]))
+    assert of_turns(found, turns) == [[5.0, 5.0, 4.0], [0.5, -5.0], [-5.5], [0.0, 0.0]]
+    dr = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "dr_grpo")
+    torch.testing.assert_close(dr[:3], found[:3] * 2 / 3)
+    grpo = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "grpo")
+    deviation = torch.tensor([7.0, 4.0, 0.0], dtype=torch.float64).std() + 1e-6
+    torch.testing.assert_close(grpo[:3], dr[:3] / deviation)
+    plain = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "reinforce")
+    assert of_turns(plain, turns)[0] == [7.0, 6.0, 4.0]
+
+
+def test_who_does_not_count_is_nobodys_baseline():
+    rewards, turns = tokens_of(EARNED)
+    rewards[1] = NAN
+    found = turn_advantages(rewards, turns, GROUPS, torch.tensor([1, 0, 1, 1]), "rloo")
+    assert of_turns(found, turns) == [[7.0, 6.0, 4.0], [0.0, 0.0], [-7.0], [0.0, 0.0]]
+
+
+def test_a_penalty_comes_off_the_turn_that_it_stands_in():
+    rewards, turns = tokens_of([[1.0, 1.0], [0.0, 0.0]])
+    penalty = torch.where(turns > 0, 0.25, NAN)
+    penalty[0, 0] = 1.0
+    found = turn_advantages(
+        rewards, turns, torch.zeros(2).long(), torch.ones(2), "rloo", penalty=penalty
+    )
+    assert of_turns(found, turns) == [[1.25, 1.0], [-1.25, -1.0]]
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "dr_grpo", "reinforce"])
+def test_conversations_of_one_turn_are_responses(estimator):
+    rewards, turns = tokens_of([[1.0], [0.0], [1.0], [0.3], [0.3], [2.0]])
+    groups, counts = torch.tensor([0, 0, 0, 1, 1, 2]), torch.ones(6)
+    found = turn_advantages(rewards, turns, groups, counts, estimator)
+    expected = group_advantages(rewards.sum(1), groups, counts, estimator)
+    torch.testing.assert_close(found, torch.where(turns > 0, expected[:, None], 0.0))
+
+
+def test_equal_returns_are_worth_exactly_nothing():
+    rewards, turns = tokens_of([[0.1, 0.7]] * 3)
+    found = turn_advantages(rewards, turns, torch.zeros(3).long(), torch.ones(3), "grpo")
+    assert found.abs().max() == 0
+
+
+# A decision tree -------------------------------------------------------------------------------
+#
+# At every turn the policy goes on or stops, with a logit of its own for each turn; a turn k that it
+# begins earns EARNS[k]. After the last turn it must stop. The expected return has a closed form,
+# and so has the expectation of the estimate: the sum over all groups of conversations.
+
+EARNS = (1.0, 3.0, -2.0)
+LOGITS = (0.4, -0.7)
+
+
+def paths(logits):
+    """Probability, rewards of turns, and log-probs of the decision at each, of every path."""
+    go, stop = logits.sigmoid(), (-logits).sigmoid()
+    for turns in range(1, len(EARNS) + 1):
+        taken = [go[k].log() for k in range(turns - 1)]
+        taken += [stop[turns - 1].log()] if turns < len(EARNS) else [torch.zeros(())]
+        yield torch.stack(taken).sum().exp(), list(EARNS[:turns]), taken
+
+
+def true_gradient():
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    value = sum(probability * sum(earned) for probability, earned, _ in paths(logits))
+    (gradient,) = torch.autograd.grad(value, logits)
+    return gradient
+
+
+def expected_gradient(advantages_of, size=2):
+    """Expectation of the policy gradient over groups of ``size`` conversations."""
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for group in itertools.product(list(paths(logits)), repeat=size):
+        weight = torch.stack([probability for probability, *_ in group]).prod().detach()
+        advantages = advantages_of([earned for _, earned, _ in group])
+        for (_, _, taken), each in zip(group, advantages, strict=True):
+            surrogate = sum(a * logprob for a, logprob in zip(each, taken, strict=True))
+            total = total + weight * surrogate / size
+    (gradient,) = torch.autograd.grad(total, logits)
+    return gradient
+
+
+def by_turn(estimator):
+    def advantages(earned):
+        rewards, turns = tokens_of(earned)
+        count = len(earned)
+        found = turn_advantages(
+            rewards, turns, torch.zeros(count).long(), torch.ones(count), estimator
+        )
+        return of_turns(found, turns)
+
+    return advantages
+
+
+def centred_by_turn_number(earned):
+    """The naive construction: rewards less their mean at the turn, summed over what follows."""
+    means = [
+        sum(each[k] for each in earned if len(each) > k) / sum(len(each) > k for each in earned)
+        for k in range(max(map(len, earned)))
+    ]
+    return [
+        [sum(each[n] - means[n] for n in range(k, len(each))) for k in range(len(each))]
+        for each in earned
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_expected_gradient_is_the_true_one(size):
+    for estimator in ("rloo", "reinforce"):
+        torch.testing.assert_close(expected_gradient(by_turn(estimator), size), true_gradient())
+    scaled = expected_gradient(by_turn("dr_grpo"), size)  # (n - 1)/n, as in a single turn
+    torch.testing.assert_close(scaled, true_gradient() * (size - 1) / size)
+
+
+def test_centring_rewards_by_turn_number_is_biased():
+    """All who come to a turn earn the same there, so that nothing of going on is left."""
+    true = true_gradient()
+    assert true[1] < -0.1 < 0.1 < true[0]
+    assert expected_gradient(centred_by_turn_number).abs().max() < 1e-12
+
+
+def test_gae_with_the_true_values_has_the_true_gradient():
+    """Turns of two tokens, of which the second decides; any λ, counted in tokens or in turns."""
+    go = torch.tensor(LOGITS, dtype=torch.float64).sigmoid().tolist()
+    state = [0.0] * (len(EARNS) + 1)  # value before turn k
+    for k in reversed(range(len(EARNS))):
+        state[k] = EARNS[k] + (go[k] * state[k + 1] if k < len(go) else 0.0)
+
+    def advantages_by(timestep, lam):
+        def advantages(earned):
+            rewards, turns = tokens_of(earned)
+            values = torch.full_like(rewards, NAN)
+            for row, each in enumerate(earned):
+                for k in range(len(each)):
+                    values[row, turns[row] == k + 1] = state[k]
+            found, _ = generalized_advantage_estimate(
+                values, rewards, turns > 0, 1.0, lam, turn_ids=turns if timestep == "turn" else None
+            )
+            last = [
+                [(turns[row] == k + 1).nonzero()[-1].item() for k in range(len(each))]
+                for row, each in enumerate(earned)
+            ]
+            return [[found[row, at].item() for at in places] for row, places in enumerate(last)]
+
+        return advantages
+
+    for timestep, lam in itertools.product(("token", "turn"), (0.0, 0.5, 1.0)):
+        found = expected_gradient(advantages_by(timestep, lam), size=1)
+        torch.testing.assert_close(found, true_gradient())
