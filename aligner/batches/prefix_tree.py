@@ -204,9 +204,7 @@ def _begins_like_previous(common: int, length: int) -> bool:
     return bool(common >= LEAST_SAVED and common * LEAST_PART >= length)
 
 
-def _group(
-    input_ids: IntArray | None, lengths: IntArray, rows: range, multiple: int
-) -> RowGroup:
+def _group(input_ids: IntArray | None, lengths: IntArray, rows: range, multiple: int) -> RowGroup:
     part = slice(rows.start, rows.stop)
     if len(rows) == 1:
         return RowGroup(rows, int(lengths[rows.start]), False)

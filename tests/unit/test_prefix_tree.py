@@ -150,9 +150,7 @@ def test_pairs_stay_whole():
     ids, lengths = rollout(2, 2)
     ids[1] = ids[1][::-1]  # the first pair shares nothing
     found = grouped(ids, lengths, together=2, max_tokens=1)
-    assert found == [
-        [(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]
-    ]
+    assert found == [[(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]]
 
 
 def test_what_saves_too_little_is_no_group():

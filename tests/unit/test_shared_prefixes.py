@@ -215,7 +215,7 @@ def test_every_place_is_held_by_one_rank(size):
 
 # Roles --------------------------------------------------------------------------------------------
 
-OPTIM = OptimConfig(lr=1e-3, eps=1e-3)
+OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
 ROLES = {
     "actor": (MegatronGPTActorModel, PPOPolicyLoss(entropy_bonus=0.01)),
     "critic": (MegatronGPTCriticModel, PPOValueLoss(value_clip=0.2)),
@@ -298,7 +298,8 @@ def trained(role):
 def assert_same(actual, expected):
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        least = 1e-2 if key.startswith("report") else 1e-5
+        # A number that terms of order 1 leave; the weights of an adapter, which begin at 0.
+        least = {"report": 1e-2, "weight": 1e-3}.get(key.split()[0], 1e-5)
         scale = value.abs().max().clamp(min=least)
         assert (actual[key] - value).abs().max() / scale < TOLERANCE, key
 
@@ -326,7 +327,10 @@ def models(tmp_path_factory):
     return lambda kind: folder / f"{kind}.nemo"
 
 
-CASES = [*((name, "dense") for name in ROLES if name != "actor"), *(("actor", kind) for kind in KINDS)]
+CASES = [
+    *((name, "dense") for name in ROLES if name != "actor"),
+    *(("actor", kind) for kind in KINDS),
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
