@@ -29,7 +29,7 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
-from aligner.cluster.worker_groups import LocalCluster
+from aligner.cluster.worker_groups import LocalCluster, LocalWorkerGroup
 from aligner.config import ModelConfig, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
@@ -40,6 +40,7 @@ from benchmarks.plan import counting_allocator
 from benchmarks.shapes import SMOLLM2
 
 MARKS = {"train": 0.40, "score": 0.40, "train_peak": 0.45, "nothing_shared": 1.03}
+KINDS = ("shared", "nothing_shared")
 TOLERANCE = 1e-5
 
 
@@ -79,9 +80,15 @@ def make_policy(options: argparse.Namespace, model: Path, shared: bool) -> Polic
     return policy
 
 
+def role_of(policy: Policy) -> Any:
+    """The model in this process."""
+    assert isinstance(policy.worker_group, LocalWorkerGroup)
+    return policy.worker_group.worker.model
+
+
 def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
     """Forward and backward of a global batch; the loss, [1]."""
-    role = policy.worker_group.worker.model
+    role = role_of(policy)
     role.optimizer.zero_grad()
     loss, _ = role.get_loss_and_metrics(batch, False, PPOPolicyLoss())
     return torch.tensor([loss])
@@ -89,7 +96,7 @@ def train(policy: Policy, batch: BatchedDataDict) -> Tensor:
 
 def score(policy: Policy, batch: BatchedDataDict) -> Tensor:
     """Log-probs, [B, S], of micro-batches of the same size."""
-    role = policy.worker_group.worker.model
+    role = role_of(policy)
     return role.get_logprobs(batch, role.settings.micro_batch_size)
 
 
@@ -133,7 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         save_nemo(model, random_weights(architecture), architecture, {})
         policies = make_policy(options, model, True), make_policy(options, model, False)
     found: dict[str, Any] = {}
-    for kind in ("shared", "nothing_shared"):
+    for kind in options.kinds:
         batch = make_batch(options, kind == "shared")
         few = batch.slice(0, options.micro_batch)
         for work in (train, score):
@@ -148,14 +155,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "layers", "prompts", "group", "prompt", "response", "micro_batch", "repeats"
         )},
         "threads": torch.get_num_threads(),
-        "train": found["shared_train"]["ratio"],
-        "score": found["shared_score"]["ratio"],
-        "train_peak": found["shared_train"]["peak"],
-        "score_peak": found["shared_score"]["peak"],
-        "nothing_shared": max(found[f"nothing_shared_{each}"]["ratio"] for each in
-                              ("train", "score")),
+        **summary(found),
         "readings": found,
     }  # fmt: skip
+
+
+def summary(found: dict[str, Any]) -> dict[str, float]:
+    """What the marks speak of, as far as it was measured."""
+    numbers = {}
+    if "shared_train" in found:
+        for work in ("train", "score"):
+            numbers[work] = found[f"shared_{work}"]["ratio"]
+            numbers[f"{work}_peak"] = found[f"shared_{work}"]["peak"]
+    if "nothing_shared_train" in found:
+        ratios = (found[f"nothing_shared_{work}"]["ratio"] for work in ("train", "score"))
+        numbers["nothing_shared"] = max(ratios)
+    return numbers
 
 
 def main() -> None:
@@ -167,6 +182,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--response", type=int, default=64, help="tokens")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of batches")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--threads", type=int, default=None, help="default: torch's own choice")
     options = parser.parse_args()
@@ -177,7 +193,7 @@ def main() -> None:
         shutdown_parallel()
     print(json.dumps(result))
     missed = [f"{name} {result[name]} > {mark}" for name, mark in MARKS.items()
-              if result[name] > mark]  # fmt: skip
+              if result.get(name, 0.0) > mark]  # fmt: skip
     log(f"marks: {'MISSED: ' + ', '.join(missed) if missed else 'all kept'}")
 
 
