@@ -353,7 +353,7 @@ def _items(
     multiple: int,
     shards: int,
 ) -> tuple[list[RowGroup], list[range]]:
-    """What is dealt, and the items of each global batch."""
+    """Items that are dealt, and those of each global batch."""
     size = args.get("rows_per_group", 1)
     _check_whole(len(lengths), batches, size)
     ids = torch.as_tensor(columns[args["input_key"]])

@@ -256,7 +256,7 @@ class TrainedModelConfig:
 
     @property
     def plans_shared_prefixes(self) -> bool:
-        """Whether micro-batches are formed of rows that share; the model must not drop out."""
+        """Formation of micro-batches of rows that share; only of a model that drops nothing out."""
         return self.shared_prefixes and self.dropout == 0.0
 
     @property

@@ -94,10 +94,10 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _add_up(gradients[0], ctx.rows, ctx.num_rows), None
+        return add_rows(gradients[0], ctx.rows, ctx.num_rows), None
 
 
-def _add_up(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+def add_rows(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Sums of float ``[N, ...]`` by their rows, int64 ``[N]``: ``[num_rows, ...]``."""
     wide = torch.promote_types(values.dtype, torch.float32)
     total = values.new_zeros((num_rows, *values.shape[1:]), dtype=wide)

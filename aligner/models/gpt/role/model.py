@@ -141,7 +141,7 @@ class RoleModel:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether sequences that begin alike are computed once there; not where rows drop out."""
+        """Sharing of what sequences begin with in common; not where each row drops its own."""
         architecture = self.architecture.with_dropout(self.settings.dropout)
         drops = max(architecture.hidden_dropout, architecture.attention_dropout) > 0
         return self.settings.shared_prefixes and not drops
