@@ -1,11 +1,11 @@
-"""The parity matrix: every number on every layout, padded, dynamic and packed, against one process.
+"""The parity matrix: every number on every layout, padded, dynamic, packed and shared.
 
     python -m benchmarks.parity [--write docs/parity.md] [--limit 1e-5] [--keep FOLDER]
 
 Starts real processes, at most four at a time. A cell is the largest relative difference from one
-process with padded micro-batches (`difference`); generation must give identical tokens. The exit
-status is 1 when a cell is above the limit, differs, or could not be had because processes failed;
-a layout that refuses something is a hole, named below the tables.
+process with padded micro-batches and every row for itself (`difference`); generation must give
+identical tokens. The exit status is 1 when a cell is above the limit, differs, or could not be had
+because processes failed; a layout that refuses something is a hole, named below the tables.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from benchmarks.common import ROOT, log
 
 LIMIT = 1e-5
-MODES = ("padded", "dynamic", "packed")
+MODES = ("padded", "dynamic", "packed", "shared")
+REFERENCES = {"shared": "separate"}  # of one process; of the others: padded
 MODELS = {
     "dense": TINY_ARCHITECTURE,
     "experts": dataclasses.replace(
@@ -80,17 +81,20 @@ def run_all(folder: Path) -> dict[Column, dict[str, Any]]:
     seen: dict[Column, dict[str, Any]] = {}
     wanted = [*COLUMNS.values(), *(ONE._replace(model=model) for model in MODELS)]
     for start in dict.fromkeys((column.processes, column.model) for column in wanted):
+        modes = (*MODES, *REFERENCES.values()) if start[0] == 1 else MODES
         columns = dict.fromkeys(column for column in wanted if column[:2] == start)
-        found = launch(folder, *start, [column.sizes for column in columns])
+        found = launch(folder, *start, [column.sizes for column in columns], modes)
         for column in columns:
-            seen[column] = {mode: found[f"{column.sizes},{mode}"] for mode in MODES}
+            seen[column] = {mode: found[f"{column.sizes},{mode}"] for mode in modes}
     return seen
 
 
-def launch(folder: Path, processes: int, model: str, sizes: Sequence[str]) -> dict[str, Any]:
+def launch(
+    folder: Path, processes: int, model: str, sizes: Sequence[str], modes: Sequence[str]
+) -> dict[str, Any]:
     """One start of ``processes`` for all their layouts; reads what an earlier one left."""
     output, file = folder / f"{model}-{processes}.pt", folder / f"{model}.nemo"
-    layouts = [f"{size},{mode}" for size in sizes for mode in MODES]
+    layouts = [f"{size},{mode}" for size in sizes for mode in modes]
     if not output.exists():
         write_model(model, file)
         log(f"{processes} processes, {model} model: {len(layouts)} layouts")
@@ -167,7 +171,7 @@ def table(
         texts = []
         for name in columns:
             column = COLUMNS[name]
-            one = seen[ONE._replace(model=column.model)]["padded"]
+            one = seen[ONE._replace(model=column.model)][REFERENCES.get(mode, "padded")]
             many = seen[column][mode]
             if isinstance(one, str) or isinstance(many, str):
                 texts.append("**failed**")
@@ -184,7 +188,7 @@ def table(
 
 
 def report(seen: dict[Column, dict[str, Any]], limit: float) -> tuple[str, int]:
-    """The three tables and the reasons of the holes, as Markdown; the number of bad cells."""
+    """The four tables and the reasons of the holes, as Markdown; the number of bad cells."""
     reasons: dict[str, int] = {}
     parts, bad = [], 0
     for mode in MODES:

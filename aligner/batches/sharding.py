@@ -12,12 +12,13 @@ Padded micro-batches have the least padding there is (`LengthGroups`). Of a give
 the best ones hold neighbours in length order, each group as wide as its longest row. Dynamic
 programming over the suffixes of that order finds the best of them all.
 
-Micro-batches by tokens are formed in two ways: padded under a budget, or packed.
+Micro-batches by tokens are formed in two ways: padded under a budget, or packed. What is dealt are
+items: rows, or adjacent rows that stay together, because they are compared or share prefixes.
 """
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.batches.packing import SequencePacker, bin_count, get_packer, split_fullest
+from aligner.batches.prefix_tree import RowGroup, prefix_groups
 from aligner.errors import ConfigError, DataError
 
 
@@ -76,31 +78,57 @@ def balance_rows(rows: Sequence[int], weights: Sequence[int], shards: int) -> li
 
 
 def plan_dynamic(
-    lengths: Sequence[int], batches: Sequence[range], shards: int, max_tokens: int, multiple: int
+    lengths: Sequence[int],
+    batches: Sequence[range],
+    shards: int,
+    max_tokens: int,
+    multiple: int,
+    shared: Mapping[int, int] | None = None,
+    packer: SequencePacker | None = None,
 ) -> list[ShardPlan]:
     """Padded micro-batches of at most ``max_tokens`` tokens, padding included.
 
     Args:
-        lengths: tokens of each row.
-        batches: rows of each global batch.
+        lengths: tokens of each item's longest row.
+        batches: items of each global batch.
         shards: number of data-parallel ranks.
-        max_tokens: rows of a micro-batch times their padded length.
+        max_tokens: items of a micro-batch times their padded length.
         multiple: padded lengths are rounded up to a multiple of it.
+        shared: tokens of the items that share prefixes: these stand in one row without padding.
+        packer: packs those, into micro-batches of their own.
 
     Raises:
-        DataError: a single row is over ``max_tokens``.
+        DataError: a single item is over ``max_tokens``.
     """
     padded = _padded(lengths, multiple, max_tokens)
+    tokens = shared or {}
+    rows = packer.bin_capacity // max_tokens if packer is not None else 1  # of an item
+    weights = [tokens.get(item, rows * length) for item, length in enumerate(lengths)]
 
     def form(parts: list[list[int]]) -> list[list[list[int]]]:
-        groups = [LengthGroups(rows, padded, max_tokens) for rows in parts]
-        count = max(shard.fewest for shard in groups)
-        return [shard.cut(count) for shard in groups]
+        loose = [[item for item in items if item not in tokens] for items in parts]
+        groups = [LengthGroups(items, padded, max_tokens) for items in loose]
+        bins = [
+            _bins(packer, [item for item in items if item in tokens], tokens) for items in parts
+        ]
+        count = max(len(own) + shard.fewest for own, shard in zip(bins, groups, strict=True))
+        return [
+            own + shard.cut(max(shard.fewest, count - len(own)))
+            for own, shard in zip(bins, groups, strict=True)
+        ]
 
-    def length(rows: list[int]) -> int:
-        return max((padded[row] for row in rows), default=0)
+    def length(items: list[int]) -> int:
+        return max((padded[item] for item in items), default=0)
 
-    return _plan(batches, shards, lengths, form, length)
+    return _plan(batches, shards, weights, form, length)
+
+
+def _bins(
+    packer: SequencePacker | None, items: list[int], tokens: Mapping[int, int]
+) -> list[list[int]]:
+    if packer is None or not items:
+        return []
+    return [[items[i] for i in found] for found in packer.pack([tokens[item] for item in items])]
 
 
 def plan_packed(
@@ -255,6 +283,7 @@ class DynamicBatchingArgs(TypedDict):
     input_key: str  # column of token ids [B, S]
     input_lengths_key: str  # column of lengths [B]
     rows_per_group: NotRequired[int]  # adjacent rows that stay in one micro-batch; default 1
+    shared_prefixes: NotRequired[bool]  # and those that begin alike; what they share counts once
 
 
 class SequencePackingArgs(TypedDict):
@@ -268,6 +297,7 @@ class SequencePackingArgs(TypedDict):
     min_bin_count: NotRequired[int]  # packed rows per rank and global batch, at least
     bin_count_multiple: NotRequired[int]  # their number is a multiple of it
     rows_per_group: NotRequired[int]  # adjacent rows that stay in one packed row; default 1
+    shared_prefixes: NotRequired[bool]  # and those that begin alike; what they share counts once
     train_mb_tokens: NotRequired[int]  # not read: callers set max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # likewise
 
@@ -276,16 +306,22 @@ def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:
     """`plan_dynamic` of a batch; ``batches`` are the rows of its global batches."""
-    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    multiple = _positive("sequence_length_round", args["sequence_length_round"])
+    tokens = args["max_tokens_per_microbatch"]
     size = _positive("rows_per_group", args.get("rows_per_group", 1))
+    budget = _positive("max_tokens_per_microbatch", tokens // size)
+    lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
+    items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
     plans = plan_dynamic(
-        [max(group) for group in _groups(lengths, size)],
-        _group_batches(batches, size),
+        [max(lengths[row] for row in item.rows) for item in items],
+        item_batches,
         shards,
-        _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"] // size),
-        _positive("sequence_length_round", args["sequence_length_round"]),
+        budget,
+        multiple,
+        {number: item.tokens for number, item in enumerate(items) if item.shares},
+        get_packer("first_fit_decreasing", tokens),
     )
-    return _rows_of_groups(plans, size)
+    return _rows_of_items(plans, items)
 
 
 def packed_plan(
@@ -294,46 +330,63 @@ def packed_plan(
     """`plan_packed` of a batch; ``batches`` are the rows of its global batches."""
     capacity = _positive("max_tokens_per_microbatch", args["max_tokens_per_microbatch"])
     multiple = _positive("sequence_length_pad_multiple", args["sequence_length_pad_multiple"])
+    _positive("rows_per_group", args.get("rows_per_group", 1))
     lengths = _row_lengths(columns, args["input_key"], args["input_lengths_key"])
-    size = _positive("rows_per_group", args.get("rows_per_group", 1))
-    if size > 1:  # what each sequence of a group takes in the row
-        lengths = [-(-length // multiple) * multiple for length in lengths]
+    items, item_batches = _items(columns, args, lengths, batches, multiple, shards)
     plans = plan_packed(
-        [sum(group) for group in _groups(lengths, size)],
-        _group_batches(batches, size),
+        [item.tokens for item in items],
+        item_batches,
         shards,
         get_packer(args["algorithm"], capacity),
         multiple,
         args.get("min_bin_count", 0),
         _positive("bin_count_multiple", args.get("bin_count_multiple", 1)),
     )
-    return _rows_of_groups(plans, size)
+    return _rows_of_items(plans, items)
 
 
-def _groups(lengths: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Runs of ``size`` rows' lengths."""
-    if len(lengths) % size:
-        raise DataError(f"{len(lengths)} rows cannot be taken {size} at a time")
-    return [lengths[start : start + size] for start in range(0, len(lengths), size)]
+def _items(
+    columns: Mapping[str, Any],
+    args: DynamicBatchingArgs | SequencePackingArgs,
+    lengths: Sequence[int],
+    batches: Sequence[range],
+    multiple: int,
+    shards: int,
+) -> tuple[list[RowGroup], list[range]]:
+    """Items that are dealt, and those of each global batch."""
+    size = args.get("rows_per_group", 1)
+    _check_whole(len(lengths), batches, size)
+    ids = torch.as_tensor(columns[args["input_key"]])
+    groups = prefix_groups(
+        ids.cpu().numpy() if args.get("shared_prefixes") else None,
+        np.array(lengths, np.int64),
+        batches,
+        together=size,
+        multiple=multiple,
+        max_tokens=args["max_tokens_per_microbatch"],
+        shards=shards,
+    )
+    bounds = accumulate((len(batch) for batch in groups), initial=0)
+    return [item for batch in groups for item in batch], [range(*each) for each in pairwise(bounds)]
 
 
-def _group_batches(batches: Sequence[range], size: int) -> list[range]:
-    """The groups of each global batch of rows."""
+def _check_whole(rows: int, batches: Sequence[range], size: int) -> None:
+    """Refuse batches that cut through ``size`` adjacent rows."""
+    if rows % size:
+        raise DataError(f"{rows} rows cannot be taken {size} at a time")
     for batch in batches:
         if batch.start % size or batch.stop % size:
             raise DataError(
                 f"a global batch of rows {batch.start} to {batch.stop} cuts a group of {size} "
                 "adjacent rows; make the batch size a multiple of it"
             )
-    return [range(batch.start // size, batch.stop // size) for batch in batches]
 
 
-def _rows_of_groups(plans: list[ShardPlan], size: int) -> list[ShardPlan]:
-    """Plans over groups as plans over their rows."""
+def _rows_of_items(plans: list[ShardPlan], items: Sequence[RowGroup]) -> list[ShardPlan]:
+    """Plans over items as plans over their rows."""
 
     def expanded(part: MicrobatchPlan) -> MicrobatchPlan:
-        rows = [group * size + member for group in part.rows for member in range(size)]
-        return part._replace(rows=rows)
+        return part._replace(rows=[row for item in part.rows for row in items[item].rows])
 
     return [[[expanded(part) for part in batch] for batch in plan] for plan in plans]
 

@@ -181,6 +181,7 @@ def micro_batching(
                 "algorithm": model.sequence_packing.algorithm,
                 "sequence_length_pad_multiple": model.parallel.sequence_multiple,
                 "rows_per_group": rows_per_group,
+                "shared_prefixes": model.plans_shared_prefixes,
             }
         }
     return {
@@ -190,6 +191,7 @@ def micro_batching(
             "input_lengths_key": "input_lengths",
             "sequence_length_round": model.parallel.row_multiple(model.sequence_length_round),
             "rows_per_group": rows_per_group,
+            "shared_prefixes": model.plans_shared_prefixes,
         }
     }
 

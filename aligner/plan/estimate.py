@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.algorithms.run.startup import count_parameters
@@ -339,6 +339,8 @@ def planned_run(
         ConfigError: a kind of run that cannot be looked at before, or lengths that do not fit.
         LayoutError: a model cannot be cut so.
     """
+    # Tokens are not known: nothing in common is the most that a run can need.
+    config = replace(config, model=replace(config.model, shared_prefixes=False))
     own = architectures[config.model.restore_from_path]
     check_layout(own, config.model.parallel, config.trainer.world_size)
     if isinstance(config, SamplingRunConfig):

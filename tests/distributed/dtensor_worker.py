@@ -40,7 +40,10 @@ def start(folder: Path, spec: str) -> tuple[Policy, Value]:
     config = dataclasses.replace(config, ppo=short)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     section = CriticConfig(
-        restore_from_path=critic, micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM
+        restore_from_path=critic,
+        micro_batch_size=config.micro_batch_size,
+        global_batch_size=ROWS,
+        optim=OPTIM,
     )
     with open_model(model) as source:
         tokenizer = source.tokenizer

@@ -5,7 +5,8 @@
 A layout is ``tensor,pipeline,context,sequence_parallel,mode``, with ``expert`` before the mode
 where experts are shared out; what is left of the world is data parallel and the mode says how
 micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch's second half
-counts.
+counts. Modes ``shared`` and ``separate`` are padded and have a batch whose sequences begin alike,
+which goes through the model once, or once a row.
 """
 
 import sys
@@ -46,9 +47,15 @@ def make_batch(layout: str) -> BatchedDataDict:
     if layout.endswith("masked"):
         counts[ROWS // 2 :] = 0
     noise = torch.randn(ROWS, WIDTH, generator=generator)
+    ids = torch.randint(0, 256, (ROWS, WIDTH), generator=generator)
+    if layout.endswith(("shared", "separate")):
+        ids[:3, :34] = ids[0, :34]
+        ids[4:7, :34] = ids[4, :34]  # the last of them is all of it
+        lengths = torch.tensor([40, 38, 36, 12, 40, 39, 34, 9])
+        mask = (position >= prompts[:, None]) & (position < lengths[:, None])
     return BatchedDataDict(
         {
-            "input_ids": torch.randint(0, 256, (ROWS, WIDTH), generator=generator),
+            "input_ids": ids,
             "input_lengths": lengths,
             "token_mask": mask.float(),
             "sample_mask": counts,
@@ -66,7 +73,8 @@ def model_config(model: str, layout: str) -> ModelConfig:
     tensor, pipeline, context, sequence, expert = [*map(int, sizes), 1][:5]
     return ModelConfig(
         restore_from_path=model,
-        micro_batch_size=2,
+        micro_batch_size=4 if mode in ("shared", "separate") else 2,
+        shared_prefixes=mode != "separate",
         global_batch_size=ROWS,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -135,7 +143,9 @@ def critic(model: str, layout: str) -> dict[str, object]:
     config, batch = model_config(model, layout), make_batch(layout)
     cluster = LocalCluster(initialize_parallel(config.parallel))
     with open_nemo(model) as checkpoint:
-        section = CriticConfig(micro_batch_size=2, global_batch_size=ROWS, optim=OPTIM)
+        section = CriticConfig(
+            micro_batch_size=config.micro_batch_size, global_batch_size=ROWS, optim=OPTIM
+        )
         value = Value(cluster, section, checkpoint.tokenizer, model=config, run=RUN)
     fill_head(value)
     before = value.get_values(batch)["values"]

@@ -2,9 +2,9 @@
 
 Scores, what training reports, the weights after two updates and sampled tokens, of actor and
 critic: one megatron-core process against FSDP2 and tensor-parallel DTensors, whether micro-batches
-are padded, dynamic or packed. Float32 rounding differs with the order of sums: the largest
-difference stays within 1e-5 of the largest value of a tensor, or of a reported number. A run state
-brings back every bit on the layout that saved it, and the same numbers on another.
+are padded, dynamic or packed, or share prefixes. Float32 rounding differs with the order of sums:
+the largest difference stays within 1e-5 of the largest value of a tensor, or of a reported number.
+A run state brings back every bit on the layout that saved it, and the same numbers on another.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 WORKER = Path(__file__).with_name("dtensor_worker.py")
 TOLERANCE = 1e-5
 ONE, MASKED = "tiny,megatron,1,padded", "tiny,megatron,1,masked"
+SEPARATE = "tiny,megatron,1,separate"  # sequences that begin alike, each for itself
 # By number of processes; those of `make test-extended` are told apart by a word.
 SPECS = {
     "4 further": [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
@@ -29,6 +30,8 @@ SPECS = {
         "tiny,dtensor,1,padded",
         "tiny,dtensor,1,packed",
         "tiny,dtensor,1,masked",  # one rank has no valid token
+        "tiny,dtensor,1,shared",
+        "tiny,dtensor,2,shared",
         "tiny,dtensor,2,padded",
         "qwen3,dtensor,2,packed",
     ],
@@ -36,6 +39,7 @@ SPECS = {
     "1 further": [f"{family},megatron,1,padded" for family in ("biased", "mistral")],
     "1": [
         *(ONE, MASKED),
+        SEPARATE,
         "qwen3,megatron,1,padded",
         *(f"tiny,dtensor,1,{mode}" for mode in ("padded", "dynamic", "packed")),
         "gpt2,megatron,1,padded",
@@ -128,7 +132,8 @@ def assert_same(one, other, keys):
 @pytest.mark.parametrize(("run", "spec"), CASES)
 def test_a_layout_equals_one_megatron_process(run, spec, role, seen):
     family = spec.partition(",")[0]
-    reference = MASKED if spec.endswith("masked") else f"{family},megatron,1,padded"
+    references = {"masked": MASKED, "shared": SEPARATE}
+    reference = references.get(spec.split(",")[3], f"{family},megatron,1,padded")
     one = seen("1" if reference in SPECS["1"] else "1 further")[reference][role]
     other = seen(run)[spec][role]
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare

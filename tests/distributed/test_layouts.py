@@ -1,4 +1,5 @@
-"""Every layout gives one process's numbers, whether micro-batches are padded, dynamic or packed.
+"""Every layout gives one process's numbers, whether micro-batches are padded, dynamic or
+packed, and whether what sequences begin with in common goes through the model once.
 
 Scores, what training reports, every parameter's gradient, and the weights after two updates, of
 actor and critic. Float32 rounding differs with the order of sums: the largest difference stays
@@ -15,7 +16,8 @@ from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 TOLERANCE = 1e-5
-MODES = ("padded", "dynamic", "packed")
+MODES = ("padded", "dynamic", "packed", "shared")
+REFERENCES = {"masked": "masked", "shared": "separate"}  # of one process; of the others: padded
 # tensor, pipeline, context, sequence parallel; the rest of the processes is data parallel
 LAYOUTS = {
     1: {"one process": "1,1,1,0"},
@@ -44,6 +46,8 @@ CASES = [
 
 def launch(processes, model, output):
     layouts = [f"{sizes},{mode}" for sizes in LAYOUTS[processes].values() for mode in MODES]
+    if processes == 1:
+        layouts.append("1,1,1,0,separate")
     if processes < 4:
         layouts.append("1,1,1,0,masked")  # over two processes: one has no valid token
     run_ranks(WORKER, processes, [model, output, *layouts], timeout_s=600)
@@ -64,7 +68,7 @@ def difference(expected, actual):
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize(("processes", "name", "mode"), [*CASES, (2, "data 2", "masked")])
 def test_a_layout_equals_one_process(processes, name, mode, role, seen):
-    one = seen(1)["1,1,1,0,masked" if mode == "masked" else "1,1,1,0,padded"][role]
+    one = seen(1)[f"1,1,1,0,{REFERENCES.get(mode, 'padded')}"][role]
     other = seen(processes)[f"{LAYOUTS[processes][name]},{mode}"][role]
     assert one.keys() == other.keys()
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare

@@ -5,7 +5,7 @@ A case says role, layout and batching by these keys, all of which have a default
     role        actor, critic, reward, dpo, student, teacher, reference, shared reward
     backend     megatron, dtensor
     world, rank, tp, pp, cp, ep     processes, the place among them, and sizes of the layout
-    batching    padded, dynamic, packed
+    batching    padded, dynamic, packed, shared
     precision   32, bf16
     recompute   selective, full
     trained     False: the role only scores (and generates)
@@ -43,6 +43,7 @@ from aligner.models.worker import micro_batches_of, tensors_on_device
 
 TOKENIZER = byte_level_tokenizer()
 ROWS, LENGTH, PROMPT, NEW_TOKENS, TOP_K = 8, 48, 8, 4, 5
+PREFIX = 24  # tokens that all rows begin with, where they begin alike
 ROLES = {
     "actor": (MegatronGPTActorModel, PPOPolicyLoss),
     "dpo": (MegatronGPTActorModel, DPOLoss),
@@ -130,8 +131,12 @@ def share_of_batch(case, data_rank, data_size):
         *("advantages", "returns", "values"),
         *("prev_logprobs", "generation_logprobs", "ref_logprobs"),
     )
+    # Rows that begin alike go through the model once.
+    tokens = torch.arange(rows)[:, None].repeat(1, LENGTH)
+    if case.get("batching") == "shared":
+        tokens[:, :PREFIX] = 0
     columns = {
-        "input_ids": torch.zeros(rows, LENGTH, dtype=torch.int64),
+        "input_ids": tokens,
         "input_lengths": lengths,
         "token_mask": inside * (torch.arange(LENGTH) >= PROMPT),
         "sample_mask": torch.ones(rows),

@@ -158,6 +158,13 @@ class TrainedModelConfig:
 
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
+    shared_prefixes: bool = True
+    """Pass what sequences begin with in common through the model once.
+
+    Responses to one prompt, forks of a conversation, pairs: what token ids of one micro-batch share
+    (docs/shared_prefixes.md). Memory and speed; results differ in rounding only.
+    """
+
     activations_checkpoint_granularity: Literal["full", "selective"] | None = None
     """Parts recomputed in the backward pass.
 
@@ -246,6 +253,11 @@ class TrainedModelConfig:
         if self.sequence_packing.enabled:
             return self.sequence_packing
         return self.dynamic_batching if self.dynamic_batching.enabled else None
+
+    @property
+    def plans_shared_prefixes(self) -> bool:
+        """Formation of micro-batches of rows that share; only of a model that drops nothing out."""
+        return self.shared_prefixes and self.dropout == 0.0
 
     @property
     def sequence_length_round(self) -> int:

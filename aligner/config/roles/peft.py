@@ -39,7 +39,7 @@ class LoraConfig:
     adapter_dropout: Annotated[float, Range(low=0.0, high=0.9)] = 0.0
     """Probability of dropping a number that an adapter reads, in training; at most 0.9.
 
-    A token's draw depends on seed, update, sequence and position, never on the layout.
+    A token's draw depends on seed, update and the tokens up to it, never on the layout.
     """
 
     @property

@@ -11,9 +11,9 @@ tokens, and the ``sequence_parallel`` mark has megatron-core add them up.
 The names of the linear's own parameters stay, so that checkpoints fit with and without adapters.
 
 Dropout of what adapters read is the same on every layout. Whether a number is dropped is decided by
-a hash of the seed, the update, the adapter, the sequence, the position in it and the feature. A
-sequence is known by its tokens, so neither the row it stands in, nor the micro-batch, nor the rank
-matters.
+a hash of the seed, the update, the adapter, the tokens up to this one, its position and the
+feature. Neither the row that a sequence stands in, nor the micro-batch, nor the rank matters, and
+sequences that begin alike drop alike there.
 """
 
 import contextlib
@@ -76,9 +76,9 @@ class TokenDropout:
         position = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         inside = position < lengths[:, None]
         tokens = counter_hash(self._seed, position, input_ids) * inside
-        # A sum of hashes does not depend on the padding.
-        rows = tokens.sum(dim=1, keepdim=True) + self.update
-        keys = combine(rows, position).flatten()
+        # Of the tokens up to each one: sequences that begin alike drop alike there.
+        prefixes = tokens.cumsum(dim=1) + self.update
+        keys = combine(prefixes, position).flatten()
         if keys.numel() == 0:  # a micro-batch without sequences still goes through the model
             keys = keys.new_zeros(1)
         self._keys = keys[held.clamp(min=0)].t()[:, :, None]

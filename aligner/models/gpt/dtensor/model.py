@@ -174,7 +174,14 @@ class DTensorModel(RoleModel, LightningModule):
 
     def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
         # Every pass gathers weights: data-parallel ranks meet in each.
-        return role_microbatches(batch, micro_batches, self.settings, self.parallel, in_step=True)
+        return role_microbatches(
+            batch,
+            micro_batches,
+            self.settings,
+            self.parallel,
+            shared_prefixes=self.shares_prefixes,
+            in_step=True,
+        )
 
     # Files ------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from aligner.batches.prefix_tree import shared_prefixes
 from aligner.distributed import accelerator
 from aligner.logprobs.output_layer import (
     OutputLayerBypass,
@@ -138,13 +139,15 @@ def split_microbatches(
     """Cut a batch into micro-batches, each as long as it needs to be.
 
     Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
-    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``.
+    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``, and
+    for the token ids where prefixes are shared.
     """
     length = batch["input_ids"].shape[1]
     mask = [batch["token_mask"]] if "token_mask" in batch else []
-    copies = [copy.numpy() for copy in accelerator.HostCopy(batch["input_lengths"], *mask).wait()]
-    lengths = copies[0]
-    selected = copies[1] != 0 if mask else np.zeros(batch["input_ids"].shape, np.bool_)
+    ids = [batch["input_ids"]] if rules.shared_prefixes else []
+    wanted = accelerator.HostCopy(batch["input_lengths"], *ids, *mask)
+    lengths, *copies = (copy.numpy() for copy in wanted.wait())
+    selected = copies[-1] != 0 if mask else np.zeros(batch["input_ids"].shape, np.bool_)
     microbatches = []
     for start, end in bounds:
         longest = int(lengths[start:end].max(initial=1))
@@ -154,7 +157,11 @@ def split_microbatches(
             else value[start:end]
             for key, value in batch.items()
         }
-        layout = build_layout(columns["input_ids"], lengths[start:end], rules)
+        part = lengths[start:end]
+        tree = None
+        if rules.shared_prefixes:
+            tree = shared_prefixes(copies[0][start:end, :longest], part, rules.sequence_multiple)
+        layout = build_layout(columns["input_ids"], part, rules, tree)
         microbatches.append(Microbatch(columns, layout, selected[start:end, :longest]))
     return microbatches
 

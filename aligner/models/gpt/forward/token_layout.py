@@ -6,6 +6,9 @@ tokens of this rank without the padding:
 
     frame [b, S] ─held tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
 
+Where sequences share prefixes (`aligner.batches.prefix_tree`), the one long row has each run of
+tokens once, and its rows stand at several places of the frame.
+
 A row's hidden state predicts the token after it, which may be held by another rank: every rank
 fills in what it knows and the frames are added up.
 """
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from aligner.batches.prefix_tree import PrefixTree
 from aligner.config import ParallelConfig
 from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
 from aligner.distributed.parallel import ParallelState
@@ -40,10 +44,16 @@ class LayoutRules:
     cp_rank: int = 0
     cp_size: int = 1
     cp_group: dist.ProcessGroup | None = None  # None: nothing to add up
+    shared_prefixes: bool = False  # where sequences have any, each goes through the model once
 
     @classmethod
     def of(
-        cls, parallel: ParallelState, *, packed: bool, sequence_length_round: int
+        cls,
+        parallel: ParallelState,
+        *,
+        packed: bool,
+        sequence_length_round: int,
+        shared_prefixes: bool = False,
     ) -> "LayoutRules":
         """Under context parallelism every pass is packed: it costs nothing and pads nothing."""
         config: ParallelConfig = parallel.config
@@ -55,6 +65,7 @@ class LayoutRules:
             cp_rank=parallel.cp_rank,
             cp_size=config.context,
             cp_group=parallel.cp_group if split else None,
+            shared_prefixes=shared_prefixes,
         )
 
 
@@ -66,26 +77,32 @@ class TokenLayout:
     input_ids: Tensor  # int64 [n, L]
     positions: Tensor  # int64 [n, L], from 0 in every sequence
     longest: int  # positions are below it
-    held: IntArray  # [n * L]: index into b * S of the token in each row, or PADDING
+    held: IntArray  # [n * L]: index into b * S of a token in each row, or PADDING
     ends: BoolArray  # [b * S]: no token of the sequence follows
     segments: Segments | None  # None: every batch row is a sequence
     cp_group: dist.ProcessGroup | None
+    also: tuple[IntArray, IntArray] | None = None  # further rows and places: a row has several
 
     def held_tokens(self) -> tuple[Tensor, Tensor]:
-        """Rows (into n * L) that hold a token, and its place in the frame (into b * S)."""
-        rows = np.flatnonzero(self.held != PADDING)
-        return self._indices(rows), self._indices(self.held[rows])
+        """Rows (into n * L) that hold a token, and its place in the frame (into b * S).
+
+        Every place comes once; a row comes once for every sequence that has its token.
+        """
+        rows, places = self._held()
+        return self._indices(rows), self._indices(places)
 
     def predicted_tokens(self, selected: BoolArray | None = None) -> tuple[Tensor, Tensor]:
         """Rows (into n * L) that a token follows, and its place in the frame (into b * S).
 
-        ``selected``: [b, S], true for the tokens that are meant; default all.
+        As in `held_tokens`. ``selected``: [b, S], true for the tokens that are meant; default all.
         """
-        rows = np.flatnonzero(self.held != PADDING)
-        rows = rows[~self.ends[self.held[rows]]]
+        rows, places = self._held()
+        followed = ~self.ends[places]
+        rows, places = rows[followed], places[followed] + 1
         if selected is not None:
-            rows = rows[selected.ravel()[self.held[rows] + 1]]
-        return self._indices(rows), self._indices(self.held[rows] + 1)
+            wanted = selected.ravel()[places]
+            rows, places = rows[wanted], places[wanted]
+        return self._indices(rows), self._indices(places)
 
     def to_frame(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Values ``[N, ...]`` at ``tokens`` of ``[b, S, ...]``, 0 elsewhere, from all ranks."""
@@ -94,20 +111,32 @@ class TokenLayout:
         frame = frame.view(rows, length, *values.shape[1:])
         return frame if self.cp_group is None else sum_over_ranks(frame, self.cp_group)
 
+    def _held(self) -> tuple[IntArray, IntArray]:
+        rows = np.flatnonzero(self.held != PADDING)
+        if self.also is None:
+            return rows, self.held[rows]
+        return np.concatenate([rows, self.also[0]]), np.concatenate([self.held[rows], self.also[1]])
+
     def _indices(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.input_ids.device, non_blocking=True)
 
 
-def build_layout(input_ids: Tensor, lengths: IntArray, rules: LayoutRules) -> TokenLayout:
+def build_layout(
+    input_ids: Tensor, lengths: IntArray, rules: LayoutRules, tree: PrefixTree | None = None
+) -> TokenLayout:
     """Lay out a micro-batch.
 
     Args:
         input_ids: int64 ``[b, S]``, right-padded.
         lengths: int64 ``[b]``, at most ``S``.
         rules: see `LayoutRules`.
+        tree: of these sequences: each of its runs stands in the model once; None: each sequence
+            stands for itself.
     """
+    if tree is not None:
+        return _packed(input_ids, lengths, tree, rules)
     if rules.packed or not len(lengths):
-        return _packed(input_ids, lengths, rules)
+        return _packed(input_ids, lengths, _unshared(lengths), rules)
     rows, width = input_ids.shape
     length = round_up(width, rules.row_multiple)
     column = np.arange(length)
@@ -127,21 +156,25 @@ def build_layout(input_ids: Tensor, lengths: IntArray, rules: LayoutRules) -> To
     )
 
 
-def _packed(input_ids: Tensor, lengths: IntArray, rules: LayoutRules) -> TokenLayout:
+def _packed(
+    input_ids: Tensor, lengths: IntArray, runs: PrefixTree, rules: LayoutRules
+) -> TokenLayout:
     rows, width = input_ids.shape
     device = input_ids.device
-    padded = round_up(lengths, rules.sequence_multiple)
+    padded = round_up(runs.lengths, rules.sequence_multiple)
     local = padded // rules.cp_size
     used = int(local.sum())
     # A micro-batch without sequences still goes through the model, for the collectives there.
     total = round_up(max(1, used), rules.row_multiple)
-    sequence = np.arange(rows).repeat(local)
-    position = np.arange(used) - (np.cumsum(local) - local).repeat(local)
+    run = np.arange(len(local)).repeat(local)
+    offset = np.arange(used) - (np.cumsum(local) - local).repeat(local)
     if rules.cp_size > 1:
         chunk = (local // 2).repeat(local)
-        position = local_position(position, chunk, rules.cp_rank, rules.cp_size)
+        offset = local_position(offset, chunk, rules.cp_rank, rules.cp_size)
+    inside = offset < runs.lengths[run]
+    position = runs.starts[run] + offset
     held = np.full(total, PADDING)
-    held[:used] = np.where(position < lengths[sequence], sequence * width + position, PADDING)
+    held[:used] = np.where(inside, runs.examples[run] * width + position, PADDING)
     positions = np.zeros(total, np.int64)
     positions[:used] = np.minimum(position, width - 1)
     index = torch.from_numpy(held.clip(0)).to(device, non_blocking=True)
@@ -157,11 +190,46 @@ def _packed(input_ids: Tensor, lengths: IntArray, rules: LayoutRules) -> TokenLa
             padded,
             total,
             device,
+            parents=runs.parents,
+            tokens=runs.lengths,
             cp_rank=rules.cp_rank,
             cp_size=rules.cp_size,
             cp_group=rules.cp_group,
         ),
         cp_group=rules.cp_group,
+        also=_further_places(runs, local, inside, position, width),
+    )
+
+
+def _further_places(
+    runs: PrefixTree, local: IntArray, inside: BoolArray, position: IntArray, width: int
+) -> tuple[IntArray, IntArray] | None:
+    """Rows of the sequences that are no run's example, and their places in the frame.
+
+    ``local``: rows of each run. ``inside`` and ``position``: of each row, whether it holds a token,
+    and its position in a sequence.
+    """
+    others = runs.owners != runs.examples[runs.owned]
+    if not others.any():
+        return None
+    owned, owners = runs.owned[others], runs.owners[others]
+    counts = local[owned]
+    first = (np.cumsum(local) - local)[owned]
+    rows = np.arange(counts.sum()) + (first - (np.cumsum(counts) - counts)).repeat(counts)
+    places = owners.repeat(counts) * width + position[rows]
+    return rows[inside[rows]], places[inside[rows]]
+
+
+def _unshared(lengths: IntArray) -> PrefixTree:
+    """Every sequence as a run of its own."""
+    sequences = np.arange(len(lengths))
+    return PrefixTree(
+        starts=np.zeros_like(lengths),
+        lengths=lengths,
+        parents=np.full_like(lengths, -1),
+        examples=sequences,
+        owners=sequences,
+        owned=sequences,
     )
 
 

@@ -7,6 +7,7 @@ cache attached, attention is left to the cache. Packed and context-parallel pass
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.errors import LayoutError
 from aligner.kernels.linear_product import Origin
-from aligner.models.gpt.layers.segments import Segments
+from aligner.models.gpt.layers.segments import Segments, SlotCopies, add_rows, take_rows
 from aligner.models.gpt.layers.varlen import attend_varlen, can_attend_varlen
 
 
@@ -172,22 +173,21 @@ def attend_segments(
     if can_attend_varlen(query, dropout, window):
         return attend_varlen(query, key, value, segments, scale, window)
     slots = [bucket.sequences * bucket.queries for bucket in segments.buckets]
-    key_slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]
     parts = []
-    for bucket, queries, keys, values in zip(
+    for bucket, queries, keys, values, places in zip(
         segments.buckets,
         segments.queries.to_slots(query).split(slots),
-        segments.keys.to_slots(key).split(key_slots),
-        segments.keys.to_slots(value).split(key_slots),
+        *_keys_of_buckets(key, value, segments),
         strict=True,
     ):
         out = attend(
             _by_sequence(queries, bucket.sequences),
-            _by_sequence(keys, bucket.sequences),
-            _by_sequence(values, bucket.sequences),
+            keys,
+            values,
             bucket.mask(window, query.device),
             scale,
             dropout,
+            places,
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
 
@@ -198,6 +198,27 @@ def attend_segments(
     return Origin(rows_of, tuple(part.detach() for part in parts)).note(rows_of(*parts))
 
 
+def _keys_of_buckets(
+    key: Tensor, value: Tensor, segments: Segments
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]]:
+    """Keys, values and places of every bucket, as `attend` takes them."""
+    slots = [bucket.sequences * bucket.keys for bucket in segments.buckets]
+    if isinstance(segments.keys, SlotCopies) and key.device.type == "cpu":
+        # A prefix is taken for all that follow it, in the backward pass again: nothing is kept.
+        places = segments.keys.rows.split(slots)
+        return [_alone(key)] * len(slots), [_alone(value)] * len(slots), places
+    keys, values = (
+        [
+            _by_sequence(part, bucket.sequences)
+            for part, bucket in zip(
+                segments.keys.to_slots(rows).split(slots), segments.buckets, strict=True
+            )
+        ]
+        for rows in (key, value)
+    )
+    return keys, values, [None] * len(slots)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -205,10 +226,19 @@ def attend(
     mask: Tensor | None,
     scale: float,
     dropout: float = 0.0,
+    places: Tensor | None = None,
 ) -> Tensor:
-    """Float ``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None."""
+    """Float ``[B, heads, S, D]`` each; causal where ``mask`` (true: seen) is None.
+
+    ``places``: int64 ``[B * S]``; where it is given, keys and values are rows ``[R, groups, D]``,
+    of which those at the places are meant.
+    """
     if query.device.type == "cpu" and dropout == 0.0 and torch.is_grad_enabled():
-        return _CPUFlashAttention.apply(query, key, value, mask, scale)
+        return _CPUFlashAttention.apply(query, key, value, places, mask, scale)
+    if places is not None:
+        key, value = (
+            _by_sequence(take_rows(each, places), query.shape[0]) for each in (key, value)
+        )
     groups = query.shape[1] // key.shape[1]
     flash = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and query.is_cuda and not flash:
@@ -230,38 +260,42 @@ def attend(
 class _CPUFlashAttention(torch.autograd.Function):
     """`scaled_dot_product_attention` on CPU that keeps grouped keys and values once.
 
-    PyTorch's own keeps them repeated for every query head.
+    PyTorch's own keeps them repeated for every query head, and for every place of a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        places: Tensor | None,
+        mask: Tensor | None,
+        scale: float,
     ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query,
-            key.repeat_interleave(groups, 1),
-            value.repeat_interleave(groups, 1),
+            _for_heads(key, places, query),
+            _for_heads(value, places, query),
             0.0,
             mask is None,
             attn_mask=_bias(mask, query.dtype),
             scale=scale,
         )
-        ctx.save_for_backward(*map(_alone, (query, key, value)), mask, out, sums)
+        ctx.save_for_backward(*map(_alone, (query, key, value)), places, mask, out, sums)
         ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, sums = ctx.saved_tensors
-        groups = query.shape[1] // key.shape[1]
+        query, key, value, places, mask, out, sums = ctx.saved_tensors
         by_query, by_key, by_value = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad,
                 query,
-                key.repeat_interleave(groups, 1),
-                value.repeat_interleave(groups, 1),
+                _for_heads(key, places, query),
+                _for_heads(value, places, query),
                 out,
                 sums,
                 0.0,
@@ -270,10 +304,23 @@ class _CPUFlashAttention(torch.autograd.Function):
                 scale=ctx.scale,
             )
         )
+        groups = query.shape[1] // key.shape[1]
         if groups > 1:
             by_key = by_key.unflatten(1, (-1, groups)).sum(2)
             by_value = by_value.unflatten(1, (-1, groups)).sum(2)
-        return by_query, by_key, by_value, None, None
+        if places is not None:
+            by_key, by_value = (
+                add_rows(each.transpose(1, 2).flatten(0, 1), places, key.shape[0])
+                for each in (by_key, by_value)
+            )
+        return by_query, by_key, by_value, None, None, None
+
+
+def _for_heads(keys: Tensor, places: Tensor | None, query: Tensor) -> Tensor:
+    """Keys or values ``[B, heads, S, D]`` for every head of ``query``; arguments as in `attend`."""
+    if places is not None:
+        keys = _by_sequence(keys.index_select(0, places), query.shape[0])
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.models.gpt.layers.segments import Segments
+from aligner.models.gpt.layers.segments import Segments, take_rows
 
 
 class VarlenKernel(Protocol):
@@ -137,7 +137,7 @@ def attend_varlen(
     if runs.key_rows is None:
         key, value = key[:used], value[:used]
     else:
-        key, value = key.index_select(0, runs.key_rows), value.index_select(0, runs.key_rows)
+        key, value = take_rows(key, runs.key_rows), take_rows(value, runs.key_rows)
     out = kernel(
         query[:used].contiguous(),
         key.contiguous(),

@@ -289,6 +289,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             micro_batches,
             self.settings,
             self.parallel,
+            shared_prefixes=self.shares_prefixes,
             in_step=self.settings.parallel.expert > 1,  # experts of the ranks meet in every pass
         )
 

@@ -139,6 +139,13 @@ class RoleModel:
             "empty": float(empty),
         }
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Sharing of what sequences begin with in common; not where each row drops its own."""
+        architecture = self.architecture.with_dropout(self.settings.dropout)
+        drops = max(architecture.hidden_dropout, architecture.attention_dropout) > 0
+        return self.settings.shared_prefixes and not drops
+
     def loss_of_call(self, loss_fn: LossFunction | None) -> LossFunction:
         """The loss that a call is given, else the role's own; `ConfigError` without either."""
         loss_fn = loss_fn or self.loss_fn
@@ -326,12 +333,14 @@ def role_microbatches(
     settings: RoleSettings,
     parallel: ParallelState,
     *,
+    shared_prefixes: bool,
     in_step: bool,
 ) -> list[Microbatch]:
     """This rank's micro-batches of ``batch``, of the columns in `aligner.types`.
 
-    ``batch``: columns [B] or [B, S, ...]. ``in_step``: every data-parallel rank gets as many as the
-    one with most, by empty ones at the end, because all ranks meet in every pass. Collective then.
+    ``batch``: columns [B] or [B, S, ...]. ``shared_prefixes``: see `LayoutRules`. ``in_step``:
+    every data-parallel rank gets as many as the one with most, by empty ones at the end, because
+    all ranks meet in every pass. Collective then.
     """
     bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
     if in_step:
@@ -343,6 +352,7 @@ def role_microbatches(
         parallel,
         packed=settings.sequence_packing,
         sequence_length_round=settings.sequence_length_round,
+        shared_prefixes=shared_prefixes,
     )
     return split_microbatches(batch, bounds, rules)
 

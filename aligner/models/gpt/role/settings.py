@@ -57,6 +57,7 @@ class RoleSettings:
     cuda_graphs: bool = True  # of decoding steps, on GPUs
     sequence_packing: bool = False  # the sequences of a micro-batch stand in one row
     sequence_length_round: int = 1  # padded micro-batches are as long as a multiple of it
+    shared_prefixes: bool = True  # what sequences begin with in common goes through once
     optim: OptimConfig | None = None
     max_optimizer_steps: int | None = None  # what a schedule without max_steps decays over
     gradient_clip_val: float = 1.0  # 0: off
@@ -168,6 +169,7 @@ def _settings(
         forward_micro_batch_size=scoring.forward_micro_batch_size,
         sequence_packing=model.sequence_packing.enabled,
         sequence_length_round=model.sequence_length_round,
+        shared_prefixes=model.shared_prefixes,
         optim=trained.optim,
         max_optimizer_steps=max_optimizer_steps,
         gradient_clip_val=run.gradient_clip_val,
@@ -192,6 +194,7 @@ _HONOURED = (
     *LAYOUT_KEYS,
     "sequence_packing",
     "dynamic_batching",
+    "shared_prefixes",
     "activations_checkpoint_granularity",
     "offload_adam_states",
     "peft",

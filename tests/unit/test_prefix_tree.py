@@ -1,0 +1,159 @@
+"""What sequences begin with in common is one run of the tree, and rows are grouped by it.
+
+1. By hand: forks of forks, a sequence that begins another one, equal sequences, short headers.
+2. Every tree spells its sequences, and no run of several could be longer (hypothesis).
+3. Adjacent rows that begin alike are one group, cut at the budget and at global batches.
+"""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aligner.batches.prefix_tree import (
+    LEAST_SAVED,
+    build_prefix_tree,
+    prefix_groups,
+    shared_prefixes,
+)
+
+
+def padded(*sequences):
+    lengths = np.array([len(each) for each in sequences], np.int64)
+    ids = np.full((len(sequences), max(lengths, default=0)), 9)
+    for row, each in enumerate(sequences):
+        ids[row, : len(each)] = each
+    return ids, lengths
+
+
+def tree_of(*sequences, least_saved=1):
+    return build_prefix_tree(*padded(*sequences), least_saved)
+
+
+def spelled(tree, ids):
+    """Sequences, from the examples of their runs."""
+    found = {}
+    for owner, run in zip(tree.owners, tree.owned, strict=True):
+        start, length = tree.starts[run], tree.lengths[run]
+        tokens = ids[tree.examples[run], start : start + length].tolist()
+        found.setdefault(int(owner), []).append((int(start), int(run), tokens))
+    return {owner: sorted(runs) for owner, runs in found.items()}
+
+
+def test_forks_of_forks():
+    tree = tree_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [8])
+    runs = {
+        (int(start), int(length), int(parent))
+        for start, length, parent in zip(tree.starts, tree.lengths, tree.parents, strict=True)
+    }
+    outer = next(run for run in range(6) if (tree.starts[run], tree.lengths[run]) == (0, 2))
+    inner = next(run for run in range(6) if (tree.starts[run], tree.lengths[run]) == (2, 2))
+    assert runs == {(0, 2, -1), (2, 2, outer), (4, 1, inner), (2, 1, outer), (0, 1, -1)}
+    assert len(tree.starts) == 6
+    assert tree.num_tokens() == 8
+    assert tree.num_tokens(multiple=4) == 24
+    assert (tree.parents < np.arange(6)).all()
+
+
+def test_a_sequence_that_begins_another_has_no_run_of_its_own():
+    tree = tree_of([1, 2, 3], [1, 2], [1, 2])
+    assert sorted(zip(tree.starts.tolist(), tree.lengths.tolist(), strict=True)) == [(0, 2), (2, 1)]
+    assert sorted(tree.owners[tree.owned == 0].tolist()) == [0, 1, 2]
+
+
+def test_a_short_header_splits_no_rows():
+    rows = [[1, 2, 3, 10 + row] for row in range(4)]
+    assert len(tree_of(*rows, least_saved=10).starts) == 4  # 3 tokens x 3 sequences would be saved
+    assert len(tree_of(*rows, least_saved=9).starts) == 5
+    # What some of them share beyond it still counts, with the header.
+    pair = [[1, 2, 3, 4, 4, 4, 4, 4, 4, 5 + row] for row in range(2)]
+    tree = tree_of(*pair, [1, 7], least_saved=9)
+    assert sorted(tree.lengths.tolist()) == [1, 1, 2, 9]
+
+
+def test_where_too_little_is_saved_there_is_no_tree():
+    prompt = list(range(100, 100 + LEAST_SAVED))
+    assert shared_prefixes(*padded([*prompt, 1], [*prompt, 2])) is not None
+    assert shared_prefixes(*padded([*prompt[1:], 1], [*prompt[1:], 2])) is None
+    assert shared_prefixes(*padded([*prompt, *range(400)], [*prompt, 2])) is None  # 1 token in 13
+    assert shared_prefixes(*padded(prompt)) is None
+    assert shared_prefixes(*padded()) is None
+
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SEQUENCES, st.integers(1, 12))
+def test_every_tree_spells_its_sequences(sequences, least_saved):
+    ids, lengths = padded(*sequences)
+    tree = build_prefix_tree(ids, lengths, least_saved)
+    found = spelled(tree, ids)
+    for row, sequence in enumerate(sequences):
+        position, above = 0, -1
+        for start, run, tokens in found.get(row, []):
+            assert (start, tree.parents[run]) == (position, above)
+            assert tokens == sequence[start : start + len(tokens)]
+            position, above = start + len(tokens), run
+        assert position == len(sequence)
+    owners = np.bincount(tree.owned, minlength=len(tree.starts))
+    assert ((owners == 1) | (tree.lengths * (owners - 1) >= least_saved)).all()
+    assert (tree.lengths > 0).all()
+    if least_saved == 1:
+        prefixes = {tuple(each[: end + 1]) for each in sequences for end in range(len(each))}
+        assert tree.num_tokens() == len(prefixes)
+
+
+# Groups of rows -----------------------------------------------------------------------------------
+
+PROMPT = 64
+
+
+def rollout(*groups, response=8):
+    """Rows ``[n]`` of each group, which begin with one prompt."""
+    sequences = [
+        [*range(1000 * number, 1000 * number + PROMPT), *[500_000 + row] * response]
+        for number, rows in enumerate(groups)
+        for row in range(rows)
+    ]
+    return padded(*sequences)
+
+
+def grouped(ids, lengths, batches=None, **options):
+    options = {"together": 1, "multiple": 1, "max_tokens": 10_000, "shards": 1, **options}
+    found = prefix_groups(ids, lengths, batches or [range(len(lengths))], **options)
+    return [[(group.rows, group.tokens, group.shares) for group in batch] for batch in found]
+
+
+def test_rows_of_a_prompt_are_one_group():
+    assert grouped(*rollout(3, 1, 2)) == [
+        [
+            (range(3), PROMPT + 24, True),
+            (range(3, 4), PROMPT + 8, False),
+            (range(4, 6), PROMPT + 16, True),
+        ]
+    ]
+
+
+def test_groups_end_where_global_batches_do():
+    found = grouped(*rollout(4), batches=[range(3), range(3, 4)])
+    assert found == [[(range(3), PROMPT + 24, True)], [(range(3, 4), PROMPT + 8, False)]]
+
+
+def test_a_group_is_cut_at_the_budget_and_at_a_shard_s_part():
+    sizes = [len(rows) for rows, _, _ in grouped(*rollout(5), max_tokens=PROMPT + 16)[0]]
+    assert sizes == [2, 2, 1]
+    assert [len(rows) for rows, _, _ in grouped(*rollout(8), shards=2)[0]] == [4, 4]
+    assert [len(rows) for rows, _, _ in grouped(*rollout(8, 4), shards=2)[0]] == [6, 2, 4]
+
+
+def test_pairs_stay_whole():
+    ids, lengths = rollout(2, 2)
+    ids[1] = ids[1][::-1]  # the first pair shares nothing
+    found = grouped(ids, lengths, together=2, max_tokens=1)
+    assert found == [[(range(2), 2 * (PROMPT + 8), False), (range(2, 4), PROMPT + 16, True)]]
+
+
+def test_what_saves_too_little_is_no_group():
+    ids, lengths = rollout(3)
+    ids[:, LEAST_SAVED - 1] = np.arange(3)
+    assert [shares for _, _, shares in grouped(ids, lengths)[0]] == [False] * 3
