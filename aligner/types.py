@@ -22,6 +22,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``is_scored``              float32 [B]     of conversations: 1 where at least one turn was scored
 ``sample_mask``            float32 [B]     1 where the sample counts
 ``generation_logprobs``    float32 [B, S]  of the sampling engine
+``kept_ids``               int32 [B, S, K] ids that top-k and top-p kept, -1 where there are fewer
 ``prev_logprobs``          float32 [B, S]  of the policy that produced the rollout
 ``second_moment_mask``     float32 [B, S]  0 where M2PO leaves a token out (`losses.corrections`)
 ``ref_logprobs``           float32 [B, S]  of the frozen reference policy

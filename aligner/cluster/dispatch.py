@@ -63,7 +63,9 @@ def phase(method: Callable[[Any], R]) -> Callable[..., R]:
 
 
 def scored_rows(
-    method: Callable[Concatenate[Any, P], BatchedDataDict], columns: Sequence[str]
+    method: Callable[Concatenate[Any, P], BatchedDataDict],
+    columns: Sequence[str],
+    optional: Sequence[str] = (),
 ) -> Callable[Concatenate[Any, P], BatchedDataDict]:
     """Method of a handle that scores the rows of a global batch; the scores are in their order.
 
@@ -71,12 +73,15 @@ def scored_rows(
         method: of a worker; takes ``data``, its share of ``columns``, and ``micro_batch_size``:
             sequences per forward pass, default those of the handle's ``model``.
         columns: those that ``method`` reads, see `columns_of`.
+        optional: those that it reads where they are there.
     """
 
     @functools.wraps(method)
     def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> BatchedDataDict:
         given = by_name(method, *args, **kwargs)
-        rows = columns_of(given.pop("data"), columns)
+        data = given.pop("data")
+        there = [name for name in optional if isinstance(data, Mapping) and name in data]
+        rows = columns_of(data, [*columns, *there])
         batching = micro_batching(
             handle.model, training=False, micro_batch_size=given.get("micro_batch_size")
         )

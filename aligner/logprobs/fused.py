@@ -31,12 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from aligner.kernels.linear_product import has_wide_products, wide_mm
 from aligner.logprobs.sampling_params import TrainingSamplingParams
-from aligner.logprobs.top_k_top_p import keep_thresholds
+from aligner.logprobs.top_k_top_p import EXCLUDED, Restriction, restriction_of
 from aligner.logprobs.vocab_shard import Tiles, VocabShard
-
-# Stands for a logit that the top-k/top-p filter excludes. Not -inf: 0 · -inf would be NaN in the
-# entropy.
-_EXCLUDED = -1e30
 
 
 class RowStatistics(NamedTuple):
@@ -53,7 +49,7 @@ def row_statistics(
     target: Tensor,
     shard: VocabShard,
     *,
-    thresholds: Tensor | None = None,
+    restriction: Restriction | None = None,
     keep_target: bool = True,
     chunk_size: int | None = None,
     with_entropy: bool = False,
@@ -61,7 +57,8 @@ def row_statistics(
 ) -> RowStatistics:
     """Forward pass over ``hidden`` [N, H], ``weight`` [V_local, H], ``target`` int64 [N].
 
-    A target below its threshold counts as kept, or has log-prob -inf without ``keep_target``.
+    ``restriction``: the tokens that count, None: all. A target that it excludes counts all the
+    same, or has log-prob -inf without ``keep_target``.
     Logits are divided by ``divisor``.
     """
     tiles = Tiles(hidden, weight, shard.columns, chunk_size, divisor)
@@ -76,9 +73,9 @@ def row_statistics(
         weight_tile = tiles.factor(weight[columns])
         for rows in tiles.tokens():
             logits = tiles.logits(hidden[rows], weight_tile)
-            if thresholds is not None:
+            if restriction is not None:
                 column, here = _target_column(local[rows], owned[rows], columns)
-                _restrict(logits, thresholds[rows], column, here)
+                restriction.exclude(logits, rows, columns, column, here)
             higher = torch.maximum(maximum[rows], logits.amax(dim=1))
             _rescale(maximum, total, weighted, rows, higher)
             _add_tile(tiles, logits, total, weighted, rows, higher)
@@ -88,9 +85,10 @@ def row_statistics(
         _rescale(maximum, total, weighted, everything, shard.maximum(maximum.clone()))
         sums = torch.stack([total] if weighted is None else [total, weighted])
         total, weighted = (*shard.sum(sums), None)[:2]
-    if thresholds is not None:
+    if restriction is not None:
         if not keep_target:
-            target_logits = target_logits.masked_fill(target_logits < thresholds, -torch.inf)
+            below = target_logits < restriction.thresholds
+            target_logits = target_logits.masked_fill(below, -torch.inf)
         _add_targets(target_logits - maximum, total, weighted)
     log_total = total.log()
     log_normalizer = maximum + log_total
@@ -148,22 +146,12 @@ def _target_column(local: Tensor, owned: Tensor, columns: slice) -> tuple[Tensor
     return torch.where(here, column, 0).unsqueeze(1), here.unsqueeze(1)
 
 
-def _restrict(logits: Tensor, thresholds: Tensor, column: Tensor, here: Tensor) -> None:
-    """Exclude what is below the threshold, and the target, which is counted by itself; in place.
-
-    Were the target compared like the rest, two roundings of its logit (tile and dot product)
-    could fall on either side of the threshold and count it twice or never.
-    """
-    logits.masked_fill_(logits < thresholds.unsqueeze(1), _EXCLUDED)
-    logits.scatter_(1, column, torch.where(here, _EXCLUDED, logits.gather(1, column)))
-
-
 def _add_targets(shifted: Tensor, total: Tensor, weighted: Tensor | None) -> None:
     """Count the targets, their logits relative to the maximum, in place."""
     exponential = shifted.exp()
     total += exponential
     if weighted is not None:  # clamped: a target at -inf adds 0, and 0 · -inf would be NaN
-        weighted += exponential * shifted.clamp(min=_EXCLUDED)
+        weighted += exponential * shifted.clamp(min=EXCLUDED)
 
 
 class LogitGradient(NamedTuple):
@@ -206,7 +194,7 @@ def logit_gradient(
         # The factor of p_v depends on v, so nothing is left to apply to [N, H].
         row_factor, scale = torch.ones_like(logprobs), grad_entropy
         offset = grad_logprobs + grad_entropy * entropy
-        surprise = grad_entropy * logprobs.clamp(min=_EXCLUDED)
+        surprise = grad_entropy * logprobs.clamp(min=EXCLUDED)
         target_value = grad_logprobs - probability * (offset + surprise)
     return LogitGradient(
         statistics.log_normalizer,
@@ -226,7 +214,7 @@ def input_gradients(
     shard: VocabShard,
     gradient: LogitGradient,
     *,
-    thresholds: Tensor | None,
+    restriction: Restriction | None,
     chunk_size: int | None,
     need_hidden: bool,
     need_weight: bool,
@@ -247,7 +235,7 @@ def input_gradients(
         accumulated: Tensor | None = None
         for rows in tiles.tokens():
             tile = _gradient_tile(
-                tiles, inputs[rows], weight_tile, gradient, thresholds, rows, columns
+                tiles, inputs[rows], weight_tile, gradient, restriction, rows, columns
             )
             if tiles.narrow:
                 rounded = tiles.buffer("rounded", tile.shape[0], tile.shape[1], hidden.dtype)
@@ -279,15 +267,15 @@ def _gradient_tile(
     hidden: Tensor,
     weight: Tensor,
     gradient: LogitGradient,
-    thresholds: Tensor | None,
+    restriction: Restriction | None,
     rows: slice,
     columns: slice,
 ) -> Tensor:
     """Gradient of one tile of logits [n, v], before its row factor."""
     logits = tiles.logits(hidden, weight)
     column, here = _target_column(gradient.local_target[rows], gradient.owned[rows], columns)
-    if thresholds is not None:
-        _restrict(logits, thresholds[rows], column, here)
+    if restriction is not None:
+        restriction.exclude(logits, rows, columns, column, here)
     tile = logits.sub_(gradient.log_normalizer[rows].unsqueeze(1))
     if gradient.entropy_scale is None or gradient.offset is None:
         tile.exp_()
@@ -321,7 +309,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         shard: VocabShard,
-        thresholds: Tensor | None,
+        restriction: Restriction | None,
         options: _Options,
     ) -> tuple[Tensor, Tensor | None]:
         statistics = row_statistics(
@@ -329,13 +317,14 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
             weight,
             target,
             shard,
-            thresholds=thresholds,
+            restriction=restriction,
             keep_target=options.keep_target,
             chunk_size=options.chunk_size,
             with_entropy=options.with_entropy,
             divisor=options.divisor,
         )
-        ctx.save_for_backward(hidden, weight, target, thresholds, *statistics)
+        restricted = (None, None, None) if restriction is None else restriction.tensors()
+        ctx.save_for_backward(hidden, weight, target, *restricted, *statistics)
         ctx.shard, ctx.options = shard, options
         ctx.set_materialize_grads(False)  # no entropy gradient: the cheaper backward
         return statistics.logprobs, statistics.entropy
@@ -343,21 +332,22 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, thresholds, *statistics = ctx.saved_tensors
+        hidden, weight, target, thresholds, kept, is_recorded, *statistics = ctx.saved_tensors
+        restriction = None if thresholds is None else Restriction(thresholds, kept, is_recorded)
         gradient = logit_gradient(
             RowStatistics(*statistics),
             target,
             ctx.shard,
             grads[0],
             grads[1],
-            restricted=thresholds is not None,
+            restricted=restriction is not None,
         )
         grad_hidden, grad_weight = input_gradients(
             hidden,
             weight,
             ctx.shard,
             gradient,
-            thresholds=thresholds,
+            restriction=restriction,
             chunk_size=ctx.options.chunk_size,
             need_hidden=ctx.needs_input_grad[0],
             need_weight=ctx.needs_input_grad[1],
@@ -378,6 +368,7 @@ def hidden_states_to_logprobs(
     top_p: float = 1.0,
     chunk_size: int | None = None,
     with_entropy: bool = False,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target, and the entropy of the distribution it was sampled from.
 
@@ -389,6 +380,8 @@ def hidden_states_to_logprobs(
     ``temperature`` divides the logits. ``top_k`` (0, -1: off), then ``top_p`` (1: off) restrict the
     distribution, renormalised over the tokens that are kept; the target always counts as kept, so
     that a token which the filter would exclude by now has a finite log-prob (NeMo-RL's is -inf).
+    ``kept_ids``: int [N, K], ids that the sampler kept, -1 where there are fewer; rows that have
+    any are renormalised over these instead.
     ``chunk_size``: most tokens at a time; None lets the memory of a tile decide.
 
     Returns ``(logprobs [N], entropy [N] | None)``, float32 (float64 for float64 inputs).
@@ -408,6 +401,7 @@ def hidden_states_to_logprobs(
         sampling,
         chunk_size=chunk_size,
         with_entropy=with_entropy,
+        kept_ids=kept_ids,
     )
 
 
@@ -420,6 +414,7 @@ def shard_logprobs(
     *,
     chunk_size: int | None = None,
     with_entropy: bool = False,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`hidden_states_to_logprobs` for any shard, with either treatment of an excluded target.
 
@@ -437,11 +432,6 @@ def shard_logprobs(
     elif sampling.temperature != 1.0:
         # In float32: scaling bfloat16 states would round them.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32)) / sampling.temperature
-    thresholds = None
-    if sampling.restricts:
-        with torch.no_grad():
-            thresholds = keep_thresholds(
-                hidden, weight, shard, sampling.kept_count, sampling.top_p, divisor
-            )
+    restriction = restriction_of(hidden, weight, shard, sampling, divisor, kept_ids)
     options = _Options(sampling.keep_target, chunk_size, with_entropy, divisor)
-    return _HiddenStatesToLogprobs.apply(hidden, weight, target, shard, thresholds, options)
+    return _HiddenStatesToLogprobs.apply(hidden, weight, target, shard, restriction, options)

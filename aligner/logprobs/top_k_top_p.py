@@ -4,6 +4,8 @@ The tokens kept are those whose logit is at least the threshold, so a pass over 
 tiles can apply it without sorting again. Tokens of equal logit are kept or dropped together.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,12 +13,91 @@ from torch import Tensor
 
 from aligner.distributed.collectives import gather_first
 from aligner.kernels.linear_product import wide_mm
+from aligner.logprobs.sampling_params import TrainingSamplingParams
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
 # Of the logits that exist at a time; sorting them takes several times as much.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
+
+
+# Stands for a logit that the filter excludes. Not -inf: 0 · -inf would be NaN in the entropy.
+EXCLUDED = -1e30
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The tokens that count beside each target, of ``N`` of them.
+
+    ``thresholds``: float [N], logits below it are excluded. ``kept``: int64 [N, K], columns of the
+    local shard that the sampler kept, a number outside it where there is none; None: not recorded.
+    ``is_recorded``: bool [N], rows of which ``kept`` speaks.
+    """
+
+    thresholds: Tensor
+    kept: Tensor | None = None
+    is_recorded: Tensor | None = None
+
+    def exclude(
+        self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
+    ) -> None:
+        """Overwrite what is excluded of a tile [n, v] of ``rows`` and ``columns``, and the targets.
+
+        ``column``: int64 [n, 1], places of the targets in the tile, where ``here``, bool [n, 1].
+        They are counted by themselves: were they compared like the rest, two roundings of a logit
+        (tile and dot product) could fall on either side of the threshold and count it twice or
+        never.
+        """
+        logits.masked_fill_(logits < self.thresholds[rows].unsqueeze(1), EXCLUDED)
+        if self.kept is not None and self.is_recorded is not None:
+            width = logits.shape[1]
+            place = self.kept[rows] - columns.start
+            # Those of other tiles and shards go to a column of their own, which is dropped.
+            place = torch.where((place >= 0) & (place < width), place, width)
+            excluded = torch.ones(len(place), width + 1, dtype=torch.bool, device=logits.device)
+            excluded = excluded.scatter_(1, place, False)[:, :width]
+            logits.masked_fill_(excluded & self.is_recorded[rows].unsqueeze(1), EXCLUDED)
+        logits.scatter_(1, column, torch.where(here, EXCLUDED, logits.gather(1, column)))
+
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The fields, for autograd to keep."""
+        return self.thresholds, self.kept, self.is_recorded
+
+
+@torch.no_grad()
+def restriction_of(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabShard,
+    sampling: TrainingSamplingParams,
+    divisor: float,
+    kept_ids: Tensor | None,
+) -> Restriction | None:
+    """The restriction of ``hidden`` [N, H]; None: every token counts. Logits are over ``divisor``.
+
+    ``kept_ids``: int [N, K], global ids that the sampler kept, -1 where there are fewer; a row of
+    -1 was not recorded and is found again. None: all are found again.
+
+    Found again from the trainer's own logits, the set differs from the sampler's at its edge: where
+    engines round otherwise, where the weights have moved, and always for the reference. Both then
+    renormalise over other sets. Over the recorded one ratios and KL are exact (keep sampling mask,
+    DeepSeek-V3.2, 2025).
+    """
+    if not sampling.restricts:
+        return None
+    top_k, top_p = sampling.kept_count, sampling.top_p
+    if kept_ids is None:
+        return Restriction(keep_thresholds(hidden, weight, shard, top_k, top_p, divisor))
+    is_recorded = (kept_ids >= 0).any(dim=1)
+    missing = (~is_recorded).nonzero().squeeze(1)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    thresholds = hidden.new_full(hidden.shape[:1], -torch.inf, dtype=dtype)
+    if len(missing):
+        found = keep_thresholds(hidden[missing], weight, shard, top_k, top_p, divisor)
+        thresholds[missing] = found
+    local = torch.where(kept_ids >= 0, kept_ids.long() - shard.start, -1)
+    return Restriction(thresholds, local, is_recorded)
 
 
 def keep_thresholds(

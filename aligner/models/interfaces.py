@@ -140,6 +140,7 @@ class GenerationOutputSpec(TypedDict):
     ``output_ids`` int64 ``[B, S]`` prompt and response, right-padded; ``generation_lengths`` int64
     ``[B]`` tokens generated; ``unpadded_sequence_lengths`` int64 ``[B]`` prompt + response;
     ``logprobs`` float32 ``[B, S]``, 0 outside the response; ``is_end`` bool ``[B]``.
+    ``kept_ids`` int32 ``[B, S, K]`` is there where it was recorded (`aligner.types`).
     """
 
     output_ids: Tensor

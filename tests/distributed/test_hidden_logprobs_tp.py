@@ -19,7 +19,15 @@ from aligner.losses.masked import masked_whiten
 RANKS = 2
 VOCAB, ROWS, HIDDEN, TOKENS = 299, 160, 8, 14  # 2 x 160 rows, 21 of padding on the second rank
 TIMEOUT_S = 60
-SAMPLING = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}]
+KEPT = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:40].expand(TOKENS, -1)
+SAMPLING = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"top_p": 0.8, "kept_ids": KEPT},
+    {"top_p": 0.8, "kept_ids": KEPT.where(torch.arange(TOKENS)[:, None] % 3 > 0, -1)},  # not all
+]
 
 
 def _inputs():

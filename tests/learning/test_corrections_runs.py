@@ -3,6 +3,7 @@ trainer does not know: the two differ from the first token on.
 
 1. Every kind, with what it meets in a run, and the numbers do not depend on the micro-batch.
 2. A resumed run is the run that went through, to the bit.
+3. Where a filter differs from the trainer's, what it kept is recorded and used again.
 """
 
 from string import ascii_lowercase
@@ -116,3 +117,24 @@ def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo):
     run(stopped, tiny_nemo, "grpo_tiny_cpu", 1, *options)
     assert run(stopped, tiny_nemo, "grpo_tiny_cpu", 3, *options)[1] == weights
     assert repr(lines_of(stopped)) == repr(lines_of(through))  # repr: NaN equals itself
+
+
+def test_recorded_tokens_leave_no_gap_and_no_kl(tmp_path, tiny_nemo):
+    """A ban of EOS changes what top-p keeps, and the trainer does not know of it."""
+    gaps = {}
+    for recorded in (0, 259):
+        folder = tmp_path / str(recorded)
+        options = [
+            *(one for one in SMALL if one != PENALTY),
+            "model.ppo.sampling_params.top_p=0.8",
+            "model.ppo.length_params.min_length=4",
+            f"model.ppo.record_kept_tokens={recorded}",
+            "model.ppo.kl_loss.coef=0.01",
+            "model.global_batch_size=16",  # two updates: the second has its log-probs scored
+            "model.micro_batch_size=8",
+            *PACKED,
+        ]
+        run(folder, tiny_nemo, "grpo_tiny_cpu", 2, *options)
+        gaps[recorded] = [line["sampler/logprob_gap_max"] for line in lines_of(folder)[1:]]
+    assert min(gaps[0]) > 1e-3
+    assert max(gaps[259]) < 1e-4

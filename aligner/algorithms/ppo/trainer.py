@@ -48,7 +48,7 @@ TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
 CRITIC_COLUMNS = (*TRAIN_COLUMNS, "values", "returns")
 POLICY_COLUMNS = (*TRAIN_COLUMNS, "advantages", "generation_logprobs")
 # Of which a run has those that its options ask for.
-OPTIONAL_COLUMNS = ("ref_logprobs", "second_moment_mask")
+OPTIONAL_COLUMNS = ("ref_logprobs", "second_moment_mask", "kept_ids")
 
 
 class PPOTrainer:

@@ -63,6 +63,7 @@ def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDic
     ``data``: a `prompts_batch`, whose lists are taken over; ``output``: its responses.
     """
     prompt_lengths, lengths = data["input_lengths"], output["unpadded_sequence_lengths"]
+    kept = {"kept_ids": output["kept_ids"]} if "kept_ids" in output else {}
     return BatchedDataDict(
         {
             "input_ids": output["output_ids"],
@@ -73,6 +74,7 @@ def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDic
             "token_mask": response_mask(prompt_lengths, lengths, output["output_ids"].shape[1]),
             "sample_mask": torch.ones(data.size),
             "generation_logprobs": output["logprobs"],
+            **kept,
             "prompts": data["prompts"],
             "ground_truths": data["ground_truths"],
             "columns": data["columns"],

@@ -256,6 +256,12 @@ class PolicyPPOConfig(RolloutConfig):
     """
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    record_kept_tokens: Natural = 0
+    """Most tokens kept by top-k and top-p that are recorded with each sampled one; 0: none.
+
+    Recorded, they are used again in training and by the reference, so that ratios and KL are exact.
+    Where more are kept, none is recorded, and the trainer filters anew. Only `megatron` samples so.
+    """
 
     @property
     def ratio_eps_range(self) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from aligner.config.rules.batches import (
     token_budgets,
 )
 from aligner.config.rules.cluster import check_cluster
-from aligner.config.rules.correction import check_correction
+from aligner.config.rules.correction import check_correction, check_recorded
 from aligner.config.rules.credit import check_credit
 from aligner.config.rules.environment import check_environment
 from aligner.config.rules.examples import check_distill, check_preference, check_reward_model
@@ -53,6 +53,7 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
     if isinstance(config, RunConfig):
         check_credit(config)
         check_correction(config)
+        check_recorded(config)
         _check_batches(config)
     if isinstance(config, RSRunConfig):
         _check_kept(config)

@@ -73,3 +73,27 @@ def _check_sampler_as_old_policy(correction: CorrectionConfig, cap: float | None
             f"trainer's log-probs before training, which {named} leaves out; set "
             f"{_KEY}.old_logprobs=trainer"
         )
+
+
+def check_recorded(config: "RunConfig") -> None:
+    """Refuse to record what nothing keeps, or nobody records."""
+    ppo, backend = config.model.ppo, config.generation.backend
+    most, sampling = ppo.record_kept_tokens, ppo.sampling_params
+    named = f"model.ppo.record_kept_tokens={most}"
+    if not most:
+        return
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        raise ConfigError(
+            f"{named}: top_k=0 and top_p=1 keep all tokens; set it to 0, or one of "
+            "model.ppo.sampling_params.top_k and top_p"
+        )
+    if sampling.top_k > most:
+        raise ConfigError(
+            f"{named} is below model.ppo.sampling_params.top_k={sampling.top_k}, so that nothing "
+            f"would be recorded; set it to {sampling.top_k}"
+        )
+    if backend != "megatron":
+        raise ConfigError(
+            f"{named}: generation.backend={backend} does not say which tokens it kept; set it to "
+            "0, or generation.backend=megatron"
+        )

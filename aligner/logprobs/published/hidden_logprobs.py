@@ -187,7 +187,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
             weight,
             ctx.shard,
             gradient,
-            thresholds=None,
+            restriction=None,
             chunk_size=ctx.chunk_size,
             need_hidden=ctx.needs_input_grad[0],
             need_weight=ctx.needs_input_grad[2],

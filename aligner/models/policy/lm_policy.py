@@ -113,9 +113,9 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         self.tokenizer = tokenizer
         self._seeds = CallSeeds(run.seed)
 
-    get_logprobs = scored_rows(PolicyWorker.get_logprobs, LOGPROB_COLUMNS)
+    get_logprobs = scored_rows(PolicyWorker.get_logprobs, LOGPROB_COLUMNS, ("kept_ids",))
     get_reference_policy_logprobs = scored_rows(
-        PolicyWorker.get_reference_policy_logprobs, LOGPROB_COLUMNS
+        PolicyWorker.get_reference_policy_logprobs, LOGPROB_COLUMNS, ("kept_ids",)
     )
     get_topk_logits = scored_rows(PolicyWorker.get_topk_logits, LOGPROB_COLUMNS)
 

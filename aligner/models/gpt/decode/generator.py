@@ -37,7 +37,9 @@ from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucl
 class GenerationOutput(NamedTuple):
     """``tokens`` int64 [B, S] prompt and response, right-padded; ``lengths`` int64 [B] prompt +
     response; ``prompt_lengths`` int64 [B]; ``logprobs`` float32 [B, S] of the response's tokens as
-    they were drawn, 0 elsewhere; ``is_end`` bool [B], the response ended by itself.
+    they were drawn, 0 elsewhere; ``is_end`` bool [B], the response ended by itself; ``kept_ids``
+    int32 [B, S, K] what top-k and top-p left, -1 behind it and where nothing is known; None: not
+    recorded.
     """
 
     tokens: Tensor
@@ -45,6 +47,7 @@ class GenerationOutput(NamedTuple):
     prompt_lengths: Tensor
     logprobs: Tensor
     is_end: Tensor
+    kept_ids: Tensor | None = None
 
 
 class Generator:
@@ -63,6 +66,7 @@ class Generator:
         max_batch_size: int,
         tp_group: dist.ProcessGroup | None = None,
         cuda_graphs: bool = True,
+        record_kept: int = 0,
     ) -> None:
         """Set up; nothing is allocated before `sample`.
 
@@ -78,6 +82,8 @@ class Generator:
             tp_group: ranks that share the vocabulary; None: the model's own tensor-parallel group.
             cuda_graphs: on a GPU, launch decoding steps as CUDA graphs, where one process holds
                 the model and all layers are dense. The tokens are the same without.
+            record_kept: most tokens left by top-k and top-p that are recorded with each sampled;
+                where more are left, none is. 0: off.
 
         Raises:
             ConfigError: lengths, ids or stop strings that cannot work.
@@ -93,6 +99,7 @@ class Generator:
         self._tp_group = tp_group or gpt.pg_collection.tp
         self._stop = self._stop_strings(self._sampling_options)
         self._cuda_graphs = cuda_graphs
+        self._record_kept = record_kept
         self._waits = False  # for the device within a step; once a nucleus needed it, always
 
     def sample(
@@ -137,6 +144,7 @@ class Generator:
             pad_id=self._pad_id,
             length=length,
             sampling=sampling,
+            record_kept=self._record_kept if sampling.top_k > 0 or sampling.top_p < 1 else 0,
         )
         rollout = self._rolled_out(batch, rows, rules, stop, listener)
         longest = int(rollout.lengths.max()) if rows else 0
@@ -146,6 +154,7 @@ class Generator:
             batch.lengths,
             rollout.logprobs[:, :longest].clone(),
             rollout.is_end,
+            rollout.kept_ids[:, :longest].clone() if rules.record_kept else None,
         )
 
     def _rolled_out(
@@ -198,7 +207,8 @@ class Generator:
         """Make the copies one, where a library's last bits differ from run to run."""
         group = self._gpt.pg_collection.cp
         if dist.get_world_size(group) > 1:
-            for result in (rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end):
+            results = [rollout.tokens, rollout.logprobs, rollout.lengths, rollout.is_end]
+            for result in [*results, *([rollout.kept_ids] if rollout.kept_ids.numel() else [])]:
                 dist.broadcast(result, group=group, group_src=0)
 
     def _stop_strings(self, sampling_options: SamplingOptions) -> StopStrings | None:

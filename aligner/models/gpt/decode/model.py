@@ -81,28 +81,37 @@ class PipelineComm:
         if not self.is_last:
             dist.send(rows.contiguous(), group=self._group, group_dst=self._rank + 1)
 
-    def sampled_by_last(self, count: int, sample: Callable[[], SampledTokens]) -> SampledTokens:
+    def sampled_by_last(
+        self, count: int, sample: Callable[[], SampledTokens], record: int = 0
+    ) -> SampledTokens:
         """Result of ``sample`` on the last stage for ``count`` rows, on every stage.
+
+        ``record``: columns of its ``kept``.
 
         Raises:
             AlignerError: what ``sample`` raised there, on every stage.
         """
         if self._last == 0:
             return sample()
-        # One message: tokens, and the 32 bits of their log-probs.
-        message = torch.full((2, count), _NOTHING_DRAWN, dtype=torch.int64, device=self._device)
+        # One message: tokens, the 32 bits of their log-probs, and what else the filter kept.
+        message = torch.full(
+            (2 + record, count), _NOTHING_DRAWN, dtype=torch.int64, device=self._device
+        )
         failure: AlignerError | None = None
         if self.is_last:
             try:
                 sampled = sample()
                 message[0], message[1] = sampled.tokens, sampled.logprobs.view(torch.int32)
+                if sampled.kept is not None:
+                    message[2:] = sampled.kept.t()
             except AlignerError as error:
                 failure = error
         dist.broadcast(message, group=self._group, group_src=self._last)
-        tokens, bits = message
+        tokens, bits = message[:2]
         if bool((tokens == _NOTHING_DRAWN).any()):
             raise self._failure_of_last(failure)
-        return SampledTokens(tokens, bits.to(torch.int32).view(torch.float32))
+        kept = message[2:].t().int() if record else None
+        return SampledTokens(tokens, bits.to(torch.int32).view(torch.float32), kept=kept)
 
     def _failure_of_last(self, failure: AlignerError | None) -> AlignerError:
         box = [failure]

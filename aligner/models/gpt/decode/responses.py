@@ -61,12 +61,14 @@ class RolloutRules:
     pad_id: int
     length: LengthParams
     sampling: SamplingParams
+    record_kept: int = 0  # most tokens that a filter keeps which are recorded with each sampled
 
 
 class Responses:
     """Tokens of B samples, and of one more that stands for none, the last row.
 
-    ``tokens`` int64 [B + 1, S]; ``logprobs`` float32 [B + 1, S]; ``lengths`` int64 [B + 1].
+    ``tokens`` int64 [B + 1, S]; ``logprobs`` float32 [B + 1, S]; ``lengths`` int64 [B + 1];
+    ``kept_ids`` int32 [B + 1, S, K], see `SampledTokens`, K is 0 where nothing is recorded.
     """
 
     def __init__(self, prompts: Prompts, rules: RolloutRules) -> None:
@@ -80,6 +82,9 @@ class Responses:
         within = torch.arange(columns, device=device) < prompts.lengths[:, None]
         self.tokens[:batch, :columns] = torch.where(within, prompts.tokens, rules.pad_id)
         self.logprobs = torch.zeros(self.tokens.shape, device=device)
+        self.kept_ids = torch.full(
+            (*self.tokens.shape, rules.record_kept), -1, dtype=torch.int32, device=device
+        )
         self.lengths = torch.cat((prompts.lengths, prompts.lengths.new_ones(1)))
         self._starts = self.lengths.clone()
         new_positions = prompts.lengths[:, None] + torch.arange(length.max_length, device=device)
@@ -140,11 +145,14 @@ class Responses:
                 banned=made + 1 < self._rules.length.min_length if banning else None,
                 end_ids=self._end_ids,
                 waits=waits,
+                record=self._rules.record_kept,
             )
 
-        sampled = model.stages.sampled_by_last(len(rows), sample)
+        sampled = model.stages.sampled_by_last(len(rows), sample, self._rules.record_kept)
         self.tokens[rows, positions] = sampled.tokens
         self.logprobs[rows, positions] = sampled.logprobs
+        if sampled.kept is not None:
+            self.kept_ids[rows, positions] = sampled.kept
         if self._seen is not None:
             self._seen[rows, sampled.tokens] = True
         batch.positions += 1
@@ -196,6 +204,7 @@ class Responses:
         rows, places = self.index(samples), self.index(lengths)
         self.tokens[rows, places] = self._rules.pad_id
         self.logprobs[rows, places] = 0.0
+        self.kept_ids[rows, places] = -1
         self.lengths[rows] = places
 
     def index(self, numbers: Sequence[int]) -> Tensor:

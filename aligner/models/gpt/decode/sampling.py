@@ -34,12 +34,15 @@ _NUCLEUS = 1024  # this many tokens nearly always hold a nucleus; else the row i
 class SampledTokens(NamedTuple):
     """``tokens`` int64 [b]; ``logprobs`` float32 [b], of the distribution drawn from.
 
-    ``wide``: bool [], see `sample_tokens`; None: never.
+    ``wide``: bool [], see `sample_tokens`; None: never. ``kept``: int32 [b, k], ids of the tokens
+    that top-k and top-p left, -1 where there are fewer, all -1 where there are more; None: not
+    asked for.
     """
 
     tokens: Tensor
     logprobs: Tensor
     wide: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def counter_uniforms(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
@@ -79,6 +82,7 @@ def sample_tokens(
     banned: Tensor | None = None,
     end_ids: Tensor | None = None,
     waits: bool = True,
+    record: int = 0,
 ) -> SampledTokens:
     """Draw one token per row.
 
@@ -90,12 +94,12 @@ def sample_tokens(
         logits: float [b, V], padding columns cut off; its memory may be used for the result.
         uniforms: float64 [b] in [0, 1) (`counter_uniforms`); not used when ``greedy``.
         sampling: temperature, top-k, top-p, repetition penalty.
-        greedy: take the likeliest token (the first of equals); its log-prob is still that of the
-            distribution described by ``sampling``.
+        greedy: take the likeliest token (the first of equals); its log-prob is of ``sampling``.
         seen: bool [b, V], tokens that occurred; required for a repetition penalty other than 1.
         banned: bool [b], rows in which ``end_ids`` cannot be drawn.
         end_ids: int64 [e], the end-of-sequence tokens; needed with ``banned``.
         waits: whether the host may wait for the device.
+        record: most tokens of what top-k and top-p keep that are returned; 0: none are.
 
     Raises:
         NonFiniteError: the logits of a row are NaN, or infinite so that no distribution is left.
@@ -109,10 +113,11 @@ def sample_tokens(
     allowed = None
     if banned is not None and end_ids is not None and end_ids.numel() > 0:
         allowed = _ban(scores, banned, end_ids)
-    wide = None
+    wide = kept = None
     if sampling.top_k > 0 or sampling.top_p < 1.0:
         limit, wide = _keep_threshold(scores, sampling.top_k, sampling.top_p, waits)
         scores = scores.masked_fill(scores < limit[:, None], -torch.inf)
+        kept = _kept_ids(scores, record) if record else None
         allowed = None
     probabilities = scores.softmax(dim=-1)
     cumulative = _cumulative(probabilities)
@@ -126,7 +131,15 @@ def sample_tokens(
         logprobs = logprobs - torch.logaddexp(normalizer, allowed) + normalizer
     if waits:
         check_finite(logprobs)
-    return SampledTokens(tokens, logprobs.float(), wide)
+    return SampledTokens(tokens, logprobs.float(), wide, kept)
+
+
+def _kept_ids(scores: Tensor, most: int) -> Tensor:
+    """Ids of the tokens above -inf in float [b, V], int32 [b, most]; see `SampledTokens`."""
+    best = scores.topk(min(most, scores.shape[1]), dim=1)
+    too_many = (~scores.isneginf()).sum(1, keepdim=True) > most
+    ids = best.indices.masked_fill(best.values.isneginf() | too_many, -1).int()
+    return torch.nn.functional.pad(ids, (0, most - ids.shape[1]), value=-1)
 
 
 def check_finite(logprobs: Tensor) -> None:

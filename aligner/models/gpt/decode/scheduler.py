@@ -53,8 +53,8 @@ class _Drawn:
 class Rollout:
     """State of B samples from prompt to end; results are read from the public tensors.
 
-    ``tokens`` int64 [B, S]; ``logprobs`` float32 [B, S]; ``lengths`` int64 [B], prompt and
-    response; ``is_end`` bool [B].
+    ``tokens`` int64 [B, S]; ``logprobs`` float32 [B, S]; ``kept_ids`` int32 [B, S, K]; ``lengths``
+    int64 [B], prompt and response; ``is_end`` bool [B].
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Rollout:
         self._responses = Responses(prompts, rules)
         self.tokens = self._responses.tokens[:batch]
         self.logprobs = self._responses.logprobs[:batch]
+        self.kept_ids = self._responses.kept_ids[:batch]
         self.lengths = self._responses.lengths[:batch]
         self.is_end = torch.zeros(batch, dtype=torch.bool, device=prompts.tokens.device)
 

@@ -93,6 +93,7 @@ class DTensorActorModel(DTensorModel, SamplingPolicy):
             tp_group=tp_group,
             sampling=self.sampling_params,
             with_entropy=with_entropy,
+            kept_ids=microbatch.columns.get("kept_ids"),
         )
 
     def loss_outputs(

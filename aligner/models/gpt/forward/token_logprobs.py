@@ -35,6 +35,7 @@ def token_logprobs(
     tp_group: dist.ProcessGroup | None,
     sampling: SamplingParams,
     with_entropy: bool = False,
+    kept_ids: Tensor | None = None,
 ) -> TokenOutputs:
     """Log-prob (and entropy) of the tokens where ``selected``; 0 elsewhere.
 
@@ -53,6 +54,8 @@ def token_logprobs(
         tp_group: spreads the vocabulary; None: it is whole.
         sampling: temperature, top-k and top-p of the distribution the tokens were drawn from.
         with_entropy: also return the entropy of that distribution.
+        kept_ids: int ``[B, S, K]``, what top-k and top-p kept when a token was sampled, see
+            `hidden_states_to_logprobs`; None: not recorded.
 
     Returns:
         float32 ``[B, S]`` each.
@@ -68,6 +71,7 @@ def token_logprobs(
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         with_entropy=with_entropy,
+        kept_ids=None if kept_ids is None else kept_ids.flatten(0, 1)[tokens],
     )
     return TokenOutputs(
         layout.to_frame(logprobs, tokens),

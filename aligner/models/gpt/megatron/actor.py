@@ -88,6 +88,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
             tp_group=tp_group,
             sampling=self.sampling_params,
             with_entropy=with_entropy,
+            kept_ids=columns.get("kept_ids"),
         )
 
     def loss_step(self, loss_fn: LossFunction, denominators: Denominators) -> ForwardStep:

@@ -242,5 +242,6 @@ class SamplingPolicy(RoleModel):
             length=self.length_params,
             sampling=self.sampling_params,
             max_batch_size=self.rollout_micro_batch_size,
+            record_kept=self.settings.record_kept,
             cuda_graphs=self.settings.cuda_graphs,
         )

@@ -54,6 +54,7 @@ class RoleSettings:
     length_params: LengthParams = field(default_factory=LengthParams)  # of responses
     sampling_params: SamplingParams = field(default_factory=SamplingParams)  # temperature: scores'
     rollout_micro_batch_size: int = 64  # sequences in flight together while generating
+    record_kept: int = 0  # most tokens kept by a filter that are recorded with each sampled one
     cuda_graphs: bool = True  # of decoding steps, on GPUs
     sequence_packing: bool = False  # the sequences of a micro-batch stand in one row
     sequence_length_round: int = 1  # padded micro-batches are as long as a multiple of it
@@ -103,6 +104,7 @@ def policy_settings(
         length_params=rollout.length_params,
         sampling_params=rollout.sampling_params,
         rollout_micro_batch_size=rollout.rollout_micro_batch_size,
+        record_kept=getattr(rollout, "record_kept_tokens", 0),
         cuda_graphs=run.cuda_graphs,
     )
 

@@ -128,6 +128,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
             sampling_options=sampling_options,
             listener=listener,
         )
+        kept = {} if output.kept_ids is None else {"kept_ids": output.kept_ids}
         return BatchedDataDict(
             {
                 "output_ids": output.tokens,
@@ -135,6 +136,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
                 "unpadded_sequence_lengths": output.lengths,
                 "logprobs": output.logprobs,
                 "is_end": output.is_end,
+                **kept,
             }
         )
 
@@ -145,6 +147,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
 
         Reads ``input_ids`` int64 [B, S], ``input_lengths`` int64 [B] and ``token_mask`` float32
         [B, S]: 1 where the log-prob is wanted, to a handle by default every token but the first.
+        ``kept_ids`` int32 [B, S, K], where it is there: what top-k and top-p kept.
         ``micro_batch_size``: sequences per forward pass, default as configured. Returns
         ``logprobs`` float32 [B, S]: position t speaks of token t, 0 at t = 0 and where the mask is
         0.

@@ -1,0 +1,260 @@
+"""What top-k and top-p kept, recorded by the sampler and used again by the trainer.
+
+1. What is recorded is what a token was drawn from; a set larger than the limit is not recorded.
+2. Log-probs, entropies and gradients over a recorded set are those of log-softmax over it.
+3. With another engine's rounding, the mean ratio is 1 over the recorded set, not over an own.
+4. A whole policy scores what it sampled, by itself and by the reference.
+"""
+
+import math
+
+import pytest
+import torch
+
+from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
+from aligner.config import SamplingParams, parse_config
+from aligner.data.prompts import PromptBatch
+from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import ConfigError
+from aligner.logprobs import vocab_shard
+from aligner.models.gpt.decode.sampling import sample_tokens
+from aligner.models.policy.lm_policy import Policy
+
+VOCAB, PADDING, HIDDEN, TOKENS, LIMIT = 301, 11, 8, 13, 20
+
+
+def inputs(seed=0, tokens=TOKENS):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB + PADDING, HIDDEN, generator=generator, dtype=torch.float64)
+    return hidden.requires_grad_(), weight.requires_grad_(), generator
+
+
+def recorded_sets(generator, tokens=TOKENS):
+    """Sets of 1 to LIMIT tokens, the target first, as int32 [N, LIMIT] with -1 behind."""
+    kept = torch.full((tokens, LIMIT), -1, dtype=torch.int32)
+    for row in range(tokens):
+        count = 1 + row % LIMIT
+        kept[row, :count] = torch.randperm(VOCAB, generator=generator)[:count].int()
+    return kept, kept[:, 0].long()
+
+
+@pytest.fixture(params=[4 * 2**20, 13 * 64 * 8], ids=["one_tile", "many_tiles"])
+def _tile(request, monkeypatch):
+    monkeypatch.setitem(vocab_shard._TILE_BYTES, "cpu", request.param)
+
+
+# 1. Recording ---------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_is_what_is_drawn_from():
+    logits = torch.tensor([[3.0, 1.0, 2.0, -1.0, 0.0], [0.0, 0.0, 9.0, 0.0, 0.0]])
+    uniforms = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    for sampling, expected in [
+        (SamplingParams(top_k=2), [[0, 2, -1], [2, -1, -1]]),
+        (SamplingParams(top_p=0.9), [[0, 2, 1], [2, -1, -1]]),
+        (SamplingParams(top_p=0.999), [[-1, -1, -1], [2, -1, -1]]),  # more than three: not recorded
+    ]:
+        drawn = sample_tokens(logits.clone(), uniforms, sampling, greedy=False, record=3)
+        found = [sorted(row, key=lambda token: (token < 0, token)) for row in drawn.kept.tolist()]
+        wanted = [sorted(row, key=lambda token: (token < 0, token)) for row in expected]
+        if sampling.top_k == 2:  # equal logits are kept or dropped together
+            assert found[0] == wanted[0]
+        else:
+            assert found == wanted
+    assert sample_tokens(logits, uniforms, SamplingParams(top_k=2), greedy=False).kept is None
+
+
+def test_a_ban_is_part_of_what_is_recorded():
+    logits = torch.tensor([[3.0, 1.0, 2.0, -1.0, 0.0]])
+    drawn = sample_tokens(
+        logits,
+        torch.tensor([0.5], dtype=torch.float64),
+        SamplingParams(top_k=2),
+        greedy=False,
+        banned=torch.tensor([True]),
+        end_ids=torch.tensor([0]),
+        record=4,
+    )
+    assert sorted(drawn.kept[0].tolist()) == [-1, -1, 1, 2]
+
+
+# 2. Using it again ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_tile")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_over_a_recorded_set(temperature):
+    hidden, weight, generator = inputs()
+    kept, target = recorded_sets(generator)
+    g, e = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
+    found = hidden_states_to_logprobs(
+        hidden,
+        weight,
+        target,
+        vocab_size=VOCAB,
+        temperature=temperature,
+        top_p=0.8,
+        kept_ids=kept,
+        with_entropy=True,
+    )
+    logprobs, entropies = [], []
+    for row in range(TOKENS):
+        ids = kept[row][kept[row] >= 0].long()
+        log_softmax = (weight[ids] @ hidden[row] / temperature).log_softmax(0)
+        logprobs.append(log_softmax[0])
+        entropies.append(-(log_softmax.exp() * log_softmax).sum())
+    expected = torch.stack(logprobs), torch.stack(entropies)
+    torch.testing.assert_close(found, expected)
+    slopes = [
+        torch.autograd.grad((g * pair[0] + e * pair[1]).sum(), (hidden, weight))
+        for pair in (found, expected)
+    ]
+    torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.usefixtures("_tile")
+def test_what_was_not_recorded_is_found_again():
+    hidden, weight, generator = inputs()
+    kept, target = recorded_sets(generator)
+    options = {"vocab_size": VOCAB, "top_k": 4, "with_entropy": True}
+    own = hidden_states_to_logprobs(hidden, weight, target, **options)
+    recorded = hidden_states_to_logprobs(hidden, weight, target, kept_ids=kept, **options)
+    kept[5] = -1
+    mixed = hidden_states_to_logprobs(hidden, weight, target, kept_ids=kept, **options)
+    for found, again, before in zip(mixed, own, recorded, strict=True):
+        assert found[5] == again[5]
+        assert found[5] != before[5]
+        rest = [row for row in range(TOKENS) if row != 5]
+        assert torch.equal(found[rest], before[rest])
+
+
+# 3. The ratio ---------------------------------------------------------------------------------
+
+
+def test_the_mean_ratio_at_top_p_of_eight_tenths():
+    """A sampler in bf16, a trainer in float32, the same weights: the mean of trainer/sampler.
+
+    Over the sampler's own distribution it is Σ p_trainer over the set the sampler drew from. A
+    filter that the trainer does not know of makes it the set's mass, 0.8; the trainer's own set
+    differs at the edge, by up to a token's probability; over the recorded set it is 1.
+    """
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(400, 64, generator=generator)
+    weight = torch.randn(VOCAB, 64, generator=generator) / 4
+    rough = (hidden.bfloat16() @ weight.bfloat16().t()).float()
+    sampling = SamplingParams(top_p=0.8)
+    uniforms = torch.rand(400, generator=generator, dtype=torch.float64)
+    drawn = sample_tokens(rough, uniforms, sampling, greedy=False, record=VOCAB)
+    everything = {"vocab_size": VOCAB}
+
+    def ratios(**options):
+        """Σ of the trainer's probabilities over the sampler's set, of each position."""
+        sums = torch.zeros(400)
+        for place in range(VOCAB):
+            target = drawn.kept[:, place].long()
+            there = target >= 0
+            if there.any():
+                found, _ = hidden_states_to_logprobs(
+                    hidden[there],
+                    weight,
+                    target[there],
+                    **everything,
+                    **{key: v[there] if key == "kept_ids" else v for key, v in options.items()},
+                )
+                sums[there] += found.exp()
+        return sums
+
+    unfiltered, own = ratios(), ratios(top_p=0.8)
+    replayed = ratios(top_p=0.8, kept_ids=drawn.kept)
+    print(
+        f"mean ratio at top_p=0.8: unfiltered {unfiltered.mean():.4f}, own set {own.mean():.4f} "
+        f"(off by more than 1e-3 at {(own - 1).abs().gt(1e-3).float().mean():.1%} of positions, "
+        f"most {(own - 1).abs().max():.3f}), recorded {replayed.mean():.6f}"
+    )
+    assert unfiltered.mean() == pytest.approx(0.82, abs=0.02)
+    assert (own - 1).abs().max() > 0.01
+    torch.testing.assert_close(replayed, torch.ones(400), rtol=0, atol=1e-5)
+    assert math.isclose(replayed.mean().item(), 1.0, abs_tol=1e-6)
+
+
+# 4. A whole policy ----------------------------------------------------------------------------
+
+VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it
+
+
+def configured(path, **ppo):
+    sampling = {"top_p": 0.8, **ppo.pop("sampling_params", {})}
+    return parse_config(
+        {
+            "model": {
+                "restore_from_path": str(path),
+                "micro_batch_size": 4,
+                "global_batch_size": 4,
+                "ppo": {
+                    "num_rollout_samples": 4,
+                    "length_params": {"max_length": 6, "min_length": 4},
+                    "sampling_params": sampling,
+                    **ppo,
+                },
+            },
+            "critic": {"micro_batch_size": 4, "global_batch_size": 4},
+            "reward": {"function": "a:b"},
+            "data": {"train": {"source": "x.jsonl"}},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_nemo):
+    config = configured(tiny_nemo, record_kept_tokens=VOCABULARY)
+    with open_nemo(tiny_nemo) as checkpoint:
+        tokenizer = checkpoint.tokenizer
+    return Policy(LocalCluster(initialize_parallel()), config.model, tokenizer)
+
+
+def test_a_policy_scores_over_what_it_recorded(policy):
+    """The ban of EOS before the fourth token is part of the set; no trainer's filter knows it."""
+    ids = torch.tensor([[40, 41, 42], [50, 51, 0]])
+    texts = ["a", "b"]
+    prompts = PromptBatch(ids, torch.tensor([3, 2]), torch.arange(2), texts, [None, None], {})
+    data = prompts_batch(prompts, 0, 4)
+    batch = rollout_of(data, policy.generate(data, seed=3).to("cpu"))
+    mask = batch["token_mask"].bool()
+    kept = batch["kept_ids"]
+    assert kept.dtype == torch.int32
+    assert kept.shape == (*mask.shape, VOCABULARY)
+    recorded = (kept >= 0).any(2)
+    assert (recorded & mask).any()
+    assert not recorded[~mask].any()
+    among = (kept == batch["input_ids"][..., None]).any(2)
+    assert among[recorded].all()
+    own = {name: column for name, column in batch.items() if name != "kept_ids"}
+    for method in (policy.get_logprobs, policy.get_reference_policy_logprobs):
+        (name,) = method(batch)
+        gap = (method(batch)[name] - batch["generation_logprobs"]).abs()
+        assert gap[recorded].max() < 1e-5
+        without = (method(BatchedDataDict(own))[name] - batch["generation_logprobs"]).abs()
+        assert without[recorded].max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("ppo", "message"),
+    [
+        (
+            {"sampling_params": {"top_p": 1.0}},
+            r"tokens=8: top_k=0 and top_p=1 keep all",
+        ),
+        (
+            {"sampling_params": {"top_k": 9}},
+            r"record_kept_tokens=8 is below .*top_k=9.*set it to 9",
+        ),
+    ],
+)
+def test_refusals(ppo, message):
+    with pytest.raises(ConfigError, match=message):
+        configured("m.nemo", record_kept_tokens=8, **ppo)
