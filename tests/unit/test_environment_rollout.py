@@ -1,6 +1,9 @@
 """Rollouts of conversations: whose tokens they are, where rewards stand, how they end."""
 
+import os
 import random
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from aligner.data.prompts import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
-from aligner.environments.pool import Answer, Failure
+from aligner.environments.pool import Answer, EnvironmentPool, Failure
 from aligner.environments.worker import Host
 from aligner.errors import ConfigError, EnvironmentCallError
 
@@ -190,6 +193,39 @@ def test_a_failed_conversation_is_no_sample(tmp_path):
     (tmp_path / "x").unlink()
     with pytest.raises(EnvironmentCallError, match=r"2 conversations .*retries=1; the last: not"):
         collected(envs.FailsTwice, rows, retries=1)
+
+
+class Killing(Babble):
+    """Kills the environment of slot 1 before it answers to the second round."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+
+    def generate(self, *args, **kwargs):
+        found = super().generate(*args, **kwargs)
+        if len(self.calls) == 2:
+            os.kill(self.pool.pid(1), signal.SIGKILL)
+        return found
+
+
+def test_a_killed_environment_touches_its_own_conversation_only():
+    """In real processes: row 1 is begun again, the others are what they are undisturbed."""
+    name = f"{Path(envs.__file__)}:Echo"
+    rows = [{"name": str(number)} for number in range(3)]
+    pool = EnvironmentPool(name, {}, ["name"])
+    try:
+        calm = collected(None, rows, pool=pool)
+        shaken = collected(None, rows, pool=pool, engine=Killing(pool))
+    finally:
+        pool.close()
+    assert shaken["failures"] == [[], ["env_error"], []]
+    others = [batch.select_indices([0, 2]) for batch in (calm, shaken)]
+    for batch in others:
+        batch.truncate_tensors(1, int(batch["input_lengths"].max()))
+    same(*others)
+    assert shaken["turn_rewards"].sum(1).tolist() == [6.0] * 3
+    assert score(EnvironmentReward(), shaken)["failed_env_error"] == 1
 
 
 def test_what_is_not_scored_is_no_zero():
