@@ -24,6 +24,8 @@ CASES = {
         "recompute": "full",
     },
     "critic": {"role": "critic", "precision": "bf16", "batching": "packed"},
+    "actor, shared": {"role": "actor", "precision": "bf16", "batching": "shared"},
+    "critic, CP, shared": {"role": "critic", "world": 2, "cp": 2, "batching": "shared"},
     "critic, DP, offload": {"role": "critic", "world": 8, "precision": "bf16", "offload": True},
     "actor, EP": {"role": "actor", "world": 2, "ep": 2, "precision": "bf16"},
     "dtensor actor": {"role": "actor", "backend": "dtensor"},
