@@ -7,7 +7,6 @@ from torch import Tensor
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
 from aligner.models.gpt.forward.schedule import Microbatch
-from aligner.models.gpt.layers.segments import take_rows
 from aligner.models.gpt.role.model import ValueModel
 from aligner.types import TokenOutputs
 
@@ -37,5 +36,5 @@ class DTensorCriticModel(DTensorModel, ValueModel):
         layout = microbatch.layout
         rows, tokens = layout.predicted_tokens() if self.shifts_values else layout.held_tokens()
         return TokenOutputs(
-            layout.to_frame(take_rows(model.score(hidden).squeeze(-1), rows), tokens)
+            layout.to_frame(layout.take(model.score(hidden).squeeze(-1), rows), tokens)
         )

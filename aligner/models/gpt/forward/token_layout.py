@@ -27,7 +27,7 @@ from aligner.batches.prefix_tree import PrefixTree
 from aligner.config import ParallelConfig
 from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
 from aligner.distributed.parallel import ParallelState
-from aligner.models.gpt.layers.segments import Segments, build_segments
+from aligner.models.gpt.layers.segments import Segments, build_segments, take_rows
 
 PADDING = -1
 BoolArray = NDArray[np.bool_]
@@ -103,6 +103,10 @@ class TokenLayout:
             wanted = selected.ravel()[places]
             rows, places = rows[wanted], places[wanted]
         return self._indices(rows), self._indices(places)
+
+    def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Float ``[n * L, ...]`` at ``rows``, int64 ``[N]``, of one of the methods above."""
+        return hidden[rows] if self.also is None else take_rows(hidden, rows)
 
     def to_frame(self, values: Tensor, tokens: Tensor) -> Tensor:
         """Values ``[N, ...]`` at ``tokens`` of ``[b, S, ...]``, 0 elsewhere, from all ranks."""

@@ -20,7 +20,6 @@ from aligner.logprobs.published.distillation import logprobs_of, mean_logprob
 from aligner.logprobs.published.vocab_topk import distributed_vocab_topk
 from aligner.logprobs.vocab_shard import VocabShard
 from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
-from aligner.models.gpt.layers.segments import take_rows
 from aligner.types import TokenOutputs
 
 
@@ -62,7 +61,7 @@ def token_logprobs(
     """
     rows, tokens = layout.predicted_tokens(selected)
     logprobs, entropy = hidden_states_to_logprobs(
-        take_rows(hidden, rows),
+        layout.take(hidden, rows),
         weight,
         input_ids.flatten()[tokens],
         tp_group=tp_group,
@@ -94,7 +93,7 @@ def token_logits(
     `token_logprobs` is for those who do not need that. Arguments as there.
     """
     rows, tokens = layout.held_tokens()
-    logits = wide_linear(take_rows(hidden, rows), weight) / temperature
+    logits = wide_linear(layout.take(hidden, rows), weight) / temperature
     if tp_group is not None:
         logits = gather_from_tensor_model_parallel_region(logits, group=tp_group)
     return layout.to_frame(logits[:, :vocab_size], tokens)
@@ -141,7 +140,7 @@ def candidate_logprobs(
         logprobs = logprobs_of(logits, ids[None], shard)[0]
         return (logprobs, -mean_logprob(logits, shard)[0]) if with_entropy else (logprobs,)
 
-    chosen = take_rows(hidden, rows)
+    chosen = layout.take(hidden, rows)
     parts = list(_slices(len(rows), weight))
     again = len(parts) > 1 and torch.is_grad_enabled()  # so that one part's logits are kept at most
     found = [
@@ -176,7 +175,7 @@ def best_candidates(
     """
     shard = VocabShard.of(weight, vocab_size, tp_group)
     rows, tokens = layout.predicted_tokens(selected)
-    chosen = take_rows(hidden, rows)
+    chosen = layout.take(hidden, rows)
     found = [
         distributed_vocab_topk(
             _logits(chosen[part], weight, temperature),

@@ -24,7 +24,6 @@ from aligner.models.gpt.forward.schedule import (
     split_microbatches,
 )
 from aligner.models.gpt.forward.token_layout import LayoutRules
-from aligner.models.gpt.layers.segments import take_rows
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import ValueHead, ValueModel
 from aligner.models.gpt.role.settings import SectionType
@@ -222,4 +221,4 @@ def value_outputs(
     rows, tokens = layout.predicted_tokens() if right_shift else layout.held_tokens()
     numbers = value_head(full_hidden_states(gpt, hidden, vocab_parallel=False))
     numbers = numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
-    return TokenOutputs(layout.to_frame(take_rows(numbers, rows), tokens))
+    return TokenOutputs(layout.to_frame(layout.take(numbers, rows), tokens))
