@@ -173,7 +173,7 @@ def _refusal(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> str:
     of_value = [one for one in found if one[0].startswith(found[0][0])]
     key, _, other_kind = min(of_value, key=lambda one: (one[2], -len(one[0])))
     texts = [text for place, text, other in of_value if (place, other) == (key, other_kind)]
-    said = "; or ".join(texts)
+    said = "; or ".join(dict.fromkeys(texts))
     return said if said.startswith(f"{key}=") else f"{key or 'the configuration'}: {said}"
 
 

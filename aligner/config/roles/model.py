@@ -160,7 +160,7 @@ class TrainedModelConfig:
 
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    shared_prefixes: bool = True
+    shared_prefixes: StrictBool = True
     """Pass what sequences begin with in common through the model once.
 
     Responses to one prompt, forks of a conversation, pairs: what token ids of one micro-batch share
