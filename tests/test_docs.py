@@ -4,11 +4,13 @@ import dataclasses
 import json
 import re
 import runpy
+from typing import get_args
 
 import pytest
 from documented import PAGES, ROOT
 
 from aligner.config import RunConfig
+from aligner.config.fields import DERIVED
 from aligner.config.parse import field_types, section_in
 from aligner.observe.metric_names import markdown
 from aligner.rewards.function.runner import RewardFunction
@@ -23,7 +25,7 @@ def options(cls, instance=None, prefix=""):
     for field in dataclasses.fields(cls):
         key, inner = f"{prefix}{field.name}", section_in(field_types(cls)[field.name])
         default = dataclasses.MISSING
-        if field.metadata.get("derived"):
+        if DERIVED in get_args(field_types(cls)[field.name]):
             default = None
         elif instance is not None:
             default = getattr(instance, field.name)

@@ -22,7 +22,7 @@ from test_conf import ROOTS
 
 from aligner.config import load_config
 from aligner.config.cli import check_key, check_overrides
-from aligner.config.parse import convert, field_types, section_in
+from aligner.config.parse import build, field_types, section_in
 from aligner.errors import AlignerError
 
 # Programs that are no part of the project: why a test does not type what the page says.
@@ -253,7 +253,7 @@ def refusal(root, key, value):
             hint = hint_of(root, key)
             parsed = OverridesParser.create().parse_override(f"{key}={value}").value()
             if hint is not None and not isinstance(parsed, dict):
-                convert(hint, parsed, key)
+                build(hint, parsed, key)
     except (AlignerError, HydraException) as error:
         return str(error)
     return None

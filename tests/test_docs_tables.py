@@ -19,7 +19,7 @@ from test_docs_commands import composed_of, hint_of, kind_of
 from test_layering import PACKAGES
 
 from aligner.config.cli import check_key, check_overrides
-from aligner.config.parse import convert
+from aligner.config.parse import build
 from aligner.errors import AlignerError
 from aligner.observe.metric_names import describe
 
@@ -65,7 +65,7 @@ def values_of(key):
             try:
                 value = OverridesParser.create().parse_override(f"{key}={code(row[0])[0]}").value()
                 root = next(root for root, _ in ROOTS.values() if takes(root, key))
-                convert(hint_of(root, key), value, key)
+                build(hint_of(root, key), value, key)
                 if key == "reward.function":
                     module, function = value.split(":")
                     source = (ROOT / f"{module.replace('.', '/')}.py").read_text()

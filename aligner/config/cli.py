@@ -10,10 +10,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from aligner.catalog import imported
 from aligner.config.elsewhere.nemo_aligner import remedy
 from aligner.config.load import Root, load_config
-from aligner.config.parse import arms_of, field_types, section_in, unknown_key
+from aligner.config.parse import field_types, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
 
@@ -193,23 +193,16 @@ def check_key(key: str, root: type = RunConfig) -> None:
     hint: Any = root
     prefix = ""
     for name in key.split("."):
-        arms = list(arms_of(hint))
-        level = section_in(hint)
-        if level is not None:
-            hints = field_types(level)
-            if name not in hints:
-                wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
-                raise ConfigError(unknown_key(wrong, list(hints), prefix, list(_keys(root))))
-            hint = hints[name]
-        elif (values := _values_of(arms)) is not None:
-            if section_in(values) is None:
-                return  # a free-form mapping
-            hint = values  # whatever its name
-        else:
+        level, below = section_in(hint), type_below(hint, name)
+        if below is None and level is not None:
+            wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
+            known = list(field_types(level))
+            raise ConfigError(unknown_key(wrong, known, prefix, list(_keys(root))))
+        if below is None:
             raise ConfigError(
                 f"{key}: {prefix} has no keys below it; give its value as {prefix}=..."
             )
-        prefix = f"{prefix}.{name}".lstrip(".")
+        hint, prefix = below, f"{prefix}.{name}".lstrip(".")
 
 
 def _keys(cls: type, prefix: str = "") -> Iterator[str]:
@@ -219,16 +212,6 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
         level = section_in(hint)
         if level is not None:
             yield from _keys(level, f"{prefix}{name}.")
-
-
-def _values_of(arms: Sequence[Any]) -> Any:
-    """Type of the values of a mapping; None: no arm is a mapping."""
-    for arm in arms:
-        if arm in (Any, dict):
-            return Any
-        if get_origin(arm) in (dict, Mapping):
-            return get_args(arm)[1]
-    return None
 
 
 @contextmanager

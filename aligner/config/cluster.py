@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from aligner.config.fields import Count, Natural, Positive, Range, Seconds
+from annotated_types import Interval
+from pydantic import StrictBool, StrictStr
+
+from aligner.config.fields import Count, Integer, Natural, Positive, Seconds
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,13 @@ class ClusterConfig:
     name.
     """
 
-    address: str | None = None
+    address: StrictStr | None = None
     """`ray`: `host:port` of the cluster to join; null: `RAY_ADDRESS`, or a Ray of the run's own.
 
     The latter is started on this machine and ended with the run.
     """
 
-    colocated: bool = True
+    colocated: StrictBool = True
     """`ray`: a policy and a critic worker share their CPUs or their GPU.
 
     `false`: each role has its own.
@@ -48,7 +51,7 @@ class ClusterConfig:
     cpus_per_worker: Positive = 1.0
     """`ray`: CPUs that Ray reserves for a worker."""
 
-    object_store_mb: Annotated[int, Range(low=80)] = 512
+    object_store_mb: Annotated[Integer, Interval(ge=80)] = 512
     """`ray`: memory of the object store that batches pass through, where the run starts Ray."""
 
     env_vars: dict[str, Any] = field(default_factory=dict)

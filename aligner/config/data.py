@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import StrictBool, StrictStr
+
 from aligner.config.fields import Count, Source
 
 
@@ -29,22 +31,22 @@ class PromptSourceConfig:
 class PromptColumns:
     """Columns of a row that make a prompt, in every kind of data."""
 
-    prompt_column: str = "prompt"
+    prompt_column: StrictStr = "prompt"
     """Column of text or of a list of chat messages."""
 
-    tools_column: str | None = "tools"
+    tools_column: StrictStr | None = "tools"
     """Column of functions that a chat's assistant may call; null: none.
 
     For rows that have it: JSON schemas, or their text.
     """
 
-    chat: bool = False
+    chat: StrictBool = False
     """Plain text becomes the user's message of a chat; lists of messages always do."""
 
-    system_prompt: str | None = None
+    system_prompt: StrictStr | None = None
     """Put before chat messages that bring none; null: nothing."""
 
-    add_bos: bool = False
+    add_bos: StrictBool = False
     """Begin with the BOS token, unless the text already does."""
 
 
@@ -58,7 +60,7 @@ class TrainingSets:
     validation: PromptSourceConfig | None = None
     """Validation data, as `train`; null: no validation."""
 
-    shuffle: bool = True
+    shuffle: StrictBool = True
     """Shuffle the training data, by seed and epoch."""
 
 
@@ -66,7 +68,7 @@ class TrainingSets:
 class AnsweredColumns(PromptColumns):
     """Columns of a row that make a prompt whose response is scored."""
 
-    ground_truth_column: str | None = "ground_truth"
+    ground_truth_column: StrictStr | None = "ground_truth"
     """Column of ground truths; null: the data has none.
 
     The reward function is given it as `ground_truths`.

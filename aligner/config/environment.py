@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from aligner.config.fields import Count, Natural, Range, Seconds, UserClass
+from annotated_types import Interval
+
+from aligner.config.fields import Count, Integer, Seconds, UserClass
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class EnvironmentConfig:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of its constructor."""
 
-    max_turns: Annotated[int, Range(low=1, high=1000)] = 8
+    max_turns: Annotated[Integer, Interval(ge=1, le=1000)] = 8
     """Most messages of the policy in a conversation."""
 
     max_tokens: Count = 1024
@@ -39,7 +41,7 @@ class EnvironmentConfig:
     concurrency: Count = 16
     """Conversations under way at the same time, each with a process of its own."""
 
-    retries: Annotated[Natural, Range(low=0, high=1000)] = 16
+    retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
     """Conversations that a rollout may begin again because their environment failed.
 
     One that failed is no sample. With one more failure the run stops and names the cause.

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import StrictBool, StrictStr
+
 from aligner.config.fields import Count, FilePath, Natural
 
 
@@ -11,10 +13,10 @@ from aligner.config.fields import Count, FilePath, Natural
 class WandbConfig:
     """Arguments of Lightning's W&B logger."""
 
-    project: str = "aligner"
+    project: StrictStr = "aligner"
     """W&B's project."""
 
-    name: str | None = None
+    name: StrictStr | None = None
     """W&B's name of the run; null: W&B invents one."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -33,10 +35,10 @@ class ExpManagerConfig:
     preferences the loss's (`results/dpo`, `results/kto`).
     """
 
-    resume_if_exists: bool = True
+    resume_if_exists: StrictBool = True
     """Continue the run there; false: refuse a directory that holds one."""
 
-    start_anew: bool = False
+    start_anew: StrictBool = False
     """Begin a new run there; the earlier one moves into `earlier_001/` and so on.
 
     Nothing is deleted. Such a command begins anew whenever it is started: leave the key out to
@@ -55,7 +57,7 @@ class ExpManagerConfig:
     If the last one turns out to be damaged, the run goes on from the one before.
     """
 
-    async_save: bool = True
+    async_save: StrictBool = True
     """Write run states while the next steps are made, from a copy in host memory.
 
     Its size is in the start-up report. Where there is no memory for a copy, and with `false`, a
@@ -65,7 +67,7 @@ class ExpManagerConfig:
     save_top_k: Natural = 1
     """Best run states kept besides the newest."""
 
-    monitor: str | None = None
+    monitor: StrictStr | None = None
     """Metric that says which run state is best.
 
     null: `val_rollouts/accuracy`, or `val_rollouts/rewards` where a reward model or a server scores
@@ -75,10 +77,10 @@ class ExpManagerConfig:
     mode: Literal["max", "min"] = "max"
     """`max` or `min`: whether more of it is better."""
 
-    create_tensorboard_logger: bool = True
+    create_tensorboard_logger: StrictBool = True
     """Write scalars to `tensorboard/`."""
 
-    create_wandb_logger: bool = False
+    create_wandb_logger: StrictBool = False
     """Log to W&B.
 
     Without the package wandb a warning is all that happens.
@@ -91,5 +93,5 @@ class ExpManagerConfig:
     The console shows those of step 0, step 1 and every validation.
     """
 
-    save_nemo: bool = True
+    save_nemo: StrictBool = True
     """Write the trained policy as `policy.nemo` at the end."""

@@ -1,116 +1,97 @@
-"""Annotated field types: what a number may be is written in its type.
+"""Types of fields: what a value may be is written in its type.
 
-``Annotated[int, Range(low=1)]`` is an ``int`` to a type checker and a checked range to
-``parse.build``; `Aliases` and `Refused` do the same for the names that a value may have.
+``Count`` is an ``int`` to a type checker, and to pydantic, which checks it in ``parse.build``, an
+integer of at least 1. Booleans, texts and numbers are strict: ``"8"`` is no number, 1 no boolean.
 """
 
-import math
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
-
-@dataclass(frozen=True)
-class Range:
-    """Allowed interval of a number; a bound of None is open.
-
-    ``exclusive`` excludes ``low``, ``exclusive_high`` excludes ``high``. Infinity and NaN are in no
-    interval.
-    """
-
-    low: float | None = None
-    high: float | None = None
-    exclusive: bool = False
-    exclusive_high: bool = False
-
-    def contains(self, value: float) -> bool:
-        """Return whether ``value`` lies in the interval."""
-        if not math.isfinite(value):
-            return False
-        if self.low is not None and not (value > self.low if self.exclusive else value >= self.low):
-            return False
-        if self.high is None:
-            return True
-        return value < self.high if self.exclusive_high else value <= self.high
-
-    def __str__(self) -> str:
-        if self.low is not None and self.high is not None:
-            below = " (exclusive)" if self.exclusive_high else ""
-            return f"between {self.low:g} and {self.high:g}{below}"
-        if self.low is not None:
-            return f"greater than {self.low:g}" if self.exclusive else f"at least {self.low:g}"
-        return f"at most {self.high:g}"
+from annotated_types import Interval
+from pydantic import AfterValidator, BeforeValidator, StrictFloat, StrictInt, StrictStr
+from pydantic_core import PydanticCustomError, PydanticKnownError, PydanticUseDefault
 
 
-# Metadata of a number that may be null in a run's configuration, which then works it out. Its
-# default is what a section built by hand has.
-DERIVED = {"derived": True}
+def _whole(value: Any) -> Any:
+    """A float without a fraction as the integer that it is."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise PydanticCustomError("too_large", "must fit 64 bits, got {got}")
+    return value
 
 
-@dataclass(frozen=True)
-class Aliases:
-    """Other spellings of a value, as pairs of what may be written and what it means."""
-
-    pairs: tuple[tuple[str, Any], ...]
-
-    def resolve(self, value: Any) -> Any:
-        """Meaning of ``value``; itself where it is no alias."""
-        return next((meant for written, meant in self.pairs if value == written), value)
+def _default_for_null(value: Any) -> Any:
+    if value is None:
+        raise PydanticUseDefault
+    return value
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Values that other libraries have, as pairs of the value and why it is refused here."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-    def reason(self, value: Any) -> str | None:
-        """Reason why ``value`` is refused; None where it is not one of these."""
-        if isinstance(value, bool):
-            return None
-        return next((why for refused, why in self.pairs if str(value) == refused), None)
+# A number that may be null in a run's configuration, which then works it out. Its default is what a
+# section built by hand has.
+DERIVED = BeforeValidator(_default_for_null)
 
 
-@dataclass(frozen=True)
-class Names:
-    """Names that a text may be.
+def aliases(others: Mapping[str, Any]) -> BeforeValidator:
+    """Other spellings of a value, and what each means."""
+    return BeforeValidator(
+        lambda value: others.get(value, value) if isinstance(value, str) else value
+    )
+
+
+def one_of(names: Collection[str], *, or_path: bool = False) -> AfterValidator:
+    """A text that is one of ``names``.
 
     ``or_path``: or the path of a user's own function, which has a colon or a dot in it.
     """
+    expected = [*names, "package.module:function"] if or_path else names
 
-    names: tuple[str, ...]
-    or_path: bool = False
+    def check(text: str) -> str:
+        if text in names or (or_path and re.search("[:.]", text)):
+            return text
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, expected))})
 
-    def is_path(self, value: str) -> bool:
-        """Return whether ``value`` names something of the user's own."""
-        return self.or_path and (":" in value or "." in value)
+    return AfterValidator(check)
 
 
-@dataclass(frozen=True)
-class NotEmpty:
+def not_empty(wanted: str) -> AfterValidator:
     """A text that names something: blank is refused; ``wanted``: what to give, for the message."""
 
-    wanted: str
+    def check(text: str) -> str:
+        if not text.strip():
+            raise PydanticCustomError(
+                "empty", "empty, got {got}; give {wanted}", {"wanted": wanted}
+            )
+        return text
+
+    return AfterValidator(check)
 
 
-FilePath = Annotated[str, NotEmpty("a path, or leave the key out")]
-Directory = Annotated[str, NotEmpty("a directory")]
-ModelPath = Annotated[str, NotEmpty("the path of a .nemo file or of a Hugging Face directory")]
+FilePath = Annotated[StrictStr, not_empty("a path, or leave the key out")]
+Directory = Annotated[StrictStr, not_empty("a directory")]
+ModelPath = Annotated[
+    StrictStr, not_empty("the path of a .nemo file or of a Hugging Face directory")
+]
 Source = Annotated[
-    str,
-    NotEmpty("a .jsonl or .parquet file or a generator function (package.module:function)"),
+    StrictStr,
+    not_empty("a .jsonl or .parquet file or a generator function (package.module:function)"),
 ]
 Function = Annotated[
-    str, NotEmpty("a function, package.module:function or path/to/file.py:function")
+    StrictStr, not_empty("a function, package.module:function or path/to/file.py:function")
 ]
-UserClass = Annotated[str, NotEmpty("a class, package.module:Class or path/to/file.py:Class")]
-Count = Annotated[int, Range(low=1)]
+UserClass = Annotated[
+    StrictStr, not_empty("a class, package.module:Class or path/to/file.py:Class")
+]
+Integer = Annotated[StrictInt, BeforeValidator(_whole)]
+Count = Annotated[Integer, Interval(ge=1)]
 # Rows that a process lists, and whose columns it holds: beyond a million host memory ends first.
-BatchSize = Annotated[int, Range(low=1, high=1_000_000)]
-Natural = Annotated[int, Range(low=0)]
-Positive = Annotated[float, Range(low=0.0, exclusive=True)]
-NonNegative = Annotated[float, Range(low=0.0)]
+BatchSize = Annotated[Integer, Interval(ge=1, le=1_000_000)]
+Natural = Annotated[Integer, Interval(ge=0)]
+Positive = Annotated[StrictFloat, Interval(gt=0)]
+NonNegative = Annotated[StrictFloat, Interval(ge=0)]
 # Waits end up in system calls that count milliseconds in 32 bits: 24 days at most.
 MOST_SECONDS = 2_000_000.0
-Seconds = Annotated[float, Range(low=0.0, high=MOST_SECONDS, exclusive=True)]
-Beta = Annotated[float, Range(low=0.0, high=1.0, exclusive_high=True)]
-Fraction = Annotated[float, Range(low=0.0, high=1.0)]
+Seconds = Annotated[StrictFloat, Interval(gt=0, le=MOST_SECONDS)]
+Beta = Annotated[StrictFloat, Interval(ge=0, lt=1)]
+Fraction = Annotated[StrictFloat, Interval(ge=0, le=1)]

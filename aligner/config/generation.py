@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pydantic import StrictBool
+
 from aligner.config.fields import Count, FilePath, Fraction, Positive, Seconds
 from aligner.errors import ConfigError
 
@@ -37,10 +39,10 @@ class VllmConfig:
     gpu_memory_utilization: Fraction | None = None
     """Share of the device, weights included; null: 0.5 colocated, 0.9 separate."""
 
-    enforce_eager: bool | None = None
+    enforce_eager: StrictBool | None = None
     """No compiled graphs; null: true on CPU, false on GPUs."""
 
-    sleep: bool | None = None
+    sleep: StrictBool | None = None
     """Give memory back between rollouts; null: on GPUs, colocated, not `async_rollouts`.
 
     The device's memory, weights included.
@@ -116,7 +118,7 @@ class GenerationConfig:
     `cluster.engine=ray` (docs/vllm.md).
     """
 
-    cuda_graphs: bool = True
+    cuda_graphs: StrictBool = True
     """`megatron` on GPUs: one launch a token of all sequences, not hundreds.
 
     A step of decoding is launched as one CUDA graph, where a process holds the whole of a dense
@@ -124,7 +126,7 @@ class GenerationConfig:
     rollout. The tokens are the same without.
     """
 
-    async_rollouts: bool = False
+    async_rollouts: StrictBool = False
     """Draw the next step's rollout while this one trains, with the weights from before.
 
     Needs `vllm` and a correction: `truncated_importance_sampling` or the section `correction` of

@@ -1,27 +1,22 @@
 """Build frozen dataclasses out of plain mappings, refusing what does not fit.
 
-Every refusal is a ``ConfigError`` that starts with the full dotted key and ends with a remedy.
+pydantic validates them. What it finds becomes one ``ConfigError``, which starts with the full
+dotted key and ends with a remedy.
 """
 
 import dataclasses
 import difflib
-import math
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Interval
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
 
 from aligner.config.elsewhere.nemo_aligner import is_inert, remedy
-from aligner.config.fields import Aliases, Names, NotEmpty, Range, Refused
 from aligner.errors import ConfigError
 
 T = TypeVar("T")
@@ -45,35 +40,53 @@ _OTHER_NAMES = {
     "r": ("adapter_dim",),
     "lora_alpha": ("alpha",),
 }
+# What is said of pydantic's errors, by their type; those of aligner/config/fields.py say it.
+_TEXTS = {
+    "missing": "required and not set; give it in the YAML or as {key}=... on the command line",
+    "bool_type": "expected true or false, got {got}",
+    "int_type": "expected an integer, got {got}",
+    "float_type": "expected a number, got {got}",
+    "string_type": "expected a string, got {got}",
+    "tuple_type": "expected a list, got {got}",
+    "dict_type": "expected a mapping, got {got}",
+    "dataclass_type": "expected a group of keys, got {got}; write its keys below it ({keys})",
+    "literal_error": "must be one of {names}, got {got}{near}",
+    "too_long": "expected a list of {length} values, got {got}",
+    "finite_number": "must be a finite number{range}, got {got}",
+    **dict.fromkeys(
+        ("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+        "must be{range}, got {got}",
+    ),
+}
 
 
 def build(cls: type[T], values: Any, prefix: str = "") -> T:
-    """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of the mapping itself.
+    """Make a ``cls`` from ``values``; ``prefix`` is the dotted key of ``values`` itself.
 
-    ``cls``: a dataclass; or a ``TypedDict``, of which any key may be absent.
+    ``cls``: a dataclass; a ``TypedDict``, of which any key may be absent; or a field's type.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"{prefix or 'the configuration'}: expected a group of keys, got {_show(values)}; "
-            f"write its keys below it ({', '.join(field_types(cls))})"
-        )
-    hints = field_types(cls)
-    fields = () if is_typeddict(cls) else dataclasses.fields(cls)  # type: ignore[arg-type]
-    derived = {field.name for field in fields if field.metadata.get("derived")}
-    values = {key: item for key, item in values.items() if item is not None or key not in derived}
-    for key in values:
-        if key not in hints and not is_inert(_join(prefix, str(key)), values[key]):
-            raise ConfigError(unknown_key(_join(prefix, str(key)), list(hints), prefix))
-    values = {key: item for key, item in values.items() if key in hints}
-    missing = [field.name for field in fields if field.name not in values and _is_required(field)]
-    if missing:
-        raise ConfigError(
-            f"{_join(prefix, missing[0])}: required and not set; "
-            f"give it in the YAML or as {_join(prefix, missing[0])}=... on the command line"
-        )
-    return cls(
-        **{key: convert(hints[key], value, _join(prefix, key)) for key, value in values.items()}
-    )
+    if isinstance(values, Mapping):
+        values = _without_inert(values, prefix)
+    try:
+        return _adapter(cls).validate_python((values,))[0]  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ConfigError(_refusal(cls, error.errors(include_url=False), prefix)) from None
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    # A tuple of it, as pydantic refuses rules for a dataclass itself, and hands them down to one.
+    rules = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    of_one: Any = types.GenericAlias(tuple, (cls,))
+    return TypeAdapter(of_one, config=rules)
+
+
+def _without_inert(values: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
+    return {
+        name: _without_inert(value, _join(prefix, name)) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if not is_inert(_join(prefix, name), value)
+    }
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -81,10 +94,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
     Of a ``TypedDict`` that of each key.
     """
-    hints = get_type_hints(cls, include_extras=True)
-    if is_typeddict(cls):
-        return hints
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return get_type_hints(cls, include_extras=True)
 
 
 def arms_of(hint: Any) -> Iterator[Any]:
@@ -99,9 +109,24 @@ def arms_of(hint: Any) -> Iterator[Any]:
 
 
 def section_in(hint: Any) -> type | None:
-    """The dataclass of ``X`` or ``X | None``; None: the value is no section."""
+    """The dataclass, or ``TypedDict``, of ``X`` or ``X | None``; None: the value is no section."""
     arms = (arm for arm in arms_of(hint) if isinstance(arm, type))
-    return next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
+    return next((arm for arm in arms if dataclasses.is_dataclass(arm) or is_typeddict(arm)), None)
+
+
+def type_below(hint: Any, step: str | int) -> Any:
+    """Type of the value at a key or an index of a ``hint``; None: it has no such."""
+    for arm in arms_of(hint):
+        origin, args, section = get_origin(arm), get_args(arm), section_in(arm)
+        if arm is Any:
+            return Any
+        if section is not None and step in field_types(section):
+            return field_types(section)[step]
+        if origin in (dict, Mapping):
+            return args[1]
+        if origin is tuple and isinstance(step, int):
+            return args[0 if args[-1] is Ellipsis else step]
+    return None
 
 
 def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str] = ()) -> str:
@@ -129,149 +154,71 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
     return f"{key}: unknown key; {hint} Keys here: {', '.join(sorted(known))}"
 
 
-def convert(hint: Any, value: Any, key: str) -> Any:
-    """``value`` as the type ``hint`` describes, or a ``ConfigError`` that names ``key``."""
-    origin = get_origin(hint)
-    if origin is Annotated:
-        return _convert_annotated(hint, value, key)
-    if origin in (Union, types.UnionType):
-        return _convert_union(hint, value, key)
-    if origin is Literal:
-        return _convert_literal(hint, value, key)
-    if origin is tuple:
-        return _convert_tuple(hint, value, key)
-    if dataclasses.is_dataclass(hint) or is_typeddict(hint):
-        return build(hint, value, key)
-    if origin in (dict, Mapping) or hint is dict:
-        return _convert_mapping(hint, value, key)
-    if hint is Any:
-        return value
-    return _convert_scalar(hint, value, key)
+def _refusal(cls: Any, errors: Sequence[Mapping[str, Any]], prefix: str) -> str:
+    """Message of an unknown key, where there is one, or of the first value that does not fit."""
+    found: list[tuple[str, str, bool]] = []  # key, what is said of it, was another kind expected
+    for error in errors:
+        kind, path = error["type"], error["loc"][1:]
+        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+            key, hint = _place(cls, path[:-1], prefix)
+            section = section_in(hint)
+            assert section is not None, hint
+            return unknown_key(_join(key, path[-1]), list(field_types(section)), key)
+        if kind == "missing" and isinstance(path[-1], int):  # of a list that ends too early
+            kind, path = "too_long", path[:-1]
+        key, hint = _place(cls, path, prefix)
+        text = _TEXTS.get(kind, error["msg"]).format(**_words(error, key, hint))
+        found.append((key, text, kind.endswith(("_type", "literal_error"))))
+    # A union has errors of all its arms: those say most that expected the kind that was given.
+    of_value = [one for one in found if one[0].startswith(found[0][0])]
+    key, _, other_kind = min(of_value, key=lambda one: (one[2], -len(one[0])))
+    texts = [text for place, text, other in of_value if (place, other) == (key, other_kind)]
+    said = "; or ".join(dict.fromkeys(texts))
+    return said if said.startswith(f"{key}=") else f"{key or 'the configuration'}: {said}"
 
 
-def _convert_scalar(hint: type, value: Any, key: str) -> Any:
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return _finite(value, key)
-    if hint is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if hint is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{key}: must fit 64 bits, got {_show(value)}")
-    if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):
-        return value
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    raise ConfigError(f"{key}: expected {names[hint]}, got {_show(value)}")
+def _place(hint: Any, path: Sequence[str | int], key: str) -> tuple[str, Any]:
+    """Dotted key and type at the end of a path of pydantic's, which names arms of unions, too."""
+    for step in path:
+        below = type_below(hint, step)
+        if below is not None:
+            key = f"{key}[{step}]" if isinstance(step, int) else _join(key, step)
+            hint = below
+    return key, hint
 
 
-def _finite(value: float, key: str) -> float:
-    """Refuse infinity and NaN, which have no use in a sum; null or 0 of a key means "no limit"."""
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond any float
-        number = math.inf
-    if not math.isfinite(number):
-        raise ConfigError(f"{key}: must be a finite number, got {_show(value)}")
-    return number
+def _words(error: Mapping[str, Any], key: str, hint: Any) -> dict[str, Any]:
+    """Words for the placeholders of ``_TEXTS``."""
+    section = section_in(hint)
+    names = re.findall("'(.*?)'", error.get("ctx", {}).get("expected", ""))
+    near = difflib.get_close_matches(str(error["input"]), names, n=1)
+    lengths = [len(get_args(arm)) for arm in arms_of(hint) if get_origin(arm) is tuple]
+    return {
+        "key": key,
+        "got": _show(error["input"]),
+        "keys": "" if section is None else ", ".join(field_types(section)),
+        "names": ", ".join(names),
+        "near": f"; did you mean {near[0]}?" if near else "",
+        "length": lengths[0] if lengths else 0,
+        "range": _range(hint),
+    }
 
 
-def _convert_annotated(hint: Any, value: Any, key: str) -> Any:
-    inner, *constraints = get_args(hint)
-    for constraint in constraints:
-        if isinstance(constraint, Aliases):
-            value = constraint.resolve(value)
-        elif isinstance(constraint, Refused) and (reason := constraint.reason(value)) is not None:
-            raise ConfigError(f"{key}={value}: {reason}")
-        elif isinstance(constraint, NotEmpty) and isinstance(value, str) and not value.strip():
-            raise ConfigError(f"{key}: empty, got {_show(value)}; give {constraint.wanted}")
-        elif isinstance(constraint, Names) and not constraint.is_path(str(value)):
-            value = _convert_name(constraint, value, key)
-    ranges = [constraint for constraint in constraints if isinstance(constraint, Range)]
-    if inner is float and isinstance(value, float) and not math.isfinite(value) and ranges:
-        raise ConfigError(f"{key}: must be a finite number {ranges[0]}, got {_show(value)}")
-    converted = convert(inner, value, key)
-    for allowed in ranges:
-        if not allowed.contains(converted):
-            raise ConfigError(f"{key}: must be {allowed}, got {_show(value)}")
-    return converted
+def _range(hint: Any) -> str:
+    """Interval of a number, behind "must be"; empty: any will do."""
+    constraints = [one for arm in (hint, *get_args(hint)) for one in get_args(arm)]
+    for one in constraints:
+        if isinstance(one, Interval):
+            low: Any = one.ge if one.gt is None else one.gt
+            high: Any = one.le if one.lt is None else one.lt
+            if high is not None:
+                return f" between {low:g} and {high:g}{'' if one.lt is None else ' (exclusive)'}"
+            return f" at least {low:g}" if one.gt is None else f" greater than {low:g}"
+    return ""
 
 
-def _convert_name(known: Names, value: Any, key: str) -> str:
-    try:
-        return _convert_literal(Literal[known.names], value, key)
-    except ConfigError as error:
-        if not known.or_path:
-            raise
-        raise ConfigError(f"{error}. A function of your own is package.module:function") from None
-
-
-def _convert_union(hint: Any, value: Any, key: str) -> Any:
-    arms = get_args(hint)
-    if value is None:
-        if type(None) in arms:
-            return None
-        raise ConfigError(f"{key}: null is not allowed; give it a value")
-    problems: list[ConfigError] = []
-    candidates = [arm for arm in arms if arm is not type(None)]
-    candidates = [arm for arm in candidates if _is_of_kind(arm, value)] or candidates
-    for arm in candidates:
-        try:
-            return convert(arm, value, key)
-        except ConfigError as error:
-            problems.append(error)
-    if len(problems) == 1:
-        raise problems[0]
-    reasons = [str(problem).removeprefix(f"{key}: ") for problem in problems]
-    raise ConfigError(f"{key}: {'; or '.join(reasons)}")
-
-
-def _is_of_kind(arm: Any, value: Any) -> bool:
-    """Return whether a text, or a list, was meant for ``arm``, which then reports the error."""
-    inner = get_args(arm)[0] if get_origin(arm) is Annotated else arm
-    if isinstance(value, str):
-        return inner is str
-    return isinstance(value, (list, tuple)) and get_origin(inner) is tuple
-
-
-def _convert_literal(hint: Any, value: Any, key: str) -> Any:
-    allowed = get_args(hint)
-    # `precision: 32` in YAML is a number; the allowed value is the string "32".
-    for option in allowed:
-        if value == option or (not isinstance(value, bool) and str(value) == str(option)):
-            return option
-    near = difflib.get_close_matches(str(value), [str(option) for option in allowed], n=1)
-    hint_text = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(
-        f"{key}: must be one of {', '.join(str(option) for option in allowed)}, "
-        f"got {_show(value)}{hint_text}"
-    )
-
-
-def _convert_tuple(hint: Any, value: Any, key: str) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{key}: expected a list, got {_show(value)}")
-    arms = get_args(hint)
-    if len(arms) == 2 and arms[1] is Ellipsis:
-        arms = (arms[0],) * len(value)
-    if len(value) != len(arms):
-        raise ConfigError(f"{key}: expected a list of {len(arms)} values, got {_show(value)}")
-    return tuple(
-        convert(arm, item, f"{key}[{index}]")
-        for index, (arm, item) in enumerate(zip(arms, value, strict=True))
-    )
-
-
-def _convert_mapping(hint: Any, value: Any, key: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: expected a mapping, got {_show(value)}")
-    kind = (get_args(hint) or (str, Any))[1]
-    return {str(name): convert(kind, item, f"{key}.{name}") for name, item in value.items()}
-
-
-def _is_required(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+def _join(prefix: str, key: Any) -> str:
+    return f"{prefix}.{key}" if prefix else str(key)
 
 
 def _show(value: Any) -> str:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from aligner.config.fields import Count, FilePath, Function, ModelPath, NotEmpty, Seconds
+from pydantic import StrictBool, StrictFloat, StrictStr
+
+from aligner.config.fields import Count, FilePath, Function, ModelPath, Seconds, not_empty
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class RewardModelConfig:
     micro_batch_size: Count = 16
     """Sequences per forward pass, per data-parallel rank."""
 
-    add_bos: bool | None = None
+    add_bos: StrictBool | None = None
     """Begin sequences with the BOS token; null: as its file says.
 
     The file remembers what training did; another value than its is refused. Of files that say
@@ -30,10 +32,10 @@ class RewardModelConfig:
     workers: Count | None = None
     """On Ray: workers of its own; null: beside the policy's."""
 
-    offload_weights: bool = False
+    offload_weights: StrictBool = False
     """Its weights wait in host memory while it is idle."""
 
-    share_body_with_critic: bool = False
+    share_body_with_critic: StrictBool = False
     """Score on the critic's backbone, with weights swapped in from host memory.
 
     It has no backbone of its own then; the two must have one architecture
@@ -45,10 +47,10 @@ class RewardModelConfig:
 class RewardServerConfig:
     """A server of `examples/serve_reward_model.py`, or any that speaks its protocol."""
 
-    url: Annotated[str, NotEmpty("one such as http://host:5555")]
+    url: Annotated[StrictStr, not_empty("one such as http://host:5555")]
     """Such as `http://host:5555`."""
 
-    token_env: str | None = None
+    token_env: StrictStr | None = None
     """Environment variable that holds the bearer token; null: none."""
 
     token_file: FilePath | None = None
@@ -91,7 +93,7 @@ class RewardConfig:
     time_limit_s: Seconds = 60.0
     """Seconds of the function for one whole batch."""
 
-    timeout_reward: float | None = 0.0
+    timeout_reward: StrictFloat | None = 0.0
     """Reward of a sample that is not scored in time; null: that ends the run."""
 
     max_concurrency: Count = 1
@@ -103,7 +105,7 @@ class RewardConfig:
     server: RewardServerConfig | None = None
     """Section of `reward=server`: a reward model behind HTTP."""
 
-    attribute_weights: tuple[float, ...] | None = None
+    attribute_weights: tuple[StrictFloat, ...] | None = None
     """A number for each attribute that a model or server rates; null: it rates one.
 
     The reward is the weighted sum.

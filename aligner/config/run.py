@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from pydantic import StrictBool
+
 from aligner.config.algorithms.distill import DistillTrainerConfig, StudentConfig, TeacherConfig
 from aligner.config.algorithms.preference import (
     DPOTrainerConfig,
@@ -43,7 +45,7 @@ class BaseRunConfig:
     seed: Natural = 1234
     """Seed of sampling, shuffling, dropout and fresh weights."""
 
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Two steps on the longest batch that the run can meet, of random tokens; nothing is saved.
 
     Peak memory and time of every phase are printed, and the run's directory is neither read nor

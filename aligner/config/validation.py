@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from annotated_types import Interval
+from pydantic import StrictBool, StrictFloat, StrictStr
+
 from aligner.config.data import PromptSourceConfig
-from aligner.config.fields import Count, Function, Natural, Positive, Range
+from aligner.config.fields import Count, Function, Natural, Positive
 from aligner.config.roles.sampling import (
     LengthParams,
     RolloutConfig,
@@ -37,10 +40,10 @@ class ValidationConfig:
     top_k: Natural | None = None
     """Draw among the so many likeliest tokens; 0: off; null: as in training's rollouts."""
 
-    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] | None = None
+    top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] | None = None
     """Draw among the likeliest tokens with this probability; 1: off; null: as in training."""
 
-    use_greedy: bool | None = None
+    use_greedy: StrictBool | None = None
     """Always take the likeliest token; null: as in training's rollouts."""
 
     max_length: Count | None = None
@@ -89,19 +92,19 @@ class AnswerSamplingConfig:
     top_k: Natural = 0
     """Draw among the so many likeliest tokens; 0: off."""
 
-    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0
+    top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
     """Draw among the fewest likeliest tokens with this much probability; 1: off."""
 
     repetition_penalty: Positive = 1.0
     """Penalty of tokens that occurred; 1: off."""
 
-    use_greedy: bool = False
+    use_greedy: StrictBool = False
     """Always take the likeliest token."""
 
-    end_strings: tuple[str, ...] = ()
+    end_strings: tuple[StrictStr, ...] = ()
     """A response ends after the first of these."""
 
-    end_tokens: tuple[str, ...] = ()
+    end_tokens: tuple[StrictStr, ...] = ()
     """Further tokens that end it, beside those that the model brings."""
 
     batch_size: Count = 64

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic's, below Python 3.12
 
 from aligner.config.fields import NonNegative
 from aligner.config.parse import build

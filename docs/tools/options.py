@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 
 from aligner.catalog import ALGORITHMS
 from aligner.config import EvaluateConfig, GenerateConfig
+from aligner.config.fields import DERIVED
 from aligner.config.parse import arms_of, field_types, section_in
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +94,7 @@ def fields_of(cls: type, prefix: str = "") -> Iterator[Option]:
     """The fields of one dataclass."""
     for field in dataclasses.fields(cls):
         default = field.default
-        if field.metadata.get("derived"):
+        if DERIVED in get_args(field_types(cls)[field.name]):
             default = None
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()

@@ -17,7 +17,8 @@ from aligner.config import (
     load_config,
     parse_config,
 )
-from aligner.config.fields import MOST_SECONDS, Range
+from aligner.config.fields import MOST_SECONDS, Fraction, NonNegative
+from aligner.config.parse import build
 from aligner.errors import CheckpointNotFoundError, ConfigError
 from aligner.rewards.function.runner import RewardFunction
 
@@ -70,8 +71,9 @@ def test_long_values_that_can_be_are_kept():
     config = ppo(f"seed={2**63 - 1}", "trainer.max_time=400:99:59:59", "reward.time_limit_s=1e6")
     assert config.seed == 2**63 - 1
     assert config.trainer.max_seconds == ((400 * 24 + 99) * 60 + 59) * 60 + 59
-    assert Range(low=0.0, high=1.0).contains(1.0)
-    assert not Range(low=0.0).contains(float("inf"))
+    assert build(Fraction, 1.0) == 1.0
+    with pytest.raises(ConfigError, match="must be a finite number at least 0, got inf"):
+        build(NonNegative, float("inf"))
 
 
 @pytest.mark.parametrize("key", ["model.ppo.num_rollout_samples", "model.global_batch_size"])
@@ -151,3 +153,22 @@ def test_a_checkpoint_that_is_not_there_is_named_by_its_own_key(tiny_nemo):
     distill = load_config(composed, DistillRunConfig)
     with pytest.raises(CheckpointNotFoundError, match=r"nope.*; check teacher\.restore_from_path"):
         check_teacher(distill, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.ppo.ratio_eps=x", "ratio_eps: expected a number, got 'x' .*; or expected a list"),
+        ("model.ppo.ratio_eps=1.5", r"ratio_eps: must be between 0 and 1, got 1\.5 \(float\)$"),
+        ("model.ppo.ratio_eps=[2,0.1]", r"ratio_eps\[0\]: must be between 0 and 1, got 2 "),
+        ("model.ppo.ratio_eps=[x,0.1]", r"ratio_eps\[0\]: expected a number, got 'x' \(str\)$"),
+        ("model.ppo.ratio_eps=[]", r"ratio_eps: expected a list of 2 values, got \[\] \(list\)$"),
+        ("data.train.source=[d.jsonl,3]", r"source\[1\]: expected a string, got 3 \(int\)$"),
+        ("trainer.callbacks=[{kwargs: {}}]", r"callbacks\[0\]\.callback: required and not set"),
+        ("trainer.callbacks=[{calback: a:B}]", r"did you mean trainer\.callbacks\[0\]\.callback\?"),
+    ],
+)
+def test_of_several_kinds_the_one_that_was_meant_is_spoken_of(override, message):
+    with pytest.raises(ConfigError, match=message) as refusal:
+        ppo(override)
+    assert str(refusal.value).startswith(override.split("=")[0])

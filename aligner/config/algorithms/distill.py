@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import StrictBool
+
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.fields import Count, Fraction, ModelPath
 from aligner.config.roles.model import TrainedModelConfig
@@ -60,7 +62,7 @@ class TeacherConfig:
 class TrainerDistillConfig(SupervisedLoopConfig):
     """The loop; a step is one optimizer update on one global batch."""
 
-    on_policy: bool = False
+    on_policy: StrictBool = False
     """Learn on the student's own responses to the prompts, anew each step, not on the data's."""
 
     kl: KLDirection = "forward"
@@ -75,7 +77,7 @@ class TrainerDistillConfig(SupervisedLoopConfig):
     top_k: Count = 64
     """The teacher's likeliest tokens at each position, which the loss reads."""
 
-    zero_outside_topk: bool = True
+    zero_outside_topk: StrictBool = True
     """The teacher gives other tokens probability 0; false: they are not looked at."""
 
 

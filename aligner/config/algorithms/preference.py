@@ -1,11 +1,13 @@
 """Preferences: pairs of responses, or responses that are good or bad; and a loop over them."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
+
+from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.data import PromptColumns, TrainingSets
-from aligner.config.fields import Count, NonNegative, Positive, Range
+from aligner.config.fields import Count, NonNegative, Positive
 
 PreferenceLossName = Literal["dpo", "ipo", "rpo", "simpo", "kto"]
 
@@ -23,20 +25,20 @@ LOSS_OPTIONS: dict[PreferenceLossName, tuple[str, ...]] = {
 class PairDataConfig(PromptColumns, TrainingSets):
     """Training and validation pairs, and how a row becomes one."""
 
-    chosen_column: str = "chosen"
+    chosen_column: StrictStr = "chosen"
     """Column of the better response: text, the assistant's message, or a whole chat."""
 
-    rejected_column: str = "rejected"
+    rejected_column: StrictStr = "rejected"
     """Column of the worse response."""
 
-    chosen_reward_column: str | None = None
+    chosen_reward_column: StrictStr | None = None
     """Column of a number, the reward of the chosen response; null: 1.
 
     RPO reads both rewards, and the variants `margin` and `scaled` of reward models, to which their
     difference is the strength of the preference.
     """
 
-    rejected_reward_column: str | None = None
+    rejected_reward_column: StrictStr | None = None
     """Column of a number, the reward of the rejected response; null: 0."""
 
     max_length: Count | None = None
@@ -50,10 +52,10 @@ class PairDataConfig(PromptColumns, TrainingSets):
 class PreferenceDataConfig(PairDataConfig):
     """The same, or for KTO rows that hold one response and its label, good or bad."""
 
-    response_column: str = "response"
+    response_column: StrictStr = "response"
     """KTO: column of the response."""
 
-    label_column: str = "label"
+    label_column: StrictStr = "label"
     """KTO: column of true (or 1) where the response is good."""
 
 
@@ -73,7 +75,7 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     label_smoothing: NonNegative = 0.0
     """DPO: share of pairs labelled the wrong way round (cDPO); below 0.5."""
 
-    average_logprobs: bool = False
+    average_logprobs: StrictBool = False
     """DPO, IPO, RPO: mean over a response's tokens, not their sum."""
 
     distance: Literal["square", "forward_kl", "backward_kl"] = "backward_kl"
@@ -82,16 +84,16 @@ class TrainerDPOConfig(SupervisedLoopConfig):
     reward_scale: Positive = 1.0
     """RPO: the data's rewards are multiplied by it."""
 
-    target_margin: float = 1.0
+    target_margin: StrictFloat = 1.0
     """SimPO: γ, by how much the chosen response is to lead."""
 
     sft_weight: NonNegative = 0.0
     """Not KTO: weight of the chosen response's negative log-likelihood per token."""
 
-    desirable_weight: Annotated[float, Range(low=0.0)] = 1.0
+    desirable_weight: NonNegative = 1.0
     """KTO: weight of good responses."""
 
-    undesirable_weight: Annotated[float, Range(low=0.0)] = 1.0
+    undesirable_weight: NonNegative = 1.0
     """KTO: weight of bad responses."""
 
     @property

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import StrictStr
+
 from aligner.config.algorithms.preference import PairDataConfig
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.fields import Count
@@ -12,10 +14,10 @@ from aligner.config.fields import Count
 class RewardDataConfig(PairDataConfig):
     """Comparisons, or for regression rows that hold one response and its ratings."""
 
-    response_column: str = "response"
+    response_column: StrictStr = "response"
     """`regression`: column of the response that is rated."""
 
-    attribute_columns: tuple[str, ...] = ()
+    attribute_columns: tuple[StrictStr, ...] = ()
     """`regression`: columns of ratings, a number or null each.
 
     The head has an output for each, in this order.

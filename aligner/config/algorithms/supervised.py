@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import StrictStr
+
 from aligner.config.algorithms.trainer import SupervisedLoopConfig, TrainingConfig
 from aligner.config.data import PromptColumns, TrainingSets
 from aligner.config.fields import Count
@@ -12,10 +14,10 @@ from aligner.config.fields import Count
 class ExampleDataConfig(PromptColumns, TrainingSets):
     """Training and validation examples, and how a row becomes one."""
 
-    response_column: str = "response"
+    response_column: StrictStr = "response"
     """Column of text, of the assistant's message, or of a whole chat."""
 
-    messages_column: str | None = None
+    messages_column: StrictStr | None = None
     """Column of a whole chat that the assistant ends, instead of these two; null: none."""
 
     learn: Literal["last", "all"] = "all"

@@ -5,17 +5,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+from pydantic import BeforeValidator, StrictBool, StrictFloat, StrictStr
+from pydantic_core import PydanticCustomError
+
 from aligner.config.fields import (
-    Aliases,
     Count,
     Fraction,
-    Names,
+    Integer,
     Natural,
     NonNegative,
     Positive,
-    Range,
-    Refused,
     UserClass,
+    one_of,
 )
 from aligner.config.roles.sampling import KLEstimator
 
@@ -49,7 +51,7 @@ ESTIMATORS = (
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
 )
-Estimator = Annotated[str, Names(ESTIMATORS, or_path=True)]
+Estimator = Annotated[StrictStr, one_of(ESTIMATORS, or_path=True)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class AdvantageConfig:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of a function of your own."""
 
-    batch_baseline: bool = False
+    batch_baseline: StrictBool = False
     """`reinforce`: subtract the mean reward of the batch."""
 
     credit: Literal["trajectory", "turn"] = "trajectory"
@@ -88,7 +90,7 @@ class AdvantageConfig:
 class DynamicSamplingConfig:
     """Prompts whose responses all earn the same are replaced by others (DAPO)."""
 
-    enabled: bool = False
+    enabled: StrictBool = False
     """Replace prompts whose responses all earn the same by others (DAPO).
 
     Prompts that were replaced count in `max_epochs`, too: the run ends when they are used up.
@@ -106,10 +108,10 @@ class DynamicSamplingConfig:
 class RewardShapingConfig:
     """Shaping of a reward before it is used: first scale and shift, then clip."""
 
-    scale: float = 1.0
+    scale: StrictFloat = 1.0
     """Factor of the reward."""
 
-    shift: float = 0.0
+    shift: StrictFloat = 0.0
     """Added after the factor."""
 
     clip: Positive | None = None
@@ -143,7 +145,7 @@ class LoopConfig:
     max_epochs: Count = 1
     """Passes over the training data."""
 
-    max_steps: Annotated[int, Range(low=-1)] = -1
+    max_steps: Annotated[Integer, Interval(ge=-1)] = -1
     """Steps; -1: as `max_epochs` says.
 
     The smaller of the two wins.
@@ -215,7 +217,7 @@ class TrainerPPOConfig(SamplingLoopConfig):
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    normalize_advantages: bool = True
+    normalize_advantages: StrictBool = True
     """Whiten advantages over all counting tokens of the rollout.
 
     Only `gae`; the script without a critic sets false.
@@ -228,14 +230,21 @@ class TrainerPPOConfig(SamplingLoopConfig):
     improper_end: ImproperEndConfig = field(default_factory=ImproperEndConfig)
 
 
-# Lightning's spellings. bf16 is megatron-core's: bfloat16 weights in the passes, float32 ones in
-# the optimizer.
-_PRECISIONS = Aliases((("32-true", "32"), ("bf16-mixed", "bf16"), ("bf16-true", "bf16")))
-_FLOAT16 = (
-    "float16 needs a loss scale, which no role here keeps; use bf16, or 32 where there is none"
-)
-_NO_FLOAT16 = Refused(tuple((name, _FLOAT16) for name in ("16", "16-mixed", "16-true", "fp16")))
-Precision = Annotated[Literal["32", "bf16"], _PRECISIONS, _NO_FLOAT16]
+def _precision(value: Any) -> Any:
+    """A number as YAML reads it, and Lightning's spellings."""
+    if str(value) in ("16", "16-mixed", "16-true", "fp16"):
+        raise PydanticCustomError(
+            "float16",
+            "{key}={value}: float16 needs a loss scale, which no role here keeps; use bf16, or 32 "
+            "where there is none",
+            {"value": value},
+        )
+    known = {"32": "32", "32-true": "32", "bf16-mixed": "bf16", "bf16-true": "bf16"}
+    return known.get(str(value), value)
+
+
+# bf16 is megatron-core's: bfloat16 weights in the passes, float32 ones in the optimizer.
+Precision = Annotated[Literal["32", "bf16"], BeforeValidator(_precision)]
 
 
 @dataclass(frozen=True)
@@ -258,7 +267,7 @@ class ProcessConfig:
     losses, gradients and optimizer states are float32 in both.
     """
 
-    deterministic: bool = False
+    deterministic: StrictBool = False
     """On GPUs too the same run twice is the same to the bit, resumed or not; slower.
 
     Operations are chosen whose sums are always made in one order (PyTorch's deterministic
@@ -266,7 +275,7 @@ class ProcessConfig:
     samples are left out. CPUs repeat in any case.
     """
 
-    max_time: str | None = None
+    max_time: StrictStr | None = None
     """`DD:HH:MM:SS`, after which the run saves and ends; null: no limit.
 
     After the step during which it passes, the run validates, saves and ends. The same command

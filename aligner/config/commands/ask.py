@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
+from pydantic import StrictBool, StrictStr
+
 from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import AnsweredColumns, DataConfig, PromptSourceConfig
 from aligner.config.experiment import ExpManagerConfig
-from aligner.config.fields import Count, FilePath, Function, Natural, NotEmpty
+from aligner.config.fields import Count, FilePath, Function, Natural, not_empty
 from aligner.config.generation import GenerationConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import RSModelConfig
@@ -35,7 +37,7 @@ class AskedModelConfig:
     """A model that is only asked, and its layout."""
 
     restore_from_path: Annotated[
-        str, NotEmpty("a .nemo file, a Hugging Face directory or the directory of a run")
+        StrictStr, not_empty("a .nemo file, a Hugging Face directory or the directory of a run")
     ]
     """A `.nemo`, a Hugging Face directory, or the directory of a run: its newest state."""
 
@@ -54,7 +56,7 @@ class AskedModelConfig:
     expert_model_parallel_size: Count = 1
     """Processes that share the experts of a mixture of experts."""
 
-    sequence_parallel: bool = False
+    sequence_parallel: StrictBool = False
     """Shard norms over the tensor-parallel processes."""
 
     fp8: Literal["e4m3", "hybrid"] | None = None
@@ -99,10 +101,10 @@ class AskConfig:
 class GenerateConfig(AskConfig):
     """All options of generating."""
 
-    prompt: tuple[str, ...] = ()
+    prompt: tuple[StrictStr, ...] = ()
     """Prompts on the command line, beside `data.prompts`: `--prompt TEXT`."""
 
-    chat: bool = False
+    chat: StrictBool = False
     """A conversation in the terminal instead: `--chat`."""
 
     output: FilePath | None = None

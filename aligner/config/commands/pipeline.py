@@ -10,10 +10,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import StrictStr
 from yaml import YAMLError
 
 from aligner.catalog import BY_SCRIPT
-from aligner.config.fields import Directory, ModelPath, Names
+from aligner.config.fields import Directory, ModelPath, one_of
 from aligner.config.load import load_config
 from aligner.config.parse import build
 from aligner.config.run import BaseRunConfig
@@ -22,7 +23,7 @@ from aligner.errors import ConfigError
 START = "start"  # the name of the model that a pipeline begins with
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-Script = Annotated[str, Names(tuple(BY_SCRIPT))]
+Script = Annotated[StrictStr, one_of(BY_SCRIPT)]
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class RecipeConfig:
     script: Script
     """A script of `examples/`."""
 
-    recipe: str
+    recipe: StrictStr
     """A recipe of `conf/recipes/`."""
 
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[StrictStr, ...] = ()
     """`KEY=VALUE` or `GROUP=OPTION`, as on the command line."""
 
     @property
@@ -48,7 +49,7 @@ class RecipeConfig:
 class StageConfig(RecipeConfig):
     """One run of a pipeline."""
 
-    name: str
+    name: StrictStr
     """Its directory below the pipeline's."""
 
     takes: Mapping[str, Any] = field(default_factory=lambda: {"model.restore_from_path": START})
@@ -59,7 +60,7 @@ class StageConfig(RecipeConfig):
 class PipelineConfig:
     """The runs, in their order."""
 
-    title: str
+    title: StrictStr
     """Title of the report."""
 
     folder: Directory

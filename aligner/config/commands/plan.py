@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
+from annotated_types import Interval
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from pydantic import StrictBool, StrictFloat, StrictStr
 
 from aligner.catalog import BY_SCRIPT
-from aligner.config.fields import Count, FilePath, Range
+from aligner.config.fields import Count, FilePath
 from aligner.config.load import parse_config
 from aligner.config.parse import build
 from aligner.config.rules.lengths import longest_lengths
@@ -28,7 +30,7 @@ _UNREAD = {"data.train.source": "not-read.jsonl", "reward.function": "not.read:r
 class PlanConfig:
     """The section ``plan`` of the command line; no training script has it."""
 
-    device: str = "h100-80g"
+    device: StrictStr = "h100-80g"
     """A name of the table in docs/plan.md."""
 
     devices: Count | Literal["auto"] | None = None
@@ -43,13 +45,13 @@ class PlanConfig:
     The shape of the model, without its weights.
     """
 
-    search: bool = False
+    search: StrictBool = False
     """Try layouts, micro-batches, recomputation and offload."""
 
-    json: bool = False
+    json: StrictBool = False
     """One line of JSON instead of a table."""
 
-    margin: Annotated[float, Range(low=0.0, high=0.5)] = 0.1
+    margin: Annotated[StrictFloat, Interval(ge=0, le=0.5)] = 0.1
     """Share of the device's memory that is left to what nobody counts here.
 
     The context, NCCL, cuBLAS, fragments.
@@ -68,7 +70,7 @@ class PlanConfig:
     2048 where it allows any.
     """
 
-    advise: bool = True
+    advise: StrictBool = True
     """Also measure what would save memory, or time."""
 
     processes: Count | None = None

@@ -9,11 +9,13 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import StrictBool, StrictFloat, StrictStr
+from typing_extensions import TypedDict
 
-from aligner.config.fields import Count, ModelPath, Natural, NonNegative, Positive
+from aligner.config.fields import Count, Integer, ModelPath, Natural, NonNegative, Positive
 from aligner.config.parse import build, unknown_key
 from aligner.config.roles.model import (
     CriticConfig,
@@ -30,7 +32,7 @@ from aligner.errors import ConfigError
 class TokenizerSpec(TypedDict, total=False):
     """Tokenizer in a published mapping; the one that is given as an argument is used instead."""
 
-    name: str
+    name: StrictStr
 
 
 class MegatronOptimizerSpec(TypedDict, total=False):
@@ -40,8 +42,8 @@ class MegatronOptimizerSpec(TypedDict, total=False):
     lr: Positive
     min_lr: NonNegative
     weight_decay: NonNegative
-    adam_beta1: float
-    adam_beta2: float
+    adam_beta1: StrictFloat
+    adam_beta2: StrictFloat
     adam_eps: Positive
     clip_grad: NonNegative
 
@@ -57,7 +59,7 @@ class MegatronSchedulerSpec(TypedDict, total=False):
 class MegatronPeftSpec(TypedDict, total=False):
     """Adapters of ``megatron_cfg``, on all linear layers."""
 
-    enabled: bool
+    enabled: StrictBool
     dim: Count
     alpha: Positive
     dropout: NonNegative
@@ -66,14 +68,14 @@ class MegatronPeftSpec(TypedDict, total=False):
 class MegatronSpec(TypedDict, total=False):
     """``megatron_cfg``: megatron-core's GPT."""
 
-    enabled: bool
+    enabled: StrictBool
     env_vars: Mapping[str, Any] | None
     tensor_model_parallel_size: Count
     pipeline_model_parallel_size: Count
     context_parallel_size: Count
     expert_model_parallel_size: Count
-    sequence_parallel: bool
-    activation_checkpointing: bool
+    sequence_parallel: StrictBool
+    activation_checkpointing: StrictBool
     optimizer: MegatronOptimizerSpec
     scheduler: MegatronSchedulerSpec
     peft: MegatronPeftSpec
@@ -82,18 +84,18 @@ class MegatronSpec(TypedDict, total=False):
 class DTensorSpec(TypedDict, total=False):
     """``dtensor_cfg``: a transformers model, by FSDP2 and DTensor."""
 
-    enabled: bool
+    enabled: StrictBool
     env_vars: Mapping[str, Any] | None
     tensor_parallel_size: Count
     context_parallel_size: Count
-    sequence_parallel: bool
-    activation_checkpointing: bool
+    sequence_parallel: StrictBool
+    activation_checkpointing: StrictBool
 
 
 class DynamicBatchingSpec(TypedDict, total=False):
     """``dynamic_batching``."""
 
-    enabled: bool
+    enabled: StrictBool
     train_mb_tokens: Count
     logprob_mb_tokens: Count | None
     sequence_length_round: Count
@@ -102,10 +104,10 @@ class DynamicBatchingSpec(TypedDict, total=False):
 class SequencePackingSpec(TypedDict, total=False):
     """``sequence_packing``."""
 
-    enabled: bool
+    enabled: StrictBool
     train_mb_tokens: Count
     logprob_mb_tokens: Count | None
-    algorithm: str
+    algorithm: StrictStr
 
 
 class GenerationSpec(TypedDict, total=False):
@@ -113,25 +115,25 @@ class GenerationSpec(TypedDict, total=False):
 
     max_new_tokens: Count
     temperature: Positive
-    top_p: float
-    top_k: int | None
-    stop_strings: tuple[str, ...] | None
-    stop_token_ids: tuple[int, ...] | None
+    top_p: StrictFloat
+    top_k: Integer | None
+    stop_strings: tuple[StrictStr, ...] | None
+    stop_token_ids: tuple[Integer, ...] | None
     pad_token_id: Natural | None
 
 
 class PytorchOptimizerSpec(TypedDict, total=False):
     """``optimizer`` of a policy on DTensors: a torch class by name, and its arguments."""
 
-    name: str
+    name: StrictStr
     kwargs: Mapping[str, Any]
 
 
 class RewardModelSpec(TypedDict, total=False):
     """``reward_model_cfg``: the head of a value model."""
 
-    enabled: bool
-    reward_model_type: str
+    enabled: StrictBool
+    reward_model_type: StrictStr
 
 
 class ValueConfig(TypedDict, total=False):
@@ -142,7 +144,7 @@ class ValueConfig(TypedDict, total=False):
     train_global_batch_size: Count
     train_micro_batch_size: Count
     logprob_batch_size: Count
-    precision: str
+    precision: StrictStr
     max_grad_norm: NonNegative | None
     megatron_cfg: MegatronSpec
     dtensor_cfg: DTensorSpec

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeVar
 
+from annotated_types import Interval
+from pydantic import StrictBool, StrictFloat
+
 from aligner.config.fields import (
     DERIVED,
     BatchSize,
@@ -11,7 +14,6 @@ from aligner.config.fields import (
     FilePath,
     ModelPath,
     Positive,
-    Range,
 )
 from aligner.config.layout import LayerOptions, LayerSpec, ParallelConfig
 from aligner.config.roles.optim import OptimConfig
@@ -54,7 +56,7 @@ class SequencePackingConfig:
     The critic follows. ``micro_batch_size`` then says nothing.
     """
 
-    enabled: bool = False
+    enabled: StrictBool = False
     """Micro-batches of several sequences in one row, without padding between them.
 
     Policy and critic; `micro_batch_size` then says nothing.
@@ -82,7 +84,7 @@ class DynamicBatchingConfig:
     nothing.
     """
 
-    enabled: bool = False
+    enabled: StrictBool = False
     """Padded micro-batches of a token budget, of sequences of similar length.
 
     Policy and critic. Not together with packing; `micro_batch_size` then says nothing.
@@ -112,13 +114,13 @@ class TrainedModelConfig:
     (docs/howto.md#own-code-by-path).
     """
 
-    micro_batch_size: Count = field(default=8, metadata=DERIVED)
+    micro_batch_size: Annotated[Count, DERIVED] = 8
     """Sequences per forward and backward pass, per rank; null: up to 8, evenly.
 
     The most up to 8 that divide a rank's share. Memory and speed, never results.
     """
 
-    global_batch_size: BatchSize = field(default=64, metadata=DERIVED)
+    global_batch_size: Annotated[BatchSize, DERIVED] = 64
     """Sequences per optimizer update, over all ranks; null: a rollout in equal parts.
 
     The fewest parts of up to 64, or of up to 16 of the responses that rejection sampling keeps.
@@ -150,7 +152,7 @@ class TrainedModelConfig:
     Divides the experts and the processes of a pipeline stage.
     """
 
-    sequence_parallel: bool = False
+    sequence_parallel: StrictBool = False
     """Shard norms and dropouts over the tensor-parallel processes.
 
     Needs `tensor_model_parallel_size` above 1.
@@ -158,7 +160,7 @@ class TrainedModelConfig:
 
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     dynamic_batching: DynamicBatchingConfig = field(default_factory=DynamicBatchingConfig)
-    shared_prefixes: bool = True
+    shared_prefixes: StrictBool = True
     """Pass what sequences begin with in common through the model once.
 
     Responses to one prompt, forks of a conversation, pairs: what token ids of one micro-batch share
@@ -171,7 +173,7 @@ class TrainedModelConfig:
     `full` (layers), `selective` (attention) or null (nothing: all is kept). Policy and critic.
     """
 
-    dropout: Annotated[float, Range(low=0.0, high=0.9)] | None = 0.0
+    dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] | None = 0.0
     """Probability of dropping hidden states and attention weights; null: the checkpoint's.
 
     In training, of policy and critic, whatever the checkpoint says: old log-probs, the reference's
@@ -194,20 +196,20 @@ class TrainedModelConfig:
     GPUs where Transformer Engine is installed and no adapters are trained.
     """
 
-    fusions: bool = True
+    fusions: StrictBool = True
     """On GPUs: SwiGLU, rotary embedding, biases and the products of experts in one kernel each.
 
     A bias with its residual, and the experts of a layer one product each way in bf16. Needs Triton
     and a C compiler with Python's headers; without them, and on CPUs, operations run one by one.
     """
 
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: StrictBool = False
     """Sum gradients over data-parallel ranks during the backward pass.
 
     For training over nodes; on NVLink there is little to hide.
     """
 
-    overlap_param_gather: bool = False
+    overlap_param_gather: StrictBool = False
     """Collect updated weights from data-parallel ranks during the next forward pass.
 
     Needs `overlap_grad_reduce`; not with adapters.
@@ -323,10 +325,10 @@ class CriticConfig:
     For instance a reward model, whose `rm_head` becomes the value head.
     """
 
-    micro_batch_size: Count = field(default=8, metadata=DERIVED)
+    micro_batch_size: Annotated[Count, DERIVED] = 8
     """As `model.micro_batch_size`."""
 
-    global_batch_size: BatchSize = field(default=64, metadata=DERIVED)
+    global_batch_size: Annotated[BatchSize, DERIVED] = 64
     """As `model.global_batch_size`; the two may differ."""
 
     forward_micro_batch_size: Count = 16
@@ -350,16 +352,16 @@ class CriticConfig:
     expert_model_parallel_size: Count | None = None
     """The same; null: `model.expert_model_parallel_size`."""
 
-    sequence_parallel: bool | None = None
+    sequence_parallel: StrictBool | None = None
     """The same; null: `model.sequence_parallel`."""
 
-    offload_adam_states: bool = False
+    offload_adam_states: StrictBool = False
     """As `model.ppo.offload_adam_states`."""
 
-    offload_gradients: bool = False
+    offload_gradients: StrictBool = False
     """As `model.ppo.offload_gradients`."""
 
-    offload_weights: bool = False
+    offload_weights: StrictBool = False
     """All it has on its device waits in host memory while it is idle.
 
     Weights, gradient buffers and optimizer state (float32 weights of a bf16 critic included), while

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from aligner.config.fields import Aliases, Beta, Count, Natural, NonNegative, Positive
+from aligner.config.fields import Beta, Count, Natural, NonNegative, Positive, aliases
 
 # NeMo's optimizers that are this one: AdamW by megatron-core, its state shared out over ranks.
 _ADAM_OF_NEMO = (
@@ -24,7 +24,7 @@ class SchedConfig:
     """
 
     name: Annotated[
-        Literal["constant", "cosine", "linear"], Aliases((("CosineAnnealing", "cosine"),))
+        Literal["constant", "cosine", "linear"], aliases({"CosineAnnealing": "cosine"})
     ] = "constant"
     """Course of the learning rate, counted in optimizer updates.
 
@@ -49,9 +49,7 @@ class SchedConfig:
 class OptimConfig:
     """Optimizer of one role."""
 
-    name: Annotated[
-        Literal["adam", "sgd"], Aliases(tuple((name, "adam") for name in _ADAM_OF_NEMO))
-    ] = "adam"
+    name: Annotated[Literal["adam", "sgd"], aliases(dict.fromkeys(_ADAM_OF_NEMO, "adam"))] = "adam"
     """`adam` (AdamW, decoupled weight decay) or `sgd`.
 
     NeMo's `distributed_fused_adam`, `mcore_distributed_optim`, `fused_adam`, `megatron_fused_adam`

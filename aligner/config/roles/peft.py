@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from aligner.config.fields import Aliases, Count, FilePath, Positive, Range
+from annotated_types import Interval
+from pydantic import StrictFloat
+
+from aligner.config.fields import Count, FilePath, Positive, aliases
 
 AdapterTarget = Literal[
     "all", "attention", "mlp", "attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"
@@ -36,7 +39,7 @@ class LoraConfig:
     alpha: Positive = 32.0
     """The product of an adapter's matrices is multiplied by alpha / adapter_dim."""
 
-    adapter_dropout: Annotated[float, Range(low=0.0, high=0.9)] = 0.0
+    adapter_dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)] = 0.0
     """Probability of dropping a number that an adapter reads, in training; at most 0.9.
 
     A token's draw depends on seed, update and the tokens up to it, never on the layout.
@@ -57,7 +60,7 @@ class LoraConfig:
 class PeftConfig:
     """Adapters instead of all weights; the critic follows."""
 
-    peft_scheme: Annotated[Literal["lora"] | None, Aliases((("none", None),))] = None
+    peft_scheme: Annotated[Literal["lora"] | None, aliases({"none": None})] = None
     """Adapters and heads are trained, all other weights frozen.
 
     `lora`; null, or NeMo's `none`: all weights are trained. Policy and critic. See docs/lora.md.

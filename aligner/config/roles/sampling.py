@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
+from pydantic import StrictBool, StrictFloat, StrictStr
+
 from aligner.config.fields import (
     BatchSize,
     Count,
@@ -11,7 +14,6 @@ from aligner.config.fields import (
     Natural,
     NonNegative,
     Positive,
-    Range,
     UserClass,
 )
 
@@ -39,7 +41,7 @@ class SamplingParams:
     top_k: Natural = 0
     """Draw among the so many likeliest tokens; 0: off."""
 
-    top_p: Annotated[float, Range(low=0.0, high=1.0, exclusive=True)] = 1.0
+    top_p: Annotated[StrictFloat, Interval(gt=0, le=1)] = 1.0
     """Draw among the fewest likeliest tokens with this much probability; 1: off.
 
     After top-k.
@@ -52,16 +54,16 @@ class SamplingParams:
     negative.
     """
 
-    use_greedy: bool = False
+    use_greedy: StrictBool = False
     """Always take the likeliest token."""
 
-    end_strings: tuple[str, ...] = ()
+    end_strings: tuple[StrictStr, ...] = ()
     """A response ends, properly, after the first of these strings, e.g. `["\\n"]`.
 
     They stay in the response.
     """
 
-    end_tokens: tuple[str, ...] = ()
+    end_tokens: tuple[StrictStr, ...] = ()
     """Further tokens, as text, that end a response, e.g. `["<end_of_turn>"]`.
 
     Beside the tokenizer's EOS, those of `generation_config.json` and the end of a turn in the chat
@@ -159,13 +161,13 @@ class RolloutConfig:
     forward_micro_batch_size: Count = 16
     """Sequences per forward pass of log-probs, per rank."""
 
-    offload_adam_states: bool = False
+    offload_adam_states: StrictBool = False
     """Keep the policy's Adam moments in host memory while it does not train.
 
     Changes nothing on a CPU.
     """
 
-    offload_gradients: bool = False
+    offload_gradients: StrictBool = False
     """Gradient buffers and float32 weights leave the device while it does not train.
 
     The policy's gradient buffers are freed and the optimizer's float32 weights (of a bf16 model)
@@ -173,7 +175,7 @@ class RolloutConfig:
     until the next phase. Changes nothing on a CPU.
     """
 
-    offload_weights: bool = False
+    offload_weights: StrictBool = False
     """All it has on its device waits in host memory while other roles work.
 
     Weights, its reference's with `model.reference.mode=keep`, gradient buffers, float32 weights and
@@ -229,7 +231,7 @@ class PolicyPPOConfig(RolloutConfig):
     GRPO).
     """
 
-    dual_clip: Annotated[float, Range(low=1.0, exclusive=True)] | None = None
+    dual_clip: Annotated[StrictFloat, Interval(gt=1)] | None = None
     """Bound c > 1 of the ratio where the advantage is negative; null: off.
 
     Dual clip (Ye et al. 2020).
