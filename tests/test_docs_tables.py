@@ -278,6 +278,9 @@ RESULTS = {
     ("dynamic",): "python -m benchmarks.parity",
     ("packed",): "python -m benchmarks.parity",
     ("formula", "peer"): "python -m benchmarks.formulas",
+    ("precision", "`logprob_gap_mean`"): (
+        "python examples/train_gpt_reinforce.py --config-name recipes/grpo_smollm2_arithmetic_cpu"
+    ),
     ("rollouts by",): "python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu",
     ("", "accuracy at the end"): "python -m benchmarks.value_parity",
 }
