@@ -40,4 +40,4 @@ def test_a_step_goes_through_no_more_code_than_it_did(tiny_nemo):
     assert len(found["frames"]) <= 14
     assert found["frames_in_files"] <= 12
     assert {"aligner/losses/policy.py", "aligner/losses/advantages.py"} <= set(found["files"])
-    assert len(found["files"]) <= 81  # 79 here; other CPUs take other kernels
+    assert len(found["files"]) <= 85  # 83 here; other CPUs take other kernels
