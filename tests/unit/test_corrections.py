@@ -96,6 +96,8 @@ def test_second_moment_by_hand():
         expected = MASK.clone().flatten()
         expected[gone] = False
         assert left.flatten().tolist() == expected.tolist(), limit
+    everything = torch.ones(1, 2, dtype=torch.bool)
+    assert second_moment_mask(torch.ones(1, 2), everything, 1.0).all()  # at the limit, not above
 
 
 def test_second_moment_is_the_fewest_tokens_that_do():
