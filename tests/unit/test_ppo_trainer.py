@@ -118,7 +118,7 @@ def result(rows, **metrics):
     return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
 
 
-def trainer(log=None, *, prompts=4, ppo=None, loop=None):
+def trainer(log=None, *, prompts=4, ppo=None, loop=None, columns=None, **options):
     log = [] if log is None else log
     samples = {"num_rollout_samples": 2, **(ppo or {})}
     config = parse_config(
@@ -138,7 +138,10 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None):
             "seed": 5,
         }
     )
-    dataset = PromptDataset([Prompt(i, f"p{i}", [1] * (1 + i % 2), str(i)) for i in range(prompts)])
+    columns = columns or [{}] * prompts
+    dataset = PromptDataset(
+        [Prompt(i, f"p{i}", [1] * (1 + i % 2), str(i), columns[i]) for i in range(prompts)]
+    )
     per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
     sampler = PromptSampler(prompts, per_step, seed=5, shuffle=False)
     policy, value = FakePolicy(log), FakeValue(log)
@@ -153,6 +156,7 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None):
         pad_id=PAD,
         policy_loss=make_policy_loss(config),
         estimator=None,
+        **options,
     )
 
 
