@@ -89,6 +89,28 @@ def test_attention_over_a_tree_is_that_of_each_path(windowed, monkeypatch):
         assert (left - right).abs().max() < 1e-6
 
 
+def test_a_tree_s_keys_and_values_are_kept_once(core, monkeypatch):
+    """Not for every path and not for every head: beside them a query, an output and a sum each."""
+    monkeypatch.setattr(core, "window", None)
+    rows, kept = int(TOKENS.sum()), {}
+
+    def note(tensor):
+        if tensor.is_floating_point():
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage  # held, so that no other comes to stand there
+        return tensor
+
+    inputs = qkv(rows)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        attended(core, *inputs, TOKENS, rows)
+    sizes = sorted(storage.nbytes() for storage in kept.values())
+    keys = rows * GROUPS * WIDTH * 8
+    assert sizes.count(keys) == 2
+    segments = build_segments(TOKENS, rows, torch.device("cpu"), parents=PARENTS, tokens=TOKENS)
+    slots = sum(bucket.sequences * bucket.queries for bucket in segments.buckets)
+    assert sum(sizes) - 2 * keys <= slots * HEADS * (2 * WIDTH + 1) * 8
+
+
 def shared_out(rank, size):
     """Padded lengths, and the rows of whole runs (-1: padding) that a rank holds, in its order."""
     padded = -(-TOKENS // (2 * size)) * 2 * size
