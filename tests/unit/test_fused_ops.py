@@ -13,11 +13,11 @@ from aligner.architecture import GPTArchitecture
 from aligner.distributed import host_memory
 from aligner.distributed.parallel import initialize_parallel
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
-from aligner.models.gpt.forward.schedule import bypassed_output_layer
+from aligner.models.gpt.forward.schedule import bypassed_output_layer, placed_positions
+from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers import layer_spec, short_attention
 from aligner.models.gpt.layers.attention import SegmentParams, attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
-from aligner.models.gpt.layers.segments import build_segments
 from aligner.models.gpt.megatron.build import build_gpt
 
 LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
@@ -127,13 +127,11 @@ def small_model(groups, layers=2):
 def hidden_states(model, packed=False):
     """Of three sequences of nine tokens."""
     torch.manual_seed(1)
-    ids, positions, params = torch.randint(0, 64, (3, 9)), torch.arange(9).expand(3, 9), None
-    if packed:
-        segments = build_segments(np.array([9, 9, 9]), 27, torch.device("cpu"))
-        ids, positions = ids.reshape(1, 27), positions.reshape(1, 27)
-        params = SegmentParams(segments=segments)
-    with bypassed_output_layer(model):
-        return model(ids, positions, None, packed_seq_params=params)
+    ids = torch.randint(0, 64, (3, 9))
+    layout = build_layout(ids, np.array([9, 9, 9]), LayoutRules(packed, 1, 1))
+    params = SegmentParams(segments=layout.segments) if packed else None
+    with bypassed_output_layer(model), placed_positions(model, layout):
+        return model(layout.input_ids, layout.positions, None, packed_seq_params=params)
 
 
 def loss_and_gradients(groups):

@@ -106,16 +106,19 @@ def test_a_process_that_is_forked_while_another_thread_allocates():
     run(
         SERVED
         + """
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def allocate():
         while not stop.is_set():
             torch.empty(2 * MB)
+            begun.set()
 
+    torch.empty(2 * MB)
     thread = threading.Thread(target=allocate)
     thread.start()
+    begun.wait()  # what PyTorch itself makes once is made
     ends = []
-    for _ in range(100):
+    for _ in range(40):
         child = os.fork()
         if child == 0:
             signal.alarm(5)  # where it inherited a lock that nobody opens
