@@ -18,8 +18,10 @@ _NAN = float("nan")
 
 
 class RoundingGap(NamedTuple):
-    """``limit``: most that rounding makes of the mean absolute gap between the log-probs of sampler
-    and trainer, in nats, where both have the same weights and sample from the same distribution.
+    """Rounding of one precision, by its ``name``.
+
+    ``limit``: most that it makes of the mean absolute gap between the log-probs of sampler and
+    trainer, in nats, where both have the same weights and sample from the same distribution.
     """
 
     name: str
@@ -31,14 +33,14 @@ ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16",
 
 
 class GapVerdict(NamedTuple):
-    """Whether a gap is rounding, and words that follow "it is"."""
+    """Verdict on a gap; ``text``: words that follow "it is"."""
 
     is_rounding: bool
     text: str
 
 
 def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
-    """Whether a mean ``gap`` of sampler and trainer, in nats, is what rounding gives.
+    """Compare a mean ``gap`` of sampler and trainer, in nats, with what rounding gives.
 
     Meant for a gap of the weights that sampled. ``precision``: `trainer.precision`. None: the
     precision is not known, or the gap is not finite.
