@@ -36,6 +36,7 @@ def loaded(*overrides, script="gpt_ppo"):
         (["trainer.ppo.reward.shift=1"], "would be paid for every turn"),
         (["trainer.ppo.reward.overlong_cache=1"], "speaks of the length of a single response"),
         (["trainer.ppo.advantage.credit=turn"], "what is compared inside a group"),
+        (["environment.memory_mb=63"], "must be between 64 and"),
         (["environment.max_turns=0"], "must be between 1 and 1000"),
     ],
 )
