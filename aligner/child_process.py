@@ -126,9 +126,7 @@ class ChildProcess:
         """
         self._number += 1
         try:
-            self._pipe.send(
-                (self._number, *message, time_limit_s), time.monotonic() + time_limit_s
-            )
+            self._pipe.send((self._number, *message, time_limit_s), time.monotonic() + time_limit_s)
         except TimeoutError as error:
             raise self._timed_out(time_limit_s) from error
         except OSError as error:

@@ -60,7 +60,10 @@ _FAULTS: dict[str, tuple[str, str | None]] = {
     "closes_its_pipe": ("os.closerange(3, 400); return turn", _ERROR),
     "closes_everything": ("os.closerange(0, 400); return turn", _ERROR),
     "writes_junk": (_WRITE.format("b'junk that is no answer'") + "return turn", _ERROR),
-    "writes_half": (_WRITE.format("b'\\x93ALN' + bytes(6) + b'\\1\\0'") + "time.sleep(100)", _TIMEOUT),
+    "writes_half": (
+        _WRITE.format("b'\\x93ALN' + bytes(6) + b'\\1\\0'") + "time.sleep(100)",
+        _TIMEOUT,
+    ),
     "endless_messages": ("return Turn(forever(), 1.0)", _ERROR),
     "hangs": ("time.sleep(1000)", _TIMEOUT),
     "hangs_in_c": ("ctypes.CDLL(None).pause()", _TIMEOUT),

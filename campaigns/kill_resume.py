@@ -4,7 +4,7 @@ SIGKILL goes to the whole group; SIGTERM to the group, or only to the first proc
 must then save and end by itself.
 
 The moments are spread evenly over the time of a run, not only over its saves; where the steps are
-short (everything that scores with a function, and games) a slow reward or a slow game makes them last.
+short (everything that scores with a function, and games) a slow reward or game makes them last.
 """
 
 import signal
@@ -66,7 +66,12 @@ _CASES = (
     _Case("dpo_lora", "dpo", "dpo_tiny_cpu", "dpo", 25, _LORA),
     _Case("kto", "dpo", "kto_tiny_cpu", "dpo", 25),
     _Case(
-        "distill", "distill", "distill_tiny_cpu", "distill", 25, (f"teacher.restore_from_path={_TEACHER}",)
+        "distill",
+        "distill",
+        "distill_tiny_cpu",
+        "distill",
+        25,
+        (f"teacher.restore_from_path={_TEACHER}",),
     ),
 )
 # Name, signal, whether the whole group gets it.

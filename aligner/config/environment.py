@@ -42,7 +42,7 @@ class EnvironmentConfig:
     """Conversations under way at the same time, each with a process of its own."""
 
     memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
-    """Mebibytes that an environment's process, and each that it starts, may allocate; null: no limit.
+    """MiB that a process of an environment, and each that it starts, may allocate; null: no limit.
 
     Beyond that they get a MemoryError, which fails the conversation unless the environment handles
     it. With or without: where the machine's memory runs out, Linux ends environments first.

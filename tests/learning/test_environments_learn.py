@@ -110,7 +110,10 @@ def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
 # Over the same conversations, each of these makes its passes in another way.
 WAYS = {
     "packed": ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
-    "dynamic": ["model.dynamic_batching.enabled=true", "model.dynamic_batching.train_mb_tokens=256"],
+    "dynamic": [
+        "model.dynamic_batching.enabled=true",
+        "model.dynamic_batching.train_mb_tokens=256",
+    ],
     "dtensor": ["policy.backend=dtensor"],
 }
 

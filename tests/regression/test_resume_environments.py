@@ -63,6 +63,6 @@ def test_two_processes_killed_in_the_middle_of_conversations(tmp_path, tiny_nemo
     assert 1 <= len(numbers(tmp_path / "killed")) < 4
     run("killed", f"+environment.kwargs.count={count}")
     assert repr(numbers(tmp_path / "killed")) == repr(numbers(tmp_path / "through"))
-    with open_nemo(tmp_path / "through" / "policy.nemo") as one:
-        with open_nemo(tmp_path / "killed" / "policy.nemo") as other:
-            assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)
+    files = [tmp_path / name / "policy.nemo" for name in ("through", "killed")]
+    with open_nemo(files[0]) as one, open_nemo(files[1]) as other:
+        assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)

@@ -1,5 +1,7 @@
 """Environments that cannot work are refused with the key and the remedy, and credit uses turns."""
 
+import sys
+
 import pytest
 import torch
 from test_conf import composed
@@ -43,6 +45,16 @@ def loaded(*overrides, script="gpt_ppo"):
 def test_what_cannot_work_is_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
         loaded(*overrides)
+
+
+def test_conversations_one_step_ahead_need_a_correction():
+    ahead = [
+        *("generation.async_rollouts=true", "generation.backend=vllm", "cluster.engine=ray"),
+        f"generation.vllm.python={sys.executable}",
+    ]
+    with pytest.raises(ConfigError, match="leave uncorrected"):
+        loaded(*ahead)
+    assert loaded(*ahead, "model.ppo.correction.weights=token").generation.async_rollouts
 
 
 def test_turns_need_an_environment():

@@ -11,9 +11,9 @@ finished with its old weights, or abandoned and sampled again, with the new ones
 takes it. Either way nothing depends on how far it had come, so a run that is resumed from that
 state, and one that went on, see the same rollouts.
 
-Conversations go through many rounds of the engine and their environments: a thread conducts those of
-the next rollout, all with the weights from before. Only engines on Ray work while the policy trains,
-and there one process drives, so the thread takes part in no collective operation.
+Conversations go through many rounds of the engine and their environments: a thread conducts those
+of the next rollout, all with the weights from before. Only engines on Ray work while the policy
+trains, and there one process drives, so the thread takes part in no collective operation.
 """
 
 from collections.abc import Mapping
@@ -209,7 +209,8 @@ class _Rounds(GenerationInterface):
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
         """A round of a training rollout, which has the engine's own options and a seed."""
-        assert seed is not None and not greedy and sampling_options is None
+        assert seed is not None
+        assert (greedy, sampling_options) == (False, None)
         if self._abandoned.is_set():
             raise _AbandonedError
         return self._engine.generate_in_background(data, seed=seed).result()
