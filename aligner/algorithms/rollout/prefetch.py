@@ -120,7 +120,7 @@ class Rollouts:
         self._pending = None
 
     def _sampled(self, data: BatchedDataDict) -> BatchedDataDict:
-        """What the engine makes of `_data`: responses, or whole conversations."""
+        """Responses to the prompts of `_data`, or whole conversations."""
         if self.environments is None:
             return generate(self._generation, data, seed=self._seed)
         return self.environments.collect(
