@@ -40,7 +40,8 @@ from aligner.importing import text_of
 
 # Importing the user's module is not part of its time limit, but must end some time.
 _START_LIMIT_S = 300.0
-_BODY_LIMIT_S = 10.0  # for the rest of a message of which the first bytes came in time
+# For the rest of a message of which the first bytes came in time: less than `ended_after` adds.
+_BODY_LIMIT_S = 4.0
 _SHORTEST_WAIT_S = 0.001
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_KILL_S = 2.0  # spent on descendants that do not end
