@@ -143,8 +143,8 @@ def test_adapters_learn_from_conversations(tmp_path, tiny_nemo):
         *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
         *("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"),
     )
-    assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in lines)
-    assert all(line["train_optim/grad_norm"] > 0 for line in lines)
+    assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in lines[1:])
+    assert all(line["train_optim/grad_norm"] > 0 for line in lines[1:])
     assert (tmp_path / "policy.nemo").exists()
 
 
