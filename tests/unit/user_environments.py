@@ -121,9 +121,8 @@ class Does(Echo):
         return turn
 
     def eats_memory(self, turn):
-        found = []
-        while True:
-            found.append(bytearray(2**24))
+        found = [bytearray(2**24) for _ in range(64)]
+        return turn if found else None
 
     def is_killed(self, turn):
         os.kill(os.getpid(), signal.SIGKILL)
