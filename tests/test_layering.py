@@ -192,7 +192,10 @@ VERBS = [
 ]
 DEFINITIONS_OF_A_VERB = 4
 MORE_DEFINITIONS = {
-    "generate": 6,  # two are functions: the command, and a stage of a rollout
+    # Two are functions: the command, and a stage of a rollout; one is an engine's rounds ahead.
+    "generate": 7,
+    "prepare_for_generation": 5,
+    "finish_generation": 5,
     "get_rewards": 8,  # one of workers; the others are sources of rewards, one in another's place
 }
 CONFINED = {

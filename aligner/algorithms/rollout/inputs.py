@@ -106,7 +106,7 @@ def load_environments(
     factory, pools = environment.factory, []
 
     def start() -> None:
-        pools.append(EnvironmentPool(factory, environment.kwargs, columns))
+        pools.append(EnvironmentPool(factory, environment.kwargs, columns, environment.memory_mb))
         run.closing.callback(pools[0].close)
 
     on_rank_zero(start)
