@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ChildProcess, Wording
+from aligner.environments.calls import Form
 from aligner.environments.worker import KEY
 from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
 
@@ -46,12 +47,19 @@ class EnvironmentPool:
     conversation of the slot starts it again. The others do not notice.
     """
 
-    def __init__(self, factory: str, kwargs: Mapping[str, Any], columns: Collection[str]) -> None:
+    def __init__(
+        self,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        columns: Collection[str],
+        form: Form | None = None,
+    ) -> None:
         """Start the first process, so that a class that cannot be used is refused now.
 
-        ``columns``: the data's, which the class must take.
+        ``columns``: the data's, which the class must take. ``form``: of calls in the chat template,
+        for a class with a parameter of this name; None: nobody knows.
         """
-        self._first = (factory, dict(kwargs), sorted(columns))
+        self._first = (factory, dict(kwargs), sorted(columns), form)
         self._wording = Wording(
             f"environment {factory!r}",
             "raise environment.timeout_s and total_timeout_s, or make it faster",

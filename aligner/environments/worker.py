@@ -1,19 +1,22 @@
 """The environment's process: loads the class once, then holds one conversation at a time.
 
-Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns)``,
-then ``(number, call, argument, time limit in seconds)``, where the calls are ``begin`` with
-``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``. Child to parent:
-``answer, (value, seconds)`` or ``raised, (text, seconds)``.
+Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns,
+form of calls)``, then ``(number, call, argument, time limit in seconds)``, where the calls are
+``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``.
+Child to parent: ``answer, (value, seconds)`` or ``raised, (text, seconds)``.
 """
 
 import asyncio
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from aligner.child_process import Channel, ended_after, refusal
+from aligner.environments.calls import Form
 from aligner.environments.protocol import check_start, check_turn
+from aligner.environments.tools import ToolEnv
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 
@@ -24,8 +27,8 @@ def main(channel: int) -> None:
     """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
     parent = Channel(channel)
     try:
-        factory, kwargs, columns = parent.receive()
-        host = Host(load_factory(factory, kwargs, columns), kwargs)
+        factory, kwargs, columns, form = parent.receive()
+        host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     except AlignerError as error:
         parent.send(0, *refusal(error))
         return
@@ -47,9 +50,15 @@ def main(channel: int) -> None:
 
 
 def load_factory(
-    factory: str, kwargs: Mapping[str, Any], columns: Collection[str]
+    factory: str,
+    kwargs: Mapping[str, Any],
+    columns: Collection[str],
+    form: Form | None = None,
 ) -> Callable[..., Any]:
     """The class that ``environment.factory`` names.
+
+    ``form``: of calls in the chat template, for a `ToolEnv` with a parameter of this name; a column
+    or one of ``kwargs`` comes first.
 
     Raises:
         ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
@@ -69,6 +78,8 @@ def load_factory(
             f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
             "the data or by environment.kwargs; rename one"
         )
+    if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
+        found = partial(found, form=form)
     check_call(
         found,
         ["seed", *columns, *kwargs],
@@ -76,6 +87,11 @@ def load_factory(
         "Take what it does not need as **columns.",
     )
     return found
+
+
+def _takes_form(found: Callable[..., Any]) -> bool:
+    is_tools = isinstance(found, type) and issubclass(found, ToolEnv)
+    return is_tools and "form" in inspect.signature(found).parameters
 
 
 class Host:
