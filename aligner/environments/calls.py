@@ -74,6 +74,7 @@ class CallForm(NamedTuple):
     read: Callable[[str], list[ToolCall]]
     results: Callable[[Sequence[ToolCall], Sequence[str]], list[Message]]
 
+    @property
     def is_shown(self) -> bool:
         """True if the chat template shows the functions."""
         return self.sign is not None

@@ -123,7 +123,7 @@ class ChatRenderer:
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
-        whole, apart = self._render(now, tools)
+        whole, apart = self._whole(now, tools)
         shown, there = _squeezed(whole), _squeezed(text)
         if apart:  # calls are shown in the template's own words: compare what it showed before
             there = _squeezed(render(self.tokenizer, structured(before, self._form), tools))
@@ -151,24 +151,23 @@ class ChatRenderer:
             ids = [bos, *ids]
         return ids
 
-    def _render(
-        self, chat: Sequence[Message], tools: Tools | None, *, open_answer: bool = True
-    ) -> tuple[str, bool]:
+    def _whole(self, chat: Sequence[Message], tools: Tools | None) -> tuple[str, bool]:
         """The template's text; whether it wants calls apart from the text of their messages."""
         try:
-            return render(self.tokenizer, chat, tools, open_answer=open_answer), False
+            return render(self.tokenizer, chat, tools), False
         except DataError:
-            apart = structured(chat, self._form)
-            if apart == list(chat):
-                raise
-            return render(self.tokenizer, apart, tools, open_answer=open_answer), True
+            return render(self.tokenizer, structured(chat, self._form), tools), True
 
     def _behind(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
         """Text of the template behind an answer; without ``new``: the closing alone."""
-        chat = [*history, _answer(_MARK), *new]
-        text, _ = self._render(chat, tools, open_answer=bool(new))
+        behind_it = [_answer(_MARK), *new]
+        try:
+            text = render(self.tokenizer, [*history, *behind_it], tools, open_answer=bool(new))
+        except DataError:  # it may want earlier calls apart from the text of their messages
+            apart = [*structured(history, self._form), *behind_it]
+            text = render(self.tokenizer, apart, tools, open_answer=bool(new))
         _, found, behind = text.rpartition(_MARK)
         if not found:
             raise DataError("the tokenizer's chat template does not show an assistant's message")
@@ -191,8 +190,9 @@ class TurnRecord:
 class Conversation:
     """One trajectory: its tokens, which of them were sampled, and its turns.
 
-    ``ids``: tokens so far, of all its sequences one behind the other; ``starts``: where each begins,
-    more than one where it forked. ``logprobs``: of the tokens that were sampled, 0 of the others.
+    ``ids``: tokens so far, of all its sequences one behind the other. ``starts``: where each
+    begins; several where it forked. ``logprobs``: of the tokens that were sampled, 0 of the
+    others.
     ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did.
     """
 
