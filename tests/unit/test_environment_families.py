@@ -10,6 +10,8 @@ import random
 import pytest
 from chat_families import FAMILIES
 
+from aligner.data.chat import check_all_used, parse_conversation
+from aligner.data.supervised import encode_chat
 from aligner.environments.calls import FORMS, form_of, parse_calls
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
@@ -117,3 +119,26 @@ def test_moved_functions_fork_a_conversation():
 
 def found_of(calls):
     return parse_calls(FAMILIES["mistral"].calls(calls), "mistral")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supervised_chats_learn_calls_as_the_policy_writes_them(family):
+    kind = FAMILIES[family]
+    tokenizer = kind.make()
+    function = {"name": "calculator", "arguments": '{"expression": "7"}'}
+    chat = parse_conversation(
+        [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "tool_calls": [{"id": "a1B2c3D4e", "function": function}]},
+            {"role": "tool", "content": "14", "tool_call_id": "a1B2c3D4e"},
+            {"role": "assistant", "content": "14!"},
+        ]
+    )
+    check_all_used(tokenizer, chat, TOOLS)
+    ids, spans = encode_chat(tokenizer, chat, tools=TOOLS)
+    call, answer = (tokenizer.decode(ids[start:end]).strip() for start, end in spans)
+    written = kind.calls([("calculator", {"expression": "7"}, "a1B2c3D4e")])
+    assert (call.replace("\n", ""), answer) == (
+        (written + kind.ends[0]).replace("\n", ""),
+        f"14!{kind.ends[0]}",
+    )

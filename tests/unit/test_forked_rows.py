@@ -198,7 +198,10 @@ def test_a_conversation_forks_where_thinking_is_dropped():
         where[1, : batch["input_lengths"][1]], torch.arange(batch["input_lengths"][1])
     )
     assert batch["forks"] == [2, 0]
-    assert score(EnvironmentReward(), batch)["forks"] == 2
+    metrics = score(EnvironmentReward(), batch)
+    assert metrics["forks"] == 2
+    # Of what was said: 10 n-grams a turn, 8 of them those of the turn before.
+    assert metrics["repeated_ngram_fraction"] == pytest.approx((16 / 30 + 0) / 2)
     assert batch["rewards"].tolist() == [6.0, 1.0]
 
 
