@@ -16,9 +16,9 @@ IntArray = NDArray[np.int64]
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a batch ``[b, S]`` stand; int64 ``[m]`` each.
+    """Places of the sequences of a batch ``[b, S]``; int64 ``[m]`` each.
 
-    ``places``: of the first token, into ``b * S``. ``lengths``: tokens.
+    ``places``: of their first tokens, into ``b * S``. ``lengths``: tokens.
     """
 
     places: IntArray

@@ -175,7 +175,7 @@ def _read_llama(text: str) -> list[ToolCall]:
     if not tag and not _begins_call(text):
         return []
     problem = "a call is a JSON object with name and parameters"
-    calls = []
+    calls: list[ToolCall] = []
     for found in _objects(text):
         if found is None:
             return [*calls, ToolCall("", {}, problem)]

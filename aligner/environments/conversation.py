@@ -228,7 +228,7 @@ class Conversation:
 
     @property
     def forks(self) -> int:
-        """How many times it went on with another sequence in which the policy said something."""
+        """Number of further sequences in which the policy said something."""
         length = self.length
         return sum(0 < start < length for start in self.starts)
 

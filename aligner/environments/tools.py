@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from aligner.environments.calls import FORMS, Form, ToolCall, parse_calls
 from aligner.environments.protocol import Start, Turn
@@ -75,6 +75,8 @@ class ToolEnv:
     A subclass with a parameter ``form`` is made with that of the tokenizer's chat template
     (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` has it.
     """
+
+    reads_calls: ClassVar[bool] = True
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
         """Offer these functions."""

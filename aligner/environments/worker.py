@@ -16,7 +16,6 @@ from typing import Any
 from aligner.child_process import Channel, ended_after, refusal
 from aligner.environments.calls import Form
 from aligner.environments.protocol import check_start, check_turn
-from aligner.environments.tools import ToolEnv
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 
@@ -57,8 +56,8 @@ def load_factory(
 ) -> Callable[..., Any]:
     """The class that ``environment.factory`` names.
 
-    ``form``: of calls in the chat template, for a `ToolEnv` with a parameter of this name; a column
-    or one of ``kwargs`` comes first.
+    ``form``: of calls in the chat template, for a class with the attribute ``reads_calls`` and a
+    parameter of this name; a column or one of ``kwargs`` comes first.
 
     Raises:
         ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
@@ -90,8 +89,8 @@ def load_factory(
 
 
 def _takes_form(found: Callable[..., Any]) -> bool:
-    is_tools = isinstance(found, type) and issubclass(found, ToolEnv)
-    return is_tools and "form" in inspect.signature(found).parameters
+    reads_calls = getattr(found, "reads_calls", False)
+    return reads_calls and "form" in inspect.signature(found).parameters
 
 
 class Host:
