@@ -89,7 +89,7 @@ def load_factory(
 
 
 def _takes_form(found: Callable[..., Any]) -> bool:
-    reads_calls = getattr(found, "reads_calls", False)
+    reads_calls = bool(getattr(found, "reads_calls", False))
     return reads_calls and "form" in inspect.signature(found).parameters
 
 
