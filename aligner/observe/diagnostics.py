@@ -98,13 +98,18 @@ def reward_length_correlation(
 
 
 def repeated_ngram_fraction(
-    input_ids: Tensor, prompt_lengths: Tensor, input_lengths: Tensor, n: int = 3
+    input_ids: Tensor,
+    prompt_lengths: Tensor,
+    input_lengths: Tensor,
+    n: int = 3,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     """Share of a response's n-grams that occurred earlier in the same response.
 
     ``input_ids``: int64 [B, S], prompt then response; ``prompt_lengths``, ``input_lengths``
-    (prompt + response): int64 [B]. Per response ``1 - distinct / all`` n-grams, then the mean over
-    the responses with at least ``n`` tokens; NaN where there is none.
+    (prompt + response): int64 [B]. ``token_mask``: float [B, S], of conversations: n-grams of what
+    was generated, token behind token, count. Per response ``1 - distinct / all`` n-grams, then
+    the mean over the responses with at least ``n`` tokens; NaN where there is none.
     """
     rows, length = input_ids.shape
     if length < n:
@@ -117,6 +122,8 @@ def repeated_ngram_fraction(
         gram = _renumber(gram[:, :-1] * vocabulary + input_ids[:, offset:])
     starts = torch.arange(gram.shape[1], device=gram.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
+    if token_mask is not None:
+        inside &= (token_mask.unfold(1, n, 1) > 0).all(-1)
     # One number for (response, n-gram): sorting numbers is much faster than sorting pairs.
     numbers = int(gram.max()) + 1
     keys = torch.arange(rows, device=gram.device)[:, None] * numbers + gram
@@ -169,7 +176,10 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
         "reward_length_correlation": reward_length_correlation(rewards, lengths, scored),
         "repeated_ngram_fraction": repeated_ngram_fraction(
-            batch["input_ids"], prompts, batch["input_lengths"]
+            batch["input_ids"],
+            prompts,
+            batch["input_lengths"],
+            token_mask=batch["token_mask"] if "turn_ids" in batch else None,
         ),
     }
     counts = {"num_samples": len(rewards), "generated_tokens": int(lengths.sum())}

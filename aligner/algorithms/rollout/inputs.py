@@ -13,6 +13,7 @@ from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset
 from aligner.distributed.collectives import on_rank_zero
+from aligner.environments.calls import form_of
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
@@ -106,7 +107,11 @@ def load_environments(
     factory, pools = environment.factory, []
 
     def start() -> None:
-        pools.append(EnvironmentPool(factory, environment.kwargs, columns, environment.memory_mb))
+        form = form_of(run.tokenizer)
+        pool = EnvironmentPool(
+            factory, environment.kwargs, columns, form=form, memory_mb=environment.memory_mb
+        )
+        pools.append(pool)
         run.closing.callback(pools[0].close)
 
     on_rank_zero(start)
