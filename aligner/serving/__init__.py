@@ -1,0 +1,1 @@
+"""A policy behind OpenAI's HTTP interface, in front of whichever engine samples for it."""

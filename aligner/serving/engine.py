@@ -1,0 +1,157 @@
+"""The engine's side of a server: what waits is generated in batches, in the main thread.
+
+All ranks of a run take part; rank 0 has the requests, and the others wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import SamplingOptions
+from aligner.data.prompts import pad_right
+from aligner.distributed.collectives import from_rank_zero, is_rank_zero
+from aligner.errors import WorkerError
+from aligner.models.interfaces import GenerationInterface
+from aligner.serving.queue import Row, Waiting, batch_options
+
+# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
+_HEARTBEAT_S = 0.5
+
+
+class _Batch(NamedTuple):
+    """What every rank needs to know of the rows."""
+
+    prompts: list[list[int]]
+    sample_ids: list[int]
+    options: SamplingOptions
+
+
+class _NobodyWaitsError(Exception):
+    """Everybody who asked for the batch has left, or the server is to stop."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine is asked.
+
+    ``rows``: most answers of a batch. ``positions``: of the model. ``seed``: of the random numbers,
+    which depend on it, the prompt and the sample id only. ``end_ids``: tokens that end an answer.
+    ``listens``: the engine tells of every token as it is sampled. ``has_peers``: other ranks take
+    part, so a batch that has begun must be brought to its end.
+    """
+
+    rows: int
+    positions: int
+    pad_id: int
+    end_ids: frozenset[int]
+    seed: int
+    listens: bool
+    has_peers: bool
+
+
+class ServingEngine:
+    """Answers what waits, with an engine that is ready to generate."""
+
+    def __init__(
+        self, generation: GenerationInterface, waiting: Waiting, settings: EngineSettings
+    ) -> None:
+        """Nothing is asked yet."""
+        self._generation, self._waiting, self._settings = generation, waiting, settings
+
+    def serve(self, is_stopping: Callable[[], bool]) -> None:
+        """Answer until ``is_stopping`` on rank 0; collective.
+
+        A batch that fails is reported to those who asked. Where there are other ranks their state
+        is then unknown, and an engine whose worker died answers nobody: the error is raised.
+        """
+        most, positions = self._settings.rows, self._settings.positions
+        while True:
+            rows: list[Row] = []
+            stops = is_stopping()
+            if is_rank_zero() and not stops:
+                rows = self._waiting.take(most, positions, _HEARTBEAT_S)
+            batch = from_rank_zero(None if stops else _batch_of(rows))
+            if batch is None:
+                return
+            if batch.prompts:
+                self._answer(batch, rows, is_stopping)
+
+    def _answer(self, batch: _Batch, rows: list[Row], is_stopping: Callable[[], bool]) -> None:
+        try:
+            output = self._generated(batch, rows, is_stopping)
+        except _NobodyWaitsError:
+            _fail(rows, ConnectionAbortedError("the server is ending; try again later"))
+        except Exception as error:
+            _fail(rows, error)
+            if self._settings.has_peers or isinstance(error, WorkerError):
+                raise
+        else:
+            for number, row in enumerate(rows):
+                _finish(row, output, number)
+
+    def _generated(
+        self, batch: _Batch, rows: list[Row], is_stopping: Callable[[], bool]
+    ) -> BatchedDataDict:
+        ids, lengths = pad_right(batch.prompts, self._settings.pad_id)
+        columns = {"input_ids": ids, "input_lengths": lengths}
+        columns["sample_ids"] = torch.tensor(batch.sample_ids)
+        further: dict[str, Any] = {}
+        if self._settings.listens:
+            # On every rank, for an engine with a listener goes another way on a GPU.
+            further["listener"] = self._listener(rows, is_stopping)
+        output = self._generation.generate(
+            BatchedDataDict(columns),
+            seed=self._settings.seed,
+            sampling_options=batch.options,
+            **further,
+        )
+        return output.to("cpu")
+
+    def _listener(
+        self, rows: list[Row], is_stopping: Callable[[], bool]
+    ) -> Callable[[int, int, float], None]:
+        ends, may_leave = self._settings.end_ids, not self._settings.has_peers
+
+        def listen(number: int, token: int, logprob: float) -> None:
+            if not rows:  # another rank
+                return
+            row = rows[number]
+            full = row.made + 1 >= row.longest
+            end = "stop" if token in ends else "length" if full else None
+            row.tell([token], [logprob], end)  # type: ignore[arg-type]
+            gone = is_stopping() or all(each.job.is_left or each.is_ended for each in rows)
+            if may_leave and gone and not all(each.is_ended for each in rows):
+                raise _NobodyWaitsError
+
+        return listen
+
+
+def _batch_of(rows: Sequence[Row]) -> _Batch:
+    if not rows:
+        return _Batch([], [], None)  # type: ignore[arg-type]
+    return _Batch(
+        [row.prompt for row in rows], [row.sample_id for row in rows], batch_options(rows)
+    )
+
+
+def _finish(row: Row, output: BatchedDataDict, number: int) -> None:
+    """Tell a row of what it has not heard, and of its end; longer answers are cut."""
+    begin = len(row.prompt)
+    whole = int(output["unpadded_sequence_lengths"][number]) - begin
+    end = min(whole, row.longest)
+    new = slice(begin + row.made, begin + end)
+    stopped = whole <= row.longest and bool(output["is_end"][number])
+    row.tell(
+        output["output_ids"][number, new].tolist(),
+        output["logprobs"][number, new].tolist(),
+        "stop" if stopped else "length",
+    )
+
+
+def _fail(rows: Sequence[Row], error: Exception) -> None:
+    for row in rows:
+        if not row.is_ended:
+            row.job.tell(error)

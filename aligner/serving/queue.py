@@ -1,0 +1,165 @@
+"""Requests that wait for the engine, and what they are told. Threads share both.
+
+A request becomes rows, one for each answer. Rows that are sampled alike are generated together,
+whatever requests they are of.
+"""
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from aligner.config import LengthParams, SamplingOptions
+
+GATHER_S = 0.005  # a batch waits so long for more requests
+EndKind = Literal["stop", "length"]
+
+
+class Progress(NamedTuple):
+    """What came of a row: its next tokens, one log-prob each. ``end``: None: more will come."""
+
+    row: int
+    ids: list[int]
+    logprobs: list[float]
+    end: EndKind | None = None
+
+
+Tell = Callable[[Progress | Exception], None]
+
+
+@dataclass
+class Job:
+    """The rows of one request. ``tell`` is called in the engine's thread."""
+
+    prompts: Sequence[list[int]]
+    sample_ids: Sequence[int]
+    options: Sequence[SamplingOptions]
+    tell: Tell
+    taken: int = 0  # rows, from the first, that the engine was given
+    is_left: bool = False  # nobody waits any more
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.prompts)
+
+
+@dataclass
+class Row:
+    """One row of a job, while it is generated."""
+
+    job: Job
+    index: int
+    made: int = 0  # tokens that its job was told of
+    is_ended: bool = False
+    prompt: list[int] = field(init=False)
+    options: SamplingOptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt, self.options = self.job.prompts[self.index], self.job.options[self.index]
+
+    @property
+    def sample_id(self) -> int:
+        """By which the engine makes random numbers."""
+        return self.job.sample_ids[self.index]
+
+    @property
+    def longest(self) -> int:
+        """Most new tokens."""
+        return self.options.length.max_length
+
+    def tell(self, ids: list[int], logprobs: list[float], end: EndKind | None) -> None:
+        """Tell the job of further tokens; of what comes after the end nobody hears."""
+        if self.is_ended or not (ids or end):
+            return
+        self.made += len(ids)
+        self.is_ended = end is not None
+        self.job.tell(Progress(self.index, ids, logprobs, end))
+
+
+class Waiting:
+    """Jobs that wait for the engine; they take turns, row by row."""
+
+    def __init__(self, max_rows: int) -> None:
+        """``max_rows``: as many may wait; more are turned away."""
+        self.max_rows = max_rows
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+
+    def add(self, job: Job) -> bool:
+        """Queue ``job``; False where there is no room."""
+        with self._changed:
+            waiting = sum(each.size - each.taken for each in self._jobs if not each.is_left)
+            if waiting + job.size > self.max_rows:
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            return True
+
+    def take(self, most_rows: int, positions: int, timeout_s: float) -> list[Row]:
+        """Rows that can be generated together; none came: an empty list.
+
+        They are sampled as the one that waited longest is. ``positions``: of the model; the longest
+        prompt and the longest answer of a batch fit into them.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._jobs, timeout_s):
+                return []
+        time.sleep(GATHER_S)
+        with self._changed:
+            taken: list[Row] = []
+            others: list[Job] = []
+            while self._jobs and len(taken) < most_rows:
+                job = self._jobs.popleft()
+                if job.is_left:
+                    continue
+                row = Row(job, job.taken)
+                if not _fits(taken, row, positions):
+                    others.append(job)
+                    continue
+                taken.append(row)
+                job.taken += 1
+                if job.taken < job.size:
+                    self._jobs.append(job)
+            self._jobs.extendleft(reversed(others))
+            return taken
+
+    def fail_all(self, error: Exception) -> None:
+        """Tell everybody who waits that there will be no answer."""
+        with self._changed:
+            for job in self._jobs:
+                job.tell(error)
+            self._jobs.clear()
+
+
+def _fits(taken: Sequence[Row], row: Row, positions: int) -> bool:
+    if not taken:
+        return True
+    first = taken[0].options
+    alike = row.options.sampling == first.sampling
+    if not alike or row.options.length.min_length != first.length.min_length:
+        return False
+    together = [*taken, row]
+    return longest_prompt(together) + batch_options(together).length.max_length <= positions
+
+
+def longest_prompt(rows: Sequence[Row]) -> int:
+    """Tokens of the longest prompt."""
+    return max(len(row.prompt) for row in rows)
+
+
+def batch_options(rows: Sequence[Row]) -> SamplingOptions:
+    """Sampling of a batch: that of its rows, with the length of the longest."""
+    first = rows[0].options
+    longest = max(row.longest for row in rows)
+    return SamplingOptions(LengthParams(longest, first.length.min_length), first.sampling)
+
+
+def sample_id(*parts: object) -> int:
+    """Sample id, 0 <= id < 2**63, of nothing but ``parts``, which are written as text."""
+    text = " ".join(map(str, parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
