@@ -163,8 +163,8 @@ ONE_IMPORTER = {
     "aligner.rewards.function.runner": "a reward function, ready to score",
     "aligner.rewards.server.client": "one end of the wire",
     "aligner.rewards.server.http": "requests and answers, which know nothing of models",
-    "aligner.serving.answers": "what is said, which knows nothing of HTTP",
     "aligner.serving.app": "the HTTP side; its importer is a command",
+    "aligner.serving.exchange": "one request, which knows nothing of routes",
     "aligner.serving.engine": "the engine's side; its importer is a command",
 }
 # What a role is asked to do. A handle declares it (`aligner.cluster.dispatch`): definitions are

@@ -15,10 +15,13 @@ from aligner.data.prompts import pad_right
 from aligner.distributed.collectives import from_rank_zero, is_rank_zero
 from aligner.errors import WorkerError
 from aligner.models.interfaces import GenerationInterface
-from aligner.serving.queue import Row, Waiting, batch_options
+from aligner.serving.queue import EndKind, Slot, Waiting, batch_options
 
 # The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
 _HEARTBEAT_S = 0.5
+
+
+_Listener = Callable[[int, int, float], None]
 
 
 class _Batch(NamedTuple):
@@ -26,7 +29,7 @@ class _Batch(NamedTuple):
 
     prompts: list[list[int]]
     sample_ids: list[int]
-    options: SamplingOptions
+    options: SamplingOptions | None  # None: of no rows
 
 
 class _NobodyWaitsError(Exception):
@@ -69,31 +72,31 @@ class ServingEngine:
         """
         most, positions = self._settings.rows, self._settings.positions
         while True:
-            rows: list[Row] = []
+            slots: list[Slot] = []
             stops = is_stopping()
             if is_rank_zero() and not stops:
-                rows = self._waiting.take(most, positions, _HEARTBEAT_S)
-            batch = from_rank_zero(None if stops else _batch_of(rows))
+                slots = self._waiting.take(most, positions, _HEARTBEAT_S)
+            batch = from_rank_zero(None if stops else _batch_of(slots))
             if batch is None:
                 return
             if batch.prompts:
-                self._answer(batch, rows, is_stopping)
+                self._answer(batch, slots, is_stopping)
 
-    def _answer(self, batch: _Batch, rows: list[Row], is_stopping: Callable[[], bool]) -> None:
+    def _answer(self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]) -> None:
         try:
-            output = self._generated(batch, rows, is_stopping)
+            output = self._generated(batch, slots, is_stopping)
         except _NobodyWaitsError:
-            _fail(rows, ConnectionAbortedError("the server is ending; try again later"))
+            _fail(slots, ConnectionAbortedError("the server is ending; try again later"))
         except Exception as error:
-            _fail(rows, error)
+            _fail(slots, error)
             if self._settings.has_peers or isinstance(error, WorkerError):
                 raise
         else:
-            for number, row in enumerate(rows):
-                _finish(row, output, number)
+            for number, slot in enumerate(slots):
+                _finish(slot, output, number)
 
     def _generated(
-        self, batch: _Batch, rows: list[Row], is_stopping: Callable[[], bool]
+        self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]
     ) -> BatchedDataDict:
         ids, lengths = pad_right(batch.prompts, self._settings.pad_id)
         columns = {"input_ids": ids, "input_lengths": lengths}
@@ -101,7 +104,7 @@ class ServingEngine:
         further: dict[str, Any] = {}
         if self._settings.listens:
             # On every rank, for an engine with a listener goes another way on a GPU.
-            further["listener"] = self._listener(rows, is_stopping)
+            further["listener"] = self._listener(slots, is_stopping)
         output = self._generation.generate(
             BatchedDataDict(columns),
             seed=self._settings.seed,
@@ -110,48 +113,43 @@ class ServingEngine:
         )
         return output.to("cpu")
 
-    def _listener(
-        self, rows: list[Row], is_stopping: Callable[[], bool]
-    ) -> Callable[[int, int, float], None]:
+    def _listener(self, slots: list[Slot], is_stopping: Callable[[], bool]) -> _Listener:
         ends, may_leave = self._settings.end_ids, not self._settings.has_peers
 
         def listen(number: int, token: int, logprob: float) -> None:
-            if not rows:  # another rank
+            if not slots:  # another rank
                 return
-            row = rows[number]
-            full = row.made + 1 >= row.longest
-            end = "stop" if token in ends else "length" if full else None
-            row.tell([token], [logprob], end)  # type: ignore[arg-type]
-            gone = is_stopping() or all(each.job.is_left or each.is_ended for each in rows)
-            if may_leave and gone and not all(each.is_ended for each in rows):
+            slot = slots[number]
+            end: EndKind | None = "length" if slot.made + 1 >= slot.row.longest else None
+            slot.tell([token], [logprob], "stop" if token in ends else end)
+            if not may_leave or all(each.is_ended for each in slots):
+                return
+            if is_stopping() or not any(each.is_wanted for each in slots):
                 raise _NobodyWaitsError
 
         return listen
 
 
-def _batch_of(rows: Sequence[Row]) -> _Batch:
-    if not rows:
-        return _Batch([], [], None)  # type: ignore[arg-type]
-    return _Batch(
-        [row.prompt for row in rows], [row.sample_id for row in rows], batch_options(rows)
-    )
+def _batch_of(slots: Sequence[Slot]) -> _Batch:
+    rows = [slot.row for slot in slots]
+    options = batch_options(rows) if rows else None
+    return _Batch([row.prompt for row in rows], [row.sample_id for row in rows], options)
 
 
-def _finish(row: Row, output: BatchedDataDict, number: int) -> None:
+def _finish(slot: Slot, output: BatchedDataDict, number: int) -> None:
     """Tell a row of what it has not heard, and of its end; longer answers are cut."""
-    begin = len(row.prompt)
+    begin, longest = len(slot.row.prompt), slot.row.longest
     whole = int(output["unpadded_sequence_lengths"][number]) - begin
-    end = min(whole, row.longest)
-    new = slice(begin + row.made, begin + end)
-    stopped = whole <= row.longest and bool(output["is_end"][number])
-    row.tell(
+    new = slice(begin + slot.made, begin + min(whole, longest))
+    stopped = whole <= longest and bool(output["is_end"][number])
+    slot.tell(
         output["output_ids"][number, new].tolist(),
         output["logprobs"][number, new].tolist(),
         "stop" if stopped else "length",
     )
 
 
-def _fail(rows: Sequence[Row], error: Exception) -> None:
-    for row in rows:
-        if not row.is_ended:
-            row.job.tell(error)
+def _fail(slots: Sequence[Slot], error: Exception) -> None:
+    for slot in slots:
+        if not slot.is_ended:
+            slot.job.tell(error)

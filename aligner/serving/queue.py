@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from aligner.config import LengthParams, SamplingOptions
@@ -31,12 +31,24 @@ Tell = Callable[[Progress | Exception], None]
 
 
 @dataclass
+class Row:
+    """One answer that is asked for. ``sample_id``: of which the engine makes random numbers."""
+
+    prompt: list[int]
+    sample_id: int
+    options: SamplingOptions
+
+    @property
+    def longest(self) -> int:
+        """Most new tokens."""
+        return self.options.length.max_length
+
+
+@dataclass
 class Job:
     """The rows of one request. ``tell`` is called in the engine's thread."""
 
-    prompts: Sequence[list[int]]
-    sample_ids: Sequence[int]
-    options: Sequence[SamplingOptions]
+    rows: Sequence[Row]
     tell: Tell
     taken: int = 0  # rows, from the first, that the engine was given
     is_left: bool = False  # nobody waits any more
@@ -44,32 +56,32 @@ class Job:
     @property
     def size(self) -> int:
         """Number of rows."""
-        return len(self.prompts)
+        return len(self.rows)
+
+    def take(self) -> "Slot":
+        """The next row."""
+        self.taken += 1
+        return Slot(self, self.taken - 1)
 
 
 @dataclass
-class Row:
-    """One row of a job, while it is generated."""
+class Slot:
+    """A row of a job, while it is generated."""
 
     job: Job
     index: int
     made: int = 0  # tokens that its job was told of
     is_ended: bool = False
-    prompt: list[int] = field(init=False)
-    options: SamplingOptions = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt, self.options = self.job.prompts[self.index], self.job.options[self.index]
 
     @property
-    def sample_id(self) -> int:
-        """By which the engine makes random numbers."""
-        return self.job.sample_ids[self.index]
+    def row(self) -> Row:
+        """What is asked."""
+        return self.job.rows[self.index]
 
     @property
-    def longest(self) -> int:
-        """Most new tokens."""
-        return self.options.length.max_length
+    def is_wanted(self) -> bool:
+        """False once it has ended, or nobody waits for it."""
+        return not (self.is_ended or self.job.is_left)
 
     def tell(self, ids: list[int], logprobs: list[float], end: EndKind | None) -> None:
         """Tell the job of further tokens; of what comes after the end nobody hears."""
@@ -99,7 +111,7 @@ class Waiting:
             self._changed.notify_all()
             return True
 
-    def take(self, most_rows: int, positions: int, timeout_s: float) -> list[Row]:
+    def take(self, most_rows: int, positions: int, timeout_s: float) -> list[Slot]:
         """Rows that can be generated together; none came: an empty list.
 
         They are sampled as the one that waited longest is. ``positions``: of the model; the longest
@@ -110,18 +122,17 @@ class Waiting:
                 return []
         time.sleep(GATHER_S)
         with self._changed:
-            taken: list[Row] = []
+            taken: list[Slot] = []
             others: list[Job] = []
             while self._jobs and len(taken) < most_rows:
                 job = self._jobs.popleft()
                 if job.is_left:
                     continue
-                row = Row(job, job.taken)
-                if not _fits(taken, row, positions):
+                rows = [*(slot.row for slot in taken), job.rows[job.taken]]
+                if not fit_together(rows, positions):
                     others.append(job)
                     continue
-                taken.append(row)
-                job.taken += 1
+                taken.append(job.take())
                 if job.taken < job.size:
                     self._jobs.append(job)
             self._jobs.extendleft(reversed(others))
@@ -135,20 +146,13 @@ class Waiting:
             self._jobs.clear()
 
 
-def _fits(taken: Sequence[Row], row: Row, positions: int) -> bool:
-    if not taken:
-        return True
-    first = taken[0].options
-    alike = row.options.sampling == first.sampling
-    if not alike or row.options.length.min_length != first.length.min_length:
+def fit_together(rows: Sequence[Row], positions: int) -> bool:
+    """Return whether the rows, of which all but the last do, can be one batch."""
+    first, last = rows[0].options, rows[-1].options
+    if (last.sampling, last.length.min_length) != (first.sampling, first.length.min_length):
         return False
-    together = [*taken, row]
-    return longest_prompt(together) + batch_options(together).length.max_length <= positions
-
-
-def longest_prompt(rows: Sequence[Row]) -> int:
-    """Tokens of the longest prompt."""
-    return max(len(row.prompt) for row in rows)
+    longest = max(len(row.prompt) for row in rows)
+    return longest + batch_options(rows).length.max_length <= positions
 
 
 def batch_options(rows: Sequence[Row]) -> SamplingOptions:

@@ -188,7 +188,7 @@ class DetokenizeRequest(_Request):
     tokens: _Ids
 
 
-Kind = TypeVar("Kind", bound=_Request)
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def read_request(kind: type[Kind], body: bytes | bytearray) -> Kind:

@@ -1,5 +1,6 @@
 """The model behind a server: prompts in its tokens, and the sampling of its answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,19 @@ class Served:
         """Tokens of a prompt."""
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
+
+    def completion(self, prompt: str | list[int]) -> list[int]:
+        """Tokens of a prompt that is text or tokens."""
+        if isinstance(prompt, str):
+            return self.encoded(prompt)
+        self.check_ids(prompt)
+        return prompt
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary; `DataError`."""
+        size = self.tokenizer.vocab_size
+        if any(token >= size for token in ids):
+            raise DataError(f"a token of {max(ids)} is outside the vocabulary of {size}")
 
     def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Tokens of a chat and of the opening of its answer.
