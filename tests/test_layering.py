@@ -165,6 +165,7 @@ ONE_IMPORTER = {
     "aligner.rewards.server.http": "requests and answers, which know nothing of models",
     "aligner.serving.app": "the HTTP side; its importer is a command",
     "aligner.serving.exchange": "one request, which knows nothing of routes",
+    "aligner.serving.sessions": "what was sampled, which knows nothing of HTTP",
     "aligner.serving.engine": "the engine's side; its importer is a command",
 }
 # What a role is asked to do. A handle declares it (`aligner.cluster.dispatch`): definitions are

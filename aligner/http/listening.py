@@ -1,4 +1,4 @@
-"""What a server of this library listens with: uvicorn, within limits that one sender cannot pass.
+"""Listening of the library's servers: uvicorn, within limits that one sender cannot pass.
 
 Bounded are connections, the time until a request is there and until its answer is taken, and the
 bytes of requests that are worked on. The application brings its own limits.

@@ -1,1 +1,1 @@
-"""A policy behind OpenAI's HTTP interface, in front of whichever engine samples for it."""
+"""A policy behind OpenAI's HTTP interface, for whichever engine samples for it."""

@@ -62,14 +62,16 @@ class Choice:
             if self.finish is not None:
                 self.finish = "stop"
         elif self.finish is None:
-            held = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+            held = [
+                n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])
+            ]
             text = text[: len(text) - max(held, default=0)]
         return "" if self._holds and self.finish is None else text
 
 
 @dataclass(frozen=True)
 class Wants:
-    """What a request wants to be told.
+    """Contents of the answers that a request wants.
 
     ``per_prompt``: answers to each prompt. ``form``: of calls; None: it offers no tools.
     """
@@ -129,19 +131,19 @@ class Answer(ABC):
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float], begin: int) -> Json:
         """Log-probs of tokens; ``begin``: characters before them."""
 
-    def _told(self, progress: Progress, begin: int) -> Json:
-        """What a piece says of tokens."""
-        told: Json = {"logprobs": None}
+    def _details(self, progress: Progress, begin: int) -> Json:
+        """Log-probs and ids of a piece, where they are wanted."""
+        details: Json = {"logprobs": None}
         if self._wants.logprobs:
-            told["logprobs"] = self._logprobs(progress.ids, progress.logprobs, begin)
+            details["logprobs"] = self._logprobs(progress.ids, progress.logprobs, begin)
         if self._wants.token_ids:
-            told["token_ids"] = progress.ids
-        return told
+            details["token_ids"] = progress.ids
+        return details
 
     def _tells(self, progress: Progress, text: str) -> bool:
         """Return whether a piece is due."""
-        told = self._wants.logprobs or self._wants.token_ids
-        return bool(text) or (told and bool(progress.ids))
+        details = self._wants.logprobs or self._wants.token_ids
+        return bool(text) or (details and bool(progress.ids))
 
     def _piece(self, index: int, choice: Json) -> Json:
         return {**self._envelope(self.piece_object), "choices": [{"index": index, **choice}]}
@@ -189,7 +191,7 @@ class ChatAnswer(Answer):
             "index": number,
             "message": {"role": "assistant", "refusal": None, **message},
             "finish_reason": finish,
-            **self._told(whole, 0),
+            **self._details(whole, 0),
         }
 
     def _grown(self, progress: Progress, text: str) -> list[Json]:
@@ -203,8 +205,8 @@ class ChatAnswer(Answer):
                 call["index"] = number
         pieces = []
         if self._tells(progress, text):
-            told = self._told(progress, 0)
-            pieces.append({"delta": delta, "finish_reason": None, **told})
+            details = self._details(progress, 0)
+            pieces.append({"delta": delta, "finish_reason": None, **details})
         if finish is not None:
             pieces.append({"delta": {}, "finish_reason": finish, "logprobs": None})
         return pieces
@@ -221,9 +223,7 @@ class ChatAnswer(Answer):
         for token, logprob in zip(ids, logprobs, strict=True):
             text = self._tokenizer.decode([token])
             found = None if "�" in text else list(text.encode())
-            content.append(
-                {"token": text, "logprob": logprob, "bytes": found, "top_logprobs": []}
-            )
+            content.append({"token": text, "logprob": logprob, "bytes": found, "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 
@@ -234,19 +234,19 @@ class CompletionAnswer(Answer):
 
     def _choice(self, number: int, choice: Choice) -> Json:
         whole = Progress(number, choice.ids, choice.logprobs)
-        told = self._told(whole, 0)
+        details = self._details(whole, 0)
         if self._wants.token_ids:
-            told["prompt_token_ids"] = choice.prompt
-        return {"index": number, "text": choice.text, "finish_reason": choice.finish, **told}
+            details["prompt_token_ids"] = choice.prompt
+        return {"index": number, "text": choice.text, "finish_reason": choice.finish, **details}
 
     def _grown(self, progress: Progress, text: str) -> list[Json]:
         choice = self.choices[progress.row]
         pieces = []
         if self._tells(progress, text):
-            told = self._told(progress, len(choice.text) - len(text))
+            details = self._details(progress, len(choice.text) - len(text))
             if self._wants.token_ids and len(choice.ids) == len(progress.ids):
-                told["prompt_token_ids"] = choice.prompt
-            pieces.append({"text": text, "finish_reason": None, **told})
+                details["prompt_token_ids"] = choice.prompt
+            pieces.append({"text": text, "finish_reason": None, **details})
         if choice.finish is not None:
             pieces.append({"text": "", "finish_reason": choice.finish, "logprobs": None})
         return pieces

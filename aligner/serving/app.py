@@ -31,10 +31,13 @@ from aligner.serving.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    RewardRequest,
+    SessionRequest,
     TokenizeRequest,
     read_request,
 )
 from aligner.serving.served import Served
+from aligner.serving.sessions import Session, Sessions
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -51,6 +54,7 @@ class Service:
     waiting: Waiting
     timeout_s: float
     token: str
+    sessions: Sessions = field(default_factory=Sessions)
     _bodies: Bodies = field(default_factory=Bodies)
     # JSON takes many times its bytes: one request at a time.
     _parsing: threading.Lock = field(default_factory=threading.Lock)
@@ -63,12 +67,12 @@ class Service:
 
     async def models(self, request: Request) -> dict[str, Any]:
         """The models that are served, which is one."""
-        check_bearer(request, self.token)
+        self._authorised(request)
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, request: Request, name: str) -> dict[str, Any]:
         """The model of this name."""
-        check_bearer(request, self.token)
+        self._authorised(request)
         self._check_model(name)
         return self._model()
 
@@ -98,10 +102,11 @@ class Service:
         def prompts(asked: ChatRequest) -> list[list[int]]:
             return [self.served.chat(asked.messages, asked.offered_tools)]
 
+        session = self._authorised(request)
         async with self._read(request, ChatRequest) as asked:
             ids = await run_in_threadpool(_checked, prompts, asked)
             form = self.served.form if asked.offered_tools else None
-        return await self._answered(request, asked, ids, ChatAnswer, form)
+        return await self._answered(request, asked, ids, ChatAnswer, form, session)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -109,14 +114,63 @@ class Service:
         def prompts(asked: CompletionRequest) -> list[list[int]]:
             return [self.served.completion(one) for one in asked.prompts]
 
+        session = self._authorised(request)
         async with self._read(request, CompletionRequest) as asked:
             ids = await run_in_threadpool(_checked, prompts, asked)
-        return await self._answered(request, asked, ids, CompletionAnswer, None)
+        return await self._answered(request, asked, ids, CompletionAnswer, None, session)
+
+    # Sessions ---------------------------------------------------------------------------------
+
+    async def begin_session(self, request: Request) -> dict[str, Any]:
+        """Begin a session, for whose key everything that is sampled is kept."""
+        check_bearer(request, self.token)
+        async with self._read(request, SessionRequest) as asked:
+            session = self.sessions.begin(asked.seed)
+        if session is None:
+            raise HTTPException(429, "there are too many sessions; end some of them")
+        return {"id": session.id, "api_key": session.key}
+
+    async def session(self, request: Request, name: str) -> dict[str, Any]:
+        """Record of a session; for the server's token, or the session's own."""
+        return self._session_of(request, name).as_json()
+
+    async def end_session(self, request: Request, name: str) -> dict[str, Any]:
+        """End a session: its key is refused from now on; returns what it recorded."""
+        check_bearer(request, self.token)
+        session = self._session_of(request, name)
+        self.sessions.end(session)
+        return session.as_json()
+
+    async def reward(self, request: Request) -> dict[str, Any]:
+        """Set the reward of the session that asks."""
+        session = self._authorised(request)
+        if session is None:
+            raise HTTPException(400, "a reward is a session's; ask with the session's key")
+        async with self._read(request, RewardRequest) as asked:
+            _checked(session.set_reward, asked.reward)
+        return {"reward": session.reward}
+
+    def _session_of(self, request: Request, name: str) -> Session:
+        own = self._authorised(request)
+        found = self.sessions.of_id(name)
+        if found is None or own not in (None, found):
+            raise HTTPException(404, f"session: there is no {name[:80]!r}")
+        return found
+
+    def _authorised(self, request: Request) -> Session | None:
+        """The session whose key a request brings; None: it brings the server's token."""
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        session = self.sessions.of_key(key)
+        if session is None:
+            check_bearer(request, self.token)
+        return session
+
+    # Steps of an answer -----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _read(self, request: Request, kind: type[Kind]) -> AsyncIterator[Kind]:
         """The request in a body, which counts until the block ends."""
-        check_bearer(request, self.token)
+        self._authorised(request)
 
         def parse(body: bytearray) -> Kind:
             with self._parsing:
@@ -134,16 +188,15 @@ class Service:
         prompts: Sequence[list[int]],
         kind: type[Answer],
         form: Form | None,
+        session: Session | None,
     ) -> Response:
         size, most = len(prompts) * asked.n, self.waiting.max_rows
         if size > most:
             raise HTTPException(413, f"{size} answers, at most {most} are taken in a request")
-        rows = _checked(self._rows, asked, prompts)
+        rows = _checked(self._rows, asked, prompts, session)
         tokenizer = self.served.tokenizer
         choices = [
-            Choice(
-                tokenizer, row.prompt, row.options.sampling.end_strings, holds=form is not None
-            )
+            Choice(tokenizer, row.prompt, row.options.sampling.end_strings, holds=form is not None)
             for row in rows
         ]
         wants = Wants(
@@ -155,18 +208,33 @@ class Service:
             form,
         )
         answer = kind(tokenizer, wants, choices)
-        exchange = Exchange(self.waiting, rows, answer, self.timeout_s)
+
+        def completed() -> None:
+            for choice in choices if session is not None else ():
+                assert session is not None
+                assert choice.finish is not None
+                session.record(choice.prompt, choice.ids, choice.logprobs, choice.finish)
+
+        exchange = Exchange(self.waiting, rows, answer, self.timeout_s, completed)
         return await exchange.response(request, stream=asked.stream)
 
     def _rows(
-        self, asked: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
+        self,
+        asked: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        session: Session | None,
     ) -> list[Row]:
         """``n`` rows for each prompt, adjacent.
 
         Raises:
-            DataError: a prompt does not fit, or the sampling is none.
+            DataError: a prompt does not fit, the sampling is none, or the session is full.
         """
-        names = ("request", next(self._numbers)) if asked.seed is None else ("seed", asked.seed)
+        names: tuple[object, ...] = ("request", next(self._numbers))
+        if session is not None:
+            session.check_room(sum(map(len, prompts)) * asked.n)
+            names = session.names() or names
+        if asked.seed is not None:
+            names = ("seed", asked.seed)
         rows = []
         for ids in prompts:
             options = self.served.options(asked, len(ids))
@@ -214,6 +282,10 @@ def application(service: Service) -> FastAPI:
         "POST /v1/completions": service.completions,
         "POST /tokenize": service.tokenize,
         "POST /detokenize": service.detokenize,
+        "POST /v1/sessions": service.begin_session,
+        "GET /v1/sessions/{name}": service.session,
+        "DELETE /v1/sessions/{name}": service.end_session,
+        "POST /v1/reward": service.reward,
     }
     known = ", ".join(name for name in routes if "{" not in name)
 

@@ -1,4 +1,4 @@
-"""The engine's side of a server: what waits is generated in batches, in the main thread.
+"""The engine's side of a server: requests that wait are generated in batches, in the main thread.
 
 All ranks of a run take part; rank 0 has the requests, and the others wait for it.
 """
@@ -25,7 +25,7 @@ _Listener = Callable[[int, int, float], None]
 
 
 class _Batch(NamedTuple):
-    """What every rank needs to know of the rows."""
+    """Rows as every rank needs to know them."""
 
     prompts: list[list[int]]
     sample_ids: list[int]
@@ -33,12 +33,12 @@ class _Batch(NamedTuple):
 
 
 class _NobodyWaitsError(Exception):
-    """Everybody who asked for the batch has left, or the server is to stop."""
+    """Nobody waits for the batch any more, or the server is to stop."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine is asked.
+    """Settings by which an engine is asked.
 
     ``rows``: most answers of a batch. ``positions``: of the model. ``seed``: of the random numbers,
     which depend on it, the prompt and the sample id only. ``end_ids``: tokens that end an answer.
@@ -115,6 +115,8 @@ class ServingEngine:
 
     def _listener(self, slots: list[Slot], is_stopping: Callable[[], bool]) -> _Listener:
         ends, may_leave = self._settings.end_ids, not self._settings.has_peers
+        longest = max((slot.row.longest for slot in slots), default=0)
+        is_cut = any(slot.row.longest < longest for slot in slots)
 
         def listen(number: int, token: int, logprob: float) -> None:
             if not slots:  # another rank
@@ -122,8 +124,8 @@ class ServingEngine:
             slot = slots[number]
             end: EndKind | None = "length" if slot.made + 1 >= slot.row.longest else None
             slot.tell([token], [logprob], "stop" if token in ends else end)
-            if not may_leave or all(each.is_ended for each in slots):
-                return
+            if not may_leave or (not is_cut and all(each.is_ended for each in slots)):
+                return  # it comes to its end by itself
             if is_stopping() or not any(each.is_wanted for each in slots):
                 raise _NobodyWaitsError
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -39,6 +39,7 @@ class Exchange:
         rows: what is asked, a row for each choice of ``answer``.
         answer: writes what comes.
         timeout_s: the answer must be complete within so long.
+        completed: called when it is.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Exchange:
         rows: Sequence[Row],
         answer: Answer,
         timeout_s: float,
+        completed: Callable[[], None],
     ) -> None:
         self._waiting, self._answer, self._timeout_s = waiting, answer, timeout_s
+        self._completed = completed
         self._events: asyncio.Queue[Progress | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._job = Job(rows, self._tell)
@@ -70,6 +73,7 @@ class Exchange:
                 self._answer.choices[progress.row].push(progress)
         finally:
             watch.cancel()
+        self._completed()
         return JSONResponse(self._answer.whole())
 
     def _tell(self, event: Progress | Exception) -> None:
@@ -78,7 +82,7 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def _progress(self) -> AsyncIterator[Progress]:
-        """What the engine tells, until all rows have ended."""
+        """Progress of the rows until all have ended."""
         deadline = self._loop.time() + self._timeout_s
         missing = self._job.size
         try:
@@ -105,6 +109,7 @@ class Exchange:
             async for progress in self._progress():
                 for piece in self._answer.piece(progress):
                     yield _event(piece)
+            self._completed()
             for piece in self._answer.last():
                 yield _event(piece)
             yield "data: [DONE]\n\n"

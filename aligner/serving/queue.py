@@ -1,4 +1,4 @@
-"""Requests that wait for the engine, and what they are told. Threads share both.
+"""Requests that wait for the engine, and the progress of their answers. Threads share both.
 
 A request becomes rows, one for each answer. Rows that are sampled alike are generated together,
 whatever requests they are of.
@@ -19,7 +19,7 @@ EndKind = Literal["stop", "length"]
 
 
 class Progress(NamedTuple):
-    """What came of a row: its next tokens, one log-prob each. ``end``: None: more will come."""
+    """Next tokens of a row, with one log-prob each. ``end``: None: more will come."""
 
     row: int
     ids: list[int]
@@ -70,12 +70,12 @@ class Slot:
 
     job: Job
     index: int
-    made: int = 0  # tokens that its job was told of
+    made: int = 0  # tokens that its job knows of
     is_ended: bool = False
 
     @property
     def row(self) -> Row:
-        """What is asked."""
+        """The row itself."""
         return self.job.rows[self.index]
 
     @property

@@ -188,6 +188,20 @@ class DetokenizeRequest(_Request):
     tokens: _Ids
 
 
+class SessionRequest(BaseModel):
+    """``POST /v1/sessions``. ``seed``: of the requests without one of their own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    seed: int | None = None
+
+
+class RewardRequest(BaseModel):
+    """``POST /v1/reward``: a number, null (not scored), or a mapping with ``reward``."""
+
+    model_config = ConfigDict(extra="forbid")
+    reward: Any = None
+
+
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
@@ -227,7 +241,9 @@ def _plain(message: dict[str, Any], place: str) -> Message:
     if isinstance(content, list):
         texts = [part.get("text") if _is_text(part) else None for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{place}.content: every part must be of type 'text'; this model reads text")
+            raise DataError(
+                f"{place}.content: every part must be of type 'text'; this model reads text"
+            )
         content = "".join(map(str, texts))
     kept["content"] = content
     if message.get("role") == "developer":  # OpenAI's newer name

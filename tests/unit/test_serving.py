@@ -9,6 +9,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from types import SimpleNamespace
 
 import httpx
@@ -37,7 +38,9 @@ def served(tiny_nemo, tmp_path_factory):
     generate(parse_config(values, GenerateConfig))
     lines = (folder / "answers").read_text().splitlines()
     server = {"port": 0, "token_file": str(folder / "token")}
-    config = parse_config({**model, "server": server, "sampling": {"max_length": MOST}}, ServeConfig)
+    config = parse_config(
+        {**model, "server": server, "sampling": {"max_length": MOST}}, ServeConfig
+    )
     said, stopping = [], threading.Event()
     with ExitStack() as closing:
         engine = start_server(config, closing, said.append)
@@ -130,26 +133,34 @@ def test_a_stream_says_what_the_whole_answer_says(served, path):
     assert {piece["id"] for piece in pieces} == {pieces[0]["id"]}
     for choice in whole["choices"]:
         parts = [
-            part for piece in pieces for part in piece["choices"] if part["index"] == choice["index"]
+            part
+            for piece in pieces
+            for part in piece["choices"]
+            if part["index"] == choice["index"]
         ]
         assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
-        assert sum((part.get("token_ids", []) for part in parts), []) == choice["token_ids"]
+        assert [*chain(*(part.get("token_ids", []) for part in parts))] == choice["token_ids"]
         told = [part["logprobs"] for part in parts if part.get("logprobs")]
         if path == CHAT:
             said = "".join(part["delta"].get("content", "") for part in parts)
             assert said == choice["message"]["content"]
             assert parts[0]["delta"]["role"] == "assistant"
-            assert sum((one["content"] for one in told), []) == choice["logprobs"]["content"]
+            assert [*chain(*(one["content"] for one in told))] == choice["logprobs"]["content"]
         else:
             assert "".join(part["text"] for part in parts) == choice["text"]
-            found = sum((one["token_logprobs"] for one in told), [])
+            found = [*chain(*(one["token_logprobs"] for one in told))]
             assert found == choice["logprobs"]["token_logprobs"]
 
 
 def test_answers_do_not_depend_on_what_they_came_with(served):
     asked = [
-        {"prompt": "x" * (1 + n), "seed": n % 3, "max_tokens": 2 + n, "temperature": [0, 0.5][n % 2]}
+        {
+            "prompt": "x" * (1 + n),
+            "seed": n % 3,
+            "max_tokens": 2 + n,
+            "temperature": [0, 0.5][n % 2],
+        }
         for n in range(12)
     ]
     alone = [ask(served, TEXT, **one)["choices"] for one in asked]
@@ -189,6 +200,14 @@ def test_a_stop_string_ends_an_answer_and_is_left_out(served):
     assert "".join(part["text"] for piece in pieces for part in piece["choices"]) == before
 
 
+def test_an_answer_that_is_given_up_leaves_the_engine_as_it_was(served):
+    body = {"prompt": "x", "max_tokens": 240, "min_tokens": 240, "n": 8, "stream": True}
+    with served.client.stream("POST", TEXT, json=body) as answer:
+        next(answer.iter_lines())
+    same = ask(served, TEXT, prompt=PROMPTS, temperature=0)["choices"]
+    assert [one["text"] for one in same] == [line["response"] for line in served.answers]
+
+
 def test_the_model_and_its_tokens(served):
     (model,) = served.client.get("/v1/models").json()["data"]
     assert model["id"] == "tiny"
@@ -202,7 +221,9 @@ def test_the_model_and_its_tokens(served):
     assert room["usage"]["completion_tokens"] <= 6
 
 
-@pytest.mark.parametrize("key", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}])
+@pytest.mark.parametrize(
+    "key", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}]
+)
 def test_a_wrong_token_is_refused(served, key):
     body = {"prompt": "1"}
     for answer in (
@@ -262,9 +283,15 @@ def test_values_that_change_nothing_are_accepted(served):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sampling": {"samples_per_prompt": 2}}, r"sampling\.samples_per_prompt=2: a request says"),
+        (
+            {"sampling": {"samples_per_prompt": 2}},
+            r"sampling\.samples_per_prompt=2: a request says",
+        ),
         ({"server": {"port": 70000}}, r"server\.port"),
-        ({"server": {"token_env": "NOT_THERE"}}, "token_env=NOT_THERE holds no token of this server"),
+        (
+            {"server": {"token_env": "NOT_THERE"}},
+            "token_env=NOT_THERE holds no token of this server",
+        ),
         ({"server": {"host": "256.0.0.1"}}, r"server\.host=256\.0\.0\.1 .*cannot listen"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Batches, tools and ends of a policy's server, in front of an engine whose answers are written down.
+"""Batches, tools and ends of a policy's server, for an engine whose answers are written down.
 
 The HTTP side is the real one.
 """
@@ -156,7 +156,9 @@ def test_stop_strings_are_held_back_until_they_are_sure(listens):
     with serving(lambda text: "one EN two END three", listens=listens) as server:
         asked = {"prompt": "x", "stop": "END", "stream": True}
         with server.client.stream("POST", TEXT, json=asked) as answer:
-            lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            lines = [
+                json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
+            ]
     parts = [piece["choices"][0]["text"] for piece in lines]
     assert "".join(parts) == "one EN two "
     assert len(parts) == (10 if listens else 2)  # "EN " in one piece; the end in one of its own
@@ -239,7 +241,10 @@ def test_calls_that_cannot_be_read_stay_text():
 
 
 def test_more_than_may_wait_is_asked_to_come_later():
-    with serving(lambda text: "x" * 50, seconds=0.02, most=2) as server, ThreadPoolExecutor(4) as pool:
+    with (
+        serving(lambda text: "x" * 50, seconds=0.02, most=2) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
         first = pool.submit(server.client.post, TEXT, json={"prompt": "1"})
         assert server.script.began.wait(5)
         second = pool.submit(server.client.post, TEXT, json={"prompt": "2", "n": 2})

@@ -17,14 +17,14 @@ from documented import blocks, commands
 ROOT = Path(__file__).parents[2]
 
 
-
-
 @pytest.fixture(scope="module")
 def page(tiny_nemo, tmp_path_factory):
     """Folder, address and process of the page's command, on a port that is free."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "MODEL").symlink_to(tiny_nemo)
-    [command] = [one for one in commands() if one.page == "docs/serving.md" and "--model" in one.text]
+    [command] = [
+        one for one in commands() if one.page == "docs/serving.md" and "--model" in one.text
+    ]
     words = [*command.words[1:], "server.port=0", "server.model_name=tiny"]
     process = subprocess.Popen(
         [sys.executable, "-m", "aligner.commands", *words],
@@ -95,7 +95,9 @@ def test_ctrl_c_ends_it_in_seconds(page):
     folder, url, process = page
     key = {"Authorization": f"Bearer {(folder / 'serve.token').read_text().strip()}"}
     body = {"prompt": "x", "max_tokens": 240, "min_tokens": 240, "n": 64, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=key, timeout=60
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         started = time.monotonic()

@@ -233,13 +233,13 @@ class Rollout:
                 if bool(wide):
                     raise WideNucleusError("top-p keeps more tokens than a step looks at")
             ended = []
-            told = [] if self._listener is None else logprobs.tolist()
+            heard = [] if self._listener is None else logprobs.tolist()
             steps = zip(sampled.samples, sampled.made, tokens.tolist(), strict=False)
             for place, (sample, made, token) in enumerate(steps):
                 if sample in self._ended:
                     continue
                 if self._listener is not None:
-                    self._listener(sample, token, told[place])
+                    self._listener(sample, token, heard[place])
                 if self._ends(sample, token):
                     ended.append((sample, made))
             self._end(ended)
