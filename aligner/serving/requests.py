@@ -151,7 +151,7 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """``POST /v1/completions``."""
 
-    prompt: str | _Ids | Annotated[list[str], FailFast()] | Annotated[list[_Ids], FailFast()]
+    prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
     @property
@@ -164,14 +164,15 @@ class CompletionRequest(_Sampled):
         """Each prompt, as text or as tokens.
 
         Raises:
-            DataError: there is none.
+            DataError: there is none, or one of them is neither.
         """
-        given: Any = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
+        if isinstance(self.prompt, str) or (self.prompt and _is_ids(self.prompt)):
+            return [self.prompt]
+        if not self.prompt:
             raise DataError("prompt: an empty list; give at least one prompt")
-        return list(given)
+        if not all(isinstance(one, str) or _is_ids(one) for one in self.prompt):
+            raise DataError("prompt: must be text, tokens, or a list of texts or of tokens' lists")
+        return self.prompt
 
 
 class TokenizeRequest(_Request):
@@ -253,3 +254,7 @@ def _plain(message: dict[str, Any], place: str) -> Message:
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text"
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)

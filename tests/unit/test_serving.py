@@ -242,6 +242,8 @@ BAD = [
     (TEXT, {}, 400, "prompt: Field required", "prompt"),
     (TEXT, {"prompt": ""}, 400, "the prompt is empty", None),
     (TEXT, {"prompt": []}, 400, "an empty list", "prompt"),
+    (TEXT, {"prompt": [1, "x"]}, 400, "must be text, tokens, or a list", "prompt"),
+    (TEXT, {"prompt": [[-1]]}, 400, "must be text, tokens, or a list", "prompt"),
     (TEXT, {"prompt": [[999]]}, 400, "999 is outside the vocabulary of 259", None),
     (TEXT, {"prompt": "x" * 300}, 400, "300 tokens and an answer's do not fit", None),
     (TEXT, {"prompt": "x", "max_tokens": 256}, 400, "1 tokens and 256 do not fit", None),
