@@ -290,6 +290,7 @@ def test_values_that_change_nothing_are_accepted(served):
             r"sampling\.samples_per_prompt=2: a request says",
         ),
         ({"server": {"port": 70000}}, r"server\.port"),
+        ({"sampling": {"max_length": 256}}, r"sampling\.max_length=256"),
         (
             {"server": {"token_env": "NOT_THERE"}},
             "token_env=NOT_THERE holds no token of this server",

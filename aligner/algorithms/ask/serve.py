@@ -41,9 +41,11 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         say: on rank 0 called with lines for the user: the address, and a token that was made.
 
     Raises:
-        ConfigError: it cannot listen there, or there is no token where it should be.
+        ConfigError: it cannot listen there, there is no token where it should be, or answers of
+            ``sampling.max_length`` do not fit the model.
     """
     asked = open_asked_model(config, closing)
+    asked.check_room(1)
     served = _served(config, asked)
     token = on_rank_zero(lambda: _token(config, say))
     generation, _ = asked.start(served.positions - 1, say)
