@@ -88,7 +88,7 @@ class AskedDataConfig(AnsweredColumns):
 
 @dataclass(frozen=True)
 class ServedDataConfig:
-    """How a request becomes a prompt."""
+    """Prompts of requests."""
 
     system_prompt: StrictStr | None = None
     """Put before chat messages that bring none; null: nothing."""
