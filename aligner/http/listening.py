@@ -89,7 +89,10 @@ async def disconnected(request: Request) -> None:
 class _Connection(H11Protocol):
     """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
 
-    refusal: Refusal = staticmethod(plain_refusal)
+    @staticmethod
+    def refusal(status: int, cause: str) -> Any:
+        """Body of a refusal; a server may have another one."""
+        return plain_refusal(status, cause)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, unless there are as many connections as may be."""

@@ -15,7 +15,7 @@ from typing import Any
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.tools import Form
-from aligner.serving.queue import Progress
+from aligner.serving.queue import EndKind, Progress
 from aligner.serving.tools import split_calls
 
 Json = dict[str, Any]
@@ -34,7 +34,7 @@ class Choice:
         """``holds``: show nothing before the end."""
         self.prompt, self.ids, self.logprobs = list(prompt), list[int](), list[float]()
         self.text = ""
-        self.finish: str | None = None
+        self.finish: EndKind | None = None
         self._ends, self._stop, self._holds = frozenset(tokenizer.end_ids), tuple(stop), holds
         self._decoder = IncrementalDecoder(tokenizer, prompt)
         self._decoded = ""

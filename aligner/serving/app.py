@@ -159,8 +159,8 @@ class Service:
 
     def _authorised(self, request: Request) -> Session | None:
         """The session whose key a request brings; None: it brings the server's token."""
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        session = self.sessions.of_key(key)
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self.sessions.of_key(key) if scheme == "Bearer" else None
         if session is None:
             check_bearer(request, self.token)
         return session
