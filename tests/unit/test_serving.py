@@ -299,6 +299,7 @@ def test_values_that_change_nothing_are_accepted(served):
     ],
 )
 def test_settings_that_cannot_work_are_refused(tiny_nemo, changes, words):
-    values = {"model": {"restore_from_path": str(tiny_nemo)}, **changes}
+    values = {"model": {"restore_from_path": str(tiny_nemo)}, "sampling": {"max_length": MOST}}
+    values |= changes
     with ExitStack() as closing, pytest.raises(ConfigError, match=words):
         start_server(parse_config(values, ServeConfig), closing, print)
