@@ -237,7 +237,7 @@ class Service:
             names = ("seed", asked.seed)
         rows = []
         for ids in prompts:
-            options = self.served.options(asked, len(ids))
+            options = self.served.options(asked, ids)
             rows += [Row(ids, sample_id(*names, sample), options) for sample in range(asked.n)]
         return rows
 

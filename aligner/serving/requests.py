@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from aligner.config import SamplingOptions
 from aligner.data.chat import Message
@@ -45,6 +45,12 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
 _Positive = Annotated[int, Field(ge=1)]
 
 
+def _temperature(value: float) -> float:
+    if value != 0 and not 0.001 <= value <= 100:  # logits divided by less are no numbers any more
+        raise ValueError("must be 0, or between 0.001 and 100")
+    return value
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -63,10 +69,10 @@ class _Sampled(_Request):
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     max_tokens: _Positive | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Annotated[float, AfterValidator(_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     stream: bool = False

@@ -18,13 +18,14 @@ from aligner.serving.tools import form_of, in_text
 class Served:
     """The model behind a server.
 
-    ``positions``: prompt and answer together. ``defaults``: of what a request does not say; its
-    length is shortened where the prompt leaves less room.
+    ``positions``: prompt and answer together. ``vocab_size``: of the model. ``defaults``: of what a
+    request does not say; its length is shortened where the prompt leaves less room.
     """
 
     name: str
     tokenizer: Tokenizer
     positions: int
+    vocab_size: int
     defaults: SamplingOptions
     system_prompt: str | None = None
     add_bos: bool = False
@@ -41,14 +42,11 @@ class Served:
 
     def completion(self, prompt: str | list[int]) -> list[int]:
         """Tokens of a prompt that is text or tokens."""
-        if isinstance(prompt, str):
-            return self.encoded(prompt)
-        self.check_ids(prompt)
-        return prompt
+        return self.encoded(prompt) if isinstance(prompt, str) else prompt
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary; `DataError`."""
-        size = self.tokenizer.vocab_size
+        size = self.vocab_size
         if any(token >= size for token in ids):
             raise DataError(f"a token of {max(ids)} is outside the vocabulary of {size}")
 
@@ -69,20 +67,23 @@ class Served:
         check_all_used(self.tokenizer, messages, shown)
         return self.encoded(render(self.tokenizer, messages, shown))
 
-    def options(self, request: ChatRequest | CompletionRequest, prompt: int) -> SamplingOptions:
-        """Sampling of an answer to a prompt of so many tokens.
+    def options(
+        self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]
+    ) -> SamplingOptions:
+        """Sampling of an answer to a prompt in tokens.
 
         Raises:
-            DataError: it does not fit the model.
+            DataError: it does not fit the model, in length or in ids.
         """
         if not prompt:
             raise DataError("the prompt is empty: it has no token")
-        room = self.positions - prompt
+        self.check_ids(prompt)
+        room = self.positions - len(prompt)
         longest = request.longest or min(room, self.defaults.length.max_length)
         if room < 1 or longest > room:
             more = f"and {request.longest}" if request.longest else "and an answer's"
             raise DataError(
-                f"the prompt's {prompt} tokens {more} do not fit the model's {self.positions} "
+                f"the prompt's {len(prompt)} tokens {more} do not fit the model's {self.positions} "
                 "positions; shorten the prompt, or ask for fewer with max_tokens"
             )
         return request.sampling_options(self.defaults, longest)

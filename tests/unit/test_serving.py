@@ -248,7 +248,7 @@ BAD = [
     (TEXT, {"prompt": "x" * 300}, 400, "300 tokens and an answer's do not fit", None),
     (TEXT, {"prompt": "x", "max_tokens": 256}, 400, "1 tokens and 256 do not fit", None),
     (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "greater than or equal to 1", "max_tokens"),
-    (TEXT, {"prompt": "x", "temperature": -1}, 400, "greater than or equal to 0", "temperature"),
+    (TEXT, {"prompt": "x", "temperature": 1e-9}, 400, "0, or between 0.001", "temperature"),
     (TEXT, {"prompt": "x", "top_p": 0}, 400, "greater than 0", "top_p"),
     (TEXT, {"prompt": "x", "n": "2"}, 400, "valid integer", "n"),
     (TEXT, {"prompt": "x", "logprobs": 5}, 400, "less than or equal to 0", "logprobs"),

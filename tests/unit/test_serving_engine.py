@@ -84,7 +84,7 @@ def serving(reply, *, seconds=0.0, tokenizer=None, listens=True, most=64, timeou
     script = Scripted(tokenizer, reply, seconds)
     waiting, stopping = Waiting(most), threading.Event()
     defaults = SamplingOptions(LengthParams(max_length=100), SamplingParams())
-    served = Served("model", tokenizer, 2000, defaults)
+    served = Served("model", tokenizer, 2000, tokenizer.vocab_size, defaults)
     ends = frozenset(tokenizer.end_ids)
     settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
     engine = ServingEngine(script, waiting, settings)

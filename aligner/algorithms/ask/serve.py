@@ -70,6 +70,7 @@ def _served(config: ServeConfig, asked: AskedModel) -> Served:
         config.server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
         asked.tokenizer,
         asked.architecture.max_position_embeddings,
+        asked.architecture.vocab_size,
         config.sampling.sampling_options,
         config.data.system_prompt,
         config.data.add_bos,
