@@ -197,7 +197,7 @@ class ChatAnswer(Answer):
     def _grown(self, progress: Progress, text: str) -> list[Json]:
         choice = self.choices[progress.row]
         delta: Json = {"content": text} if text else {}
-        finish = choice.finish
+        finish: str | None = choice.finish
         if choice.finish is not None and self._wants.form is not None:
             message, finish = self._message(choice)
             delta = {key: value for key, value in message.items() if value is not None}
