@@ -122,11 +122,11 @@ def test_what_waits_at_the_same_time_is_one_batch():
         return server.client.post(TEXT, json=body)
 
     with serving(lambda text: text[::-1], seconds=0.03) as server, ThreadPoolExecutor(12) as pool:
-        first = pool.submit(ask, {"prompt": "first" * 8})
+        first = pool.submit(ask, {"prompt": "first" * 6})
         assert server.script.began.wait(5)
         alike = [pool.submit(ask, {"prompt": f"ab{n}", "max_tokens": 2 + n}) for n in range(5)]
         others = [pool.submit(ask, {"prompt": "cd", "temperature": t}) for t in (0, 0.5)]
-        assert texts(first.result()) == ["tsrif" * 8]
+        assert texts(first.result()) == ["tsrif" * 6]
         # Each has its own length, though they were generated together.
         assert [texts(one.result()) for one in alike] == [["0b"], ["1ba"]] + [
             [f"{n}ba"] for n in (2, 3, 4)
@@ -141,7 +141,7 @@ def test_what_waits_at_the_same_time_is_one_batch():
 
 
 def test_a_request_of_many_answers_takes_turns():
-    with serving(lambda text: "x", seconds=0.1) as server, ThreadPoolExecutor(2) as pool:
+    with serving(lambda text: "x", seconds=0.05) as server, ThreadPoolExecutor(2) as pool:
         many = pool.submit(server.client.post, TEXT, json={"prompt": "many", "n": 40})
         assert server.script.began.wait(5)
         assert texts(server.client.post(TEXT, json={"prompt": "one"})) == ["x"]
@@ -242,17 +242,17 @@ def test_calls_that_cannot_be_read_stay_text():
 
 def test_more_than_may_wait_is_asked_to_come_later():
     with (
-        serving(lambda text: "x" * 50, seconds=0.02, most=2) as server,
+        serving(lambda text: "x" * 20, seconds=0.02, most=2) as server,
         ThreadPoolExecutor(4) as pool,
     ):
         first = pool.submit(server.client.post, TEXT, json={"prompt": "1"})
         assert server.script.began.wait(5)
         second = pool.submit(server.client.post, TEXT, json={"prompt": "2", "n": 2})
-        time.sleep(0.3)
+        time.sleep(0.2)
         answer = server.client.post(TEXT, json={"prompt": "3"})
         assert answer.status_code == 429
         assert answer.json()["error"]["type"] == "rate_limit_error"
-        assert texts(first.result()) == ["x" * 50]
+        assert texts(first.result()) == ["x" * 20]
         assert len(texts(second.result())) == 2
 
 
