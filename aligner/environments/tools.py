@@ -34,7 +34,6 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 _PLAIN = re.compile(r"^call (\w+) *(.*)$", re.M)
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
 _MOST_CHARACTERS = 4000  # of a result
-_AT_ONCE = 8
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -50,12 +49,16 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """JSON schema of a function, from its type hints and its docstring.
 
     The docstring is Google's: a description, and every parameter below ``Args:``. The result is
-    that of ``transformers.utils.get_json_schema``, for the types that JSON has.
+    that of ``transformers.utils.get_json_schema``, for the types that JSON has. A function with an
+    attribute ``json_schema`` brings its own.
 
     Raises:
         ConfigError: no docstring, or a parameter without description or with a type that JSON has
             not.
     """
+    own = getattr(function, "json_schema", None)
+    if own is not None:
+        return dict(own)
     name = getattr(function, "__name__", repr(function))
     description, described = _docstring(function, name)
     hints = get_type_hints(function)
@@ -97,7 +100,11 @@ class ToolEnv:
 
     A message with calls has them made, several at the same time, and earns what `call_reward`
     says; errors and unknown tools go back as text. A message without is the answer.
+
+    ``calls_at_once``: of a message; with 1 one after the other, in their order.
     """
+
+    calls_at_once = 8
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
         """Offer these functions."""
@@ -133,7 +140,7 @@ class ToolEnv:
         calls = parse_calls(message["content"], self._form)
         if not calls:
             return self.answered(message["content"])
-        with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
+        with ThreadPoolExecutor(max_workers=self.calls_at_once) as threads:
             results = list(threads.map(self._result, calls))
         pairs = list(zip(calls, results, strict=True))
         if self._form == "hermes":
