@@ -12,7 +12,7 @@ from documented import ROOT
 ENVIRONMENT = ROOT / ".venv-adapters"
 
 
-@pytest@pytest.fixture
+@pytest.fixture
 def packages(monkeypatch):
     """Processes of environments find the packages; this process imports none of them."""
     if not (ENVIRONMENT / "bin" / "python").exists():
