@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -51,6 +52,13 @@ def check_names(kwargs: Mapping[str, Any], *keys: str) -> None:
     for key in keys:
         if kwargs.get(key) is not None:
             loaded(kwargs[key], key)
+
+
+def as_text(observation: Any) -> str:
+    """Text as it is; whatever else as JSON, arrays as lists."""
+    if isinstance(observation, str):
+        return observation
+    return json.dumps(_plain(observation), default=str)
 
 
 class PromptedTools(ToolEnv):
@@ -131,3 +139,11 @@ class LoopThread:
             if entered.done():
                 raise
             entered.set_exception(error)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -5,12 +5,11 @@ By default an observation is shown as it is, or as JSON; an action is the last n
 spaces). Functions of one's own do otherwise: ``observation`` and ``action``.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aligner.environments.adapters.foreign import check_names, imported, loaded
+from aligner.environments.adapters.foreign import as_text, check_names, imported, loaded
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 
@@ -155,13 +154,6 @@ def action_parser(
     return _last_name(names, first), f"Answer with one of: {', '.join(names)}."
 
 
-def as_text(observation: Any) -> str:
-    """Text as it is; whatever else as JSON, arrays as lists."""
-    if isinstance(observation, str):
-        return observation
-    return json.dumps(_plain(observation), default=str)
-
-
 def _last_number(allowed: range) -> Parser:
     def parse(text: str) -> int | None:
         found = _INTEGER.findall(text)
@@ -183,10 +175,3 @@ def _last_name(names: Sequence[str], first: int) -> Parser:
 
     return parse
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value.tolist() if hasattr(value, "tolist") else value

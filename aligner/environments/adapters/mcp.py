@@ -1,6 +1,7 @@
 """Tools of an MCP server, which is started for each conversation and speaks over its pipes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aligner.data.chat import Message
@@ -62,7 +63,7 @@ class MCPEnv(PromptedTools):
         server = mcp.StdioServerParameters(
             command=command[0], args=list(command[1:]), env=dict(variables or {}) or None
         )
-        self._client = self._loop.enter(mcp.Client(mcp.stdio_client(server)))
+        self._session = self._loop.enter(_session(mcp, server))
         listed = self._listed()
         missing = sorted(set(tools or ()) - listed.keys())
         if missing:
@@ -110,18 +111,19 @@ class MCPEnv(PromptedTools):
     def _listed(self) -> dict[str, dict[str, Any]]:
         """Tools by their names, as MCP describes them."""
         found: dict[str, dict[str, Any]] = {}
-        cursor = None
+        page = self._loop.run(self._session.list_tools())
         while True:
-            page = self._loop.run(self._client.list_tools(cursor=cursor))
             for tool in page.tools:
                 found[tool.name] = tool.model_dump(by_alias=True)
             cursor = page.model_dump(by_alias=True).get("nextCursor")
             if cursor is None:
                 return found
+            asked = imported("mcp.types", "mcp").PaginatedRequestParams(cursor=cursor)
+            page = self._loop.run(self._session.list_tools(params=asked))
 
     def _tool(self, name: str, described: Mapping[str, Any]) -> Callable[..., str]:
         def call(**arguments: Any) -> str:
-            result = self._loop.run(self._client.call_tool(name, arguments))
+            result = self._loop.run(self._session.call_tool(name, arguments))
             return result_text(result.model_dump(by_alias=True, mode="json"))
 
         call.__name__ = name
@@ -134,6 +136,15 @@ class MCPEnv(PromptedTools):
             },
         }
         return call
+
+
+@asynccontextmanager
+async def _session(mcp: Any, server: Any) -> AsyncIterator[Any]:
+    """A session with a server that is started for it; of mcp 1 and 2."""
+    async with mcp.stdio_client(server) as (reading, writing):
+        async with mcp.ClientSession(reading, writing) as session:
+            await session.initialize()
+            yield session
 
 
 def result_text(result: Mapping[str, Any]) -> str:
