@@ -11,7 +11,11 @@ import pytest
 from played import ADAPTERS, Game, kwargs_of, write_files
 
 from aligner.environments.adapters.foreign import LoopThread, as_text
-from aligner.environments.adapters.gymnasium import GymnasiumEnv, action_parser
+from aligner.environments.adapters.gymnasium import (
+    GymnasiumEnv,
+    action_parser,
+    without_colours,
+)
 from aligner.environments.adapters.mcp import MCPEnv, result_text
 from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward_of
 from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv
@@ -165,6 +169,7 @@ def test_classes_that_are_not_of_trls_form_are_refused():
         ("gymnasium:GymnasiumEnv", "gymnasium", "gymnasium"),
         ("mcp:MCPEnv", "mcp", "mcp"),
         ("skyrl_gym:SkyRLGymEnv", "skyrl_gym", "skyrl-gym"),
+        ("openenv:OpenEnvEnv", "openenv.core.generic_client", "openenv"),
     ],
 )
 def test_a_missing_package_is_named_with_its_command(name, module, package, monkeypatch):
@@ -233,6 +238,7 @@ def test_observations_become_text():
 
     assert as_text("as it is") == "as it is"
     assert as_text({"board": Array(), 3: (True, None)}) == '{"board": [1, 2], "3": [true, null]}'
+    assert without_colours("\n\x1b[43m\x1b[34;1mR\x1b[0m\x1b[0mF\x1b[41mG\x1b[0m\n") == "[R]F[G]"
 
 
 def test_the_page_s_class_of_nemo_rl(tmp_path, monkeypatch):
@@ -355,7 +361,7 @@ def test_a_context_is_entered_and_left_in_one_task():
 def test_processes_of_these_environments_stay_light():
     program = (
         "import sys, aligner.environments.worker;"
-        "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, skyrl_gym, trl;"
+        "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, openenv, skyrl_gym, trl;"
         "heavy = {'torch', 'numpy', 'transformers', 'ray', 'omegaconf'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -138,6 +138,8 @@ class LoopThread:
         except BaseException as error:
             if entered.done():
                 raise
+            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
             entered.set_exception(error)
 
 

@@ -15,6 +15,7 @@ from aligner.errors import ConfigError
 
 _INTEGER = re.compile(r"-?\d+")
 _HIGHLIGHT = re.compile(r"\x1b\[\d[\d;]*m(.*?)\x1b\[0m", re.S)
+_ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 Parser = Callable[[str], Any]
 
 
@@ -113,7 +114,7 @@ class GymnasiumEnv:
 
     def _text(self, observation: Any, info: Mapping[str, Any]) -> str:
         if self._is_drawn:
-            return _HIGHLIGHT.sub(r"[\1]", str(self._env.render())).strip("\n")
+            return without_colours(str(self._env.render()))
         if self._shows is not None:
             return str(self._shows(observation, info))
         return as_text(observation)
@@ -152,6 +153,11 @@ def action_parser(
             f"environment {count} actions"
         )
     return _last_name(names, first), f"Answer with one of: {', '.join(names)}."
+
+
+def without_colours(drawn: str) -> str:
+    """Text of a terminal without its colours: what they highlight stands in brackets."""
+    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawn)).strip("\n")
 
 
 def _last_number(allowed: range) -> Parser:

@@ -1,5 +1,6 @@
 """Tools of an MCP server, which is started for each conversation and speaks over its pipes."""
 
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -126,11 +127,11 @@ class MCPEnv(PromptedTools):
             result = self._loop.run(self._session.call_tool(name, arguments))
             return result_text(result.model_dump(by_alias=True, mode="json"))
 
-        call.__name__ = name
+        call.__name__ = re.sub(r"\W", "_", name)  # calls of the plain form are words
         call.json_schema = {  # type: ignore[attr-defined]
             "type": "function",
             "function": {
-                "name": name,
+                "name": call.__name__,
                 "description": described.get("description") or name,
                 "parameters": {"properties": {}, **described["inputSchema"]},
             },
@@ -141,10 +142,12 @@ class MCPEnv(PromptedTools):
 @asynccontextmanager
 async def _session(mcp: Any, server: Any) -> AsyncIterator[Any]:
     """A session with a server that is started for it; of mcp 1 and 2."""
-    async with mcp.stdio_client(server) as (reading, writing):
-        async with mcp.ClientSession(reading, writing) as session:
-            await session.initialize()
-            yield session
+    async with (
+        mcp.stdio_client(server) as (reading, writing),
+        mcp.ClientSession(reading, writing) as session,
+    ):
+        await session.initialize()
+        yield session
 
 
 def result_text(result: Mapping[str, Any]) -> str:
