@@ -14,7 +14,7 @@ from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 
 _INTEGER = re.compile(r"-?\d+")
-_HIGHLIGHT = re.compile(r"\x1b\[\d[\d;]*m(.*?)\x1b\[0m", re.S)
+_HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[\d;]+m(.*?)\x1b\[0m", re.S)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 Parser = Callable[[str], Any]
 
