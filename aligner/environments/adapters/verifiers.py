@@ -1,5 +1,6 @@
 """Environments of verifiers, up to 0.3: its own loop runs, and asks the policy for each message."""
 
+import asyncio
 import functools
 import json
 import queue
@@ -64,7 +65,7 @@ class VerifiersEnv:
         self._input = {"example_id": 0, "task": "default", **self._input}
         self._loop = LoopThread()
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._answers: asyncio.Queue[str] = asyncio.Queue()
         self._shown: list[Message] = []
 
     @classmethod
@@ -81,7 +82,7 @@ class VerifiersEnv:
 
     def init(self) -> Start:
         """Begin its loop, up to the first message that it asks for."""
-        self._loop.start(self._rollout())
+        self._running = self._loop.start(self._rollout())
         kind, value = self._event()
         if kind != "asks":
             raise DataError("the environment ended before it asked for a message")
@@ -91,7 +92,7 @@ class VerifiersEnv:
 
     def step(self, message: Mapping[str, Any]) -> Turn:
         """Give its loop the message, and go on to the next one that it asks for."""
-        self._answers.put(message["content"])
+        self._loop.run(self._answers.put(message["content"]))
         kind, value = self._event()
         if kind == "ended":
             reward, metrics = value
@@ -108,6 +109,7 @@ class VerifiersEnv:
 
     def close(self) -> None:
         """End its loop."""
+        self._running.cancel()
         self._loop.close()
 
     def _event(self) -> tuple[str, Any]:
@@ -153,11 +155,9 @@ def _client_class() -> Any:
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
         ) -> Any:
-            import asyncio
-
             schemas = [_schema(tool) for tool in tools or ()] or None
             self._events.put(("asks", ([_message(each) for each in prompt], schemas)))
-            text = await asyncio.get_running_loop().run_in_executor(None, self._answers.get)
+            text = await self._answers.get()
             calls = parse_calls(text, self._form) if schemas else []
             made = [
                 types.ToolCall(
