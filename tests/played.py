@@ -1,4 +1,4 @@
-"""Conversations with the environments of docs/environments_adapters.md, as its commands name them."""
+"""Conversations with the environments of docs/environments_adapters.md, as it names them."""
 
 import re
 

@@ -66,8 +66,8 @@ class MessageEnv(Protocol):
 
     ``Class(seed=..., **columns of the data's row, **environment.kwargs)`` makes it. The methods may
     be coroutines or plain functions; ``close`` may be missing. A class method
-    ``check_kwargs(kwargs)``, where there is one, refuses ``environment.kwargs`` by an `AlignerError`
-    before the run begins.
+    ``check_kwargs(kwargs)``, where there is one, refuses ``environment.kwargs`` before the run
+    begins, by an `AlignerError`.
     """
 
     def init(self) -> Start | Awaitable[Start]:

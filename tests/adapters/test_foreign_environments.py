@@ -109,7 +109,8 @@ def test_the_page_s_server(folder):
         (first,) = game.begin().messages
         assert first["content"] == "multiply(a, b): Multiply two numbers.\n6*7="
         (said,) = game.say(
-            'call multiply {"a": 6, "b": 7}\ncall multiply {"a": "x"}\ncall multiply {"a": 2, "b": 2}'
+            'call multiply {"a": 6, "b": 7}\ncall multiply {"a": "x"}\n'
+            'call multiply {"a": 2, "b": 2}'
         ).messages
         right, wrong, other = said["content"].split("\nresult of ")
         assert (right, other) == ("result of multiply: 42", "multiply: 4")
@@ -182,7 +183,8 @@ def test_a_class_of_ones_own_for_skyrl_gym(folder):
         "        self.left -= 1\n"
         "        return BaseTextEnvStepOutput(\n"
         "            observations=[{'role': 'user', 'content': self.word}],\n"
-        "            reward=float(len(action)), done=self.left == 0, metadata={'left': self.left},\n"
+        "            reward=float(len(action)), done=self.left == 0,\n"
+        "            metadata={'left': self.left},\n"
         "            postprocessed_action=action.upper())\n"
     )
     kwargs = {"id": "mine.py:Echo", "env_config": {"turns": 2}}

@@ -142,8 +142,13 @@ def test_a_reward_function_of_trls_form(last, score):
 
 
 def test_calls_beyond_the_limit_end_the_conversation():
-    log = make("Log", prompt="q", reward=f"{HERE}:scored", ground_truth=["b"],
-               max_tool_calling_iterations=1)
+    log = make(
+        "Log",
+        prompt="q",
+        reward=f"{HERE}:scored",
+        ground_truth=["b"],
+        max_tool_calling_iterations=1,
+    )
     assert not log.step(say('call write {"line": "b"}')).done
     end = log.step(say('call write {"line": "c"}'))
     assert (end.done, end.score) == (True, 1.0)
@@ -174,8 +179,9 @@ def test_classes_that_are_not_of_trls_form_are_refused():
 )
 def test_a_missing_package_is_named_with_its_command(name, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
+    given = {"command": ["a"], "id": "x", "base_url": "u", "environment": "e"}
     with pytest.raises(ConfigError, match=rf"environment.factory=.*{name}.*pip install {package}$"):
-        load_factory(f"{ADAPTERS}.{name}", {"command": ["a"]}, ["prompt"])
+        load_factory(f"{ADAPTERS}.{name}", given, ["prompt"])
 
 
 class Discrete:
@@ -361,7 +367,8 @@ def test_a_context_is_entered_and_left_in_one_task():
 def test_processes_of_these_environments_stay_light():
     program = (
         "import sys, aligner.environments.worker;"
-        "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, openenv, skyrl_gym, trl;"
+        "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, openenv;"
+        "from aligner.environments.adapters import skyrl_gym, trl, verifiers;"
         "heavy = {'torch', 'numpy', 'transformers', 'ray', 'omegaconf'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -23,8 +23,8 @@ class GymnasiumEnv:
     """An environment of ``gymnasium.make``.
 
     A message is an action, and earns the reward of its step. One in which no action is found moves
-    nothing, is answered with what an action looks like, and earns ``invalid_reward``. ``terminated``
-    and ``truncated`` end the conversation.
+    nothing, is answered with what an action looks like, and earns ``invalid_reward``.
+    ``terminated`` and ``truncated`` end the conversation.
     """
 
     def __init__(
@@ -180,4 +180,3 @@ def _last_name(names: Sequence[str], first: int) -> Parser:
         return numbers[found[-1].lower()] if found else None
 
     return parse
-

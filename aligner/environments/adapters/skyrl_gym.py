@@ -16,8 +16,8 @@ class SkyRLGymEnv:
     """An environment of ``skyrl_gym.make``.
 
     Every message earns the reward of its step; numbers of ``get_metrics`` are reported when the
-    environment is done. A ``postprocessed_action`` is kept in ``info``: what was sampled stays as it
-    is, so give the string that ends an action as `length_params.end_strings`.
+    environment is done. A ``postprocessed_action`` is kept in ``info``: what was sampled stays, so
+    give the string that ends an action as `length_params.end_strings`.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class SkyRLGymEnv:
                 "a name of skyrl_gym.make"
             )
         create = imported("omegaconf", "omegaconf").OmegaConf.create
-        self._env = _registered(name).make(env_config=create(dict(env_config or {})), extras=columns)
+        self._env = _registered(name).make(
+            env_config=create(dict(env_config or {})), extras=columns
+        )
         self._prompt = prompt_messages(prompt)
 
     @classmethod
@@ -79,9 +81,7 @@ class SkyRLGymEnv:
 
     def _metrics(self) -> dict[str, float]:
         found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
-        return {
-            str(name): float(value) for name, value in found.items() if isinstance(value, Real)
-        }
+        return {str(name): float(value) for name, value in found.items() if isinstance(value, Real)}
 
 
 def _registered(name: str) -> Any:
