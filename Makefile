@@ -23,6 +23,8 @@ VLLM_VENV  := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 ADAPTERS_VENV  := .venv-adapters
 ADAPTERS_READY := $(ADAPTERS_VENV)/.ready
+ADAPTERS_MCP1_VENV  := .venv-adapters-mcp1
+ADAPTERS_MCP1_READY := $(ADAPTERS_MCP1_VENV)/.ready
 DOCS_VENV  := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 DATA    ?= arithmetic
@@ -54,7 +56,7 @@ test-gpu: $(READY)
 test-vllm: $(READY) $(VLLM_READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-test-adapters: $(READY) $(ADAPTERS_READY)
+test-adapters: $(READY) adapters-env
 	$(BIN)/python -m pytest -m extended tests/adapters $(ARGS)
 
 campaign: $(READY) $(TINY)
@@ -90,11 +92,16 @@ $(VLLM_READY): requirements-vllm.txt
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict $(ARGS)
 
-adapters-env: $(ADAPTERS_READY)
+adapters-env: $(ADAPTERS_READY) $(ADAPTERS_MCP1_READY)
 
 $(ADAPTERS_READY): requirements-adapters.txt
 	test -x $(ADAPTERS_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_VENV)
 	$(ADAPTERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters.txt
+	touch $@
+
+$(ADAPTERS_MCP1_READY): requirements-adapters-mcp1.txt
+	test -x $(ADAPTERS_MCP1_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_MCP1_VENV)
+	$(ADAPTERS_MCP1_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters-mcp1.txt
 	touch $@
 
 $(DOCS_READY): requirements-docs.txt
@@ -111,4 +118,4 @@ $(TINY): | $(READY)
 	$(BIN)/python -m aligner.checkpoint.tiny --output $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(DOCS_VENV) models results site
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(ADAPTERS_MCP1_VENV) $(DOCS_VENV) models results site

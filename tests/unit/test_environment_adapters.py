@@ -20,6 +20,7 @@ from aligner.environments.adapters.mcp import MCPEnv, result_text
 from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward_of
 from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv
 from aligner.environments.adapters.trl import TRLEnv
+from aligner.environments.tools import json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError, DataError
 
@@ -141,6 +142,27 @@ def test_a_reward_function_of_trls_form(last, score):
     assert (end.score, end.done) == (score, True)
 
 
+def half(prompts, completions, **columns):
+    assert completions[0][0] == say("over")
+    return [0.5]
+
+
+def test_rewards_of_the_class_and_of_a_function_are_added():
+    chat = [{"role": "user", "content": "q"}]
+    env = make("Meeting", prompt=chat, reward=f"{HERE}:half")
+    assert env.messages == [{"role": "user", "content": "qmeet"}]
+    assert chat[0]["content"] == "q"  # the row stays
+    assert env.step(say("over")).score == 1.5
+
+
+def test_a_function_may_bring_its_schema():
+    def call(**arguments):
+        raise AssertionError
+
+    call.json_schema = {"type": "function", "function": {"name": "f"}}
+    assert json_schema(call) == call.json_schema
+
+
 def test_calls_beyond_the_limit_end_the_conversation():
     log = make(
         "Log",
@@ -175,6 +197,7 @@ def test_classes_that_are_not_of_trls_form_are_refused():
         ("mcp:MCPEnv", "mcp", "mcp"),
         ("skyrl_gym:SkyRLGymEnv", "skyrl_gym", "skyrl-gym"),
         ("openenv:OpenEnvEnv", "openenv.core.generic_client", "openenv"),
+        ("verifiers:VerifiersEnv", "verifiers", "'verifiers<0.4'"),
     ],
 )
 def test_a_missing_package_is_named_with_its_command(name, module, package, monkeypatch):

@@ -96,7 +96,7 @@ def _action(name: str) -> Callable[[str], Mapping[str, Any]]:
 
 def _shown(name: str | None) -> Callable[[Any], str]:
     if name is None:
-        return as_text
+        return lambda fields: as_text({k: v for k, v in fields.items() if k != "metadata"})
     if ":" in name:
         show = loaded(name, "observation")
         return lambda observation: str(show(observation))

@@ -2,8 +2,8 @@
 
 ``reset(**columns)`` begins, and what text it returns is put behind the prompt; every other public
 method is a tool; ``get_reward()``, where it is there, scores the conversation at its end. A class
-without is scored by a reward function of TRL's form (``GRPOTrainer``'s ``environment_factory`` and
-``reward_funcs``, TRL 1.16). TRL itself is not needed.
+without is scored by a reward function of TRL's form; where both are there, they are added
+(TRL 1.16: ``environment_factory`` and ``reward_funcs`` of ``GRPOTrainer``). It is not needed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from aligner.environments.protocol import Turn
 from aligner.environments.tools import Form, parse_calls
 from aligner.errors import ConfigError, DataError
 
-_NO_TOOLS = ("reset", "get_reward", "close")
+_NO_TOOLS = ("reset", "get_reward")
 
 
 class TRLEnv(PromptedTools):
@@ -53,7 +53,7 @@ class TRLEnv(PromptedTools):
             environment: ``package.module:Class`` or ``path/to/file.py:Class``.
             prompt: the row's; what ``reset`` returns is put behind its last message.
             arguments: the class's own keyword arguments.
-            reward: a reward function of TRL's form, for a class without ``get_reward``.
+            reward: a reward function of TRL's form; a class without ``get_reward`` needs one.
             form: of calls.
             max_tool_calling_iterations: the conversation ends with the message that would call
                 tools once more. None: only the limits of the run end it.
@@ -61,7 +61,8 @@ class TRLEnv(PromptedTools):
         """
         self._environment = loaded(environment, "environment")(**(arguments or {}))
         self._reward = None if reward is None else loaded(reward, "reward")
-        self._columns = {"prompt": prompt, **columns}
+        self._prompt = prompt
+        self._columns = columns if prompt is None else {"prompt": prompt, **columns}
         self._left = max_tool_calling_iterations
         tools = tool_methods(self._environment)
         if not all(map(inspect.iscoroutinefunction, tools)):
@@ -83,6 +84,8 @@ class TRLEnv(PromptedTools):
         if name is None:
             return
         found = loaded(name, "environment")
+        if not isinstance(found, type):  # a function that makes one
+            return
         if not callable(getattr(found, "reset", None)):
             raise ConfigError(f"environment.kwargs.environment={name!r} has no method reset")
         if kwargs.get("reward") is None and not hasattr(found, "get_reward"):
@@ -107,12 +110,6 @@ class TRLEnv(PromptedTools):
         del text
         return Turn(reward=self._score(), done=True)
 
-    def close(self) -> None:
-        """Close the environment, where it can be closed."""
-        close = getattr(self._environment, "close", None)
-        if close is not None:
-            _waited(close())
-
     def _reset(self, seed: int) -> str | None:
         given = dict(self._columns)
         if "seed" in inspect.signature(self._environment.reset).parameters:
@@ -125,29 +122,35 @@ class TRLEnv(PromptedTools):
         return observation
 
     def _score(self) -> float | None:
+        """Sum of what the class and the reward function pay, as TRL's; None: neither does."""
         get_reward = getattr(self._environment, "get_reward", None)
-        if get_reward is not None:
-            return _number(_waited(get_reward()))
-        if self._reward is None:
-            return None
-        asked: Any = self._columns["prompt"]
+        paid = [
+            None if get_reward is None else _waited(get_reward()),
+            None if self._reward is None else self._score_by_function(self._reward),
+        ]
+        numbers = [float(value) for value in paid if value is not None]
+        return sum(numbers) if numbers else None
+
+    def _score_by_function(self, function: Callable[..., Any]) -> float | None:
+        asked: Any = self._prompt
         alone = isinstance(asked, str)
         completion: Any = self._completion[-1]["content"] if alone else self._completion
         others = {name: [value] for name, value in self._columns.items() if name != "prompt"}
-        scores = self._reward(
+        scores = function(
             prompts=[asked],
             completions=[completion],
             environments=[self._environment],
             **others,
         )
-        return _number(_waited(scores)[0])
+        found: float | None = _waited(scores)[0]
+        return found
 
 
 def tool_methods(environment: Any) -> list[Callable[..., Any]]:
     """The methods of an object that TRL would offer as tools, in the order of their names."""
     return [
-        method
-        for name, method in inspect.getmembers(environment, inspect.ismethod)
+        getattr(environment, name)
+        for name, _ in inspect.getmembers(type(environment), inspect.isfunction)  # no properties
         if not name.startswith("_") and name not in _NO_TOOLS
     ]
 
@@ -172,7 +175,3 @@ def _waited(value: Any) -> Any:
         return await value
 
     return asyncio.run(wait())
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
