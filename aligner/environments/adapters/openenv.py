@@ -59,7 +59,7 @@ class OpenEnvEnv:
     def init(self) -> Start:
         """Connect, reset and show the first observation."""
         self._loop.enter(self._client)
-        result = self._loop.run(self._client.reset(**self._reset))
+        result = self._loop.run(self._ask("reset", **self._reset))
         text = self._show(result.observation)
         return Start(
             [{"role": "user", "content": "\n".join(filter(None, [self._instructions, text]))}]
@@ -67,7 +67,7 @@ class OpenEnvEnv:
 
     def step(self, message: Mapping[str, Any]) -> Turn:
         """Take the action of a message."""
-        result = self._loop.run(self._client.step(self._act(message["content"])))
+        result = self._loop.run(self._ask("step", self._act(message["content"])))
         reward = None if result.reward is None else float(result.reward)
         said = [{"role": "user", "content": self._show(result.observation)}]
         return Turn(said, reward, bool(result.done), dict(getattr(result, "metadata", None) or {}))
@@ -75,6 +75,10 @@ class OpenEnvEnv:
     def close(self) -> None:
         """End the session."""
         self._loop.close()
+
+    async def _ask(self, name: str, *given: Any, **more: Any) -> Any:
+        """Call the client in its loop: outside of one it is another client, a blocking one."""
+        return await getattr(self._client, name)(*given, **more)
 
 
 def _action(name: str) -> Callable[[str], Mapping[str, Any]]:

@@ -70,9 +70,8 @@ class SkyRLGymEnv:
         if output.get("postprocessed_action") is not None:
             info["postprocessed_action"] = output["postprocessed_action"]
         done = bool(output["done"])
-        reward: Reward = float(output["reward"])
-        if done:
-            reward = {**self._metrics(), "reward": reward}
+        earned = float(output["reward"])
+        reward: Reward = {**self._metrics(), "reward": earned} if done else earned
         return Turn([dict(each) for each in output["observations"]], reward, done, info)
 
     def close(self) -> None:

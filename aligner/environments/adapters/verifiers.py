@@ -62,7 +62,7 @@ class VerifiersEnv:
             if system and messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": system}, *messages]
             self._input = {"prompt": messages, "answer": answer, "info": dict(info or {})}
-        self._input = {"example_id": 0, "task": "default", **self._input}
+        self._input = {"example_id": 0, **self._input}
         self._loop = LoopThread()
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._answers: asyncio.Queue[str] = asyncio.Queue()
@@ -147,7 +147,7 @@ def _client_class() -> Any:
     verifiers = imported("verifiers", _PACKAGE)
     types = imported("verifiers.types", _PACKAGE)
 
-    class Policy(verifiers.Client):  # type: ignore[name-defined, misc]
+    class Policy(verifiers.Client):  # type: ignore[name-defined]
         def __init__(self, events: Any, answers: Any, form: Form) -> None:
             self._events, self._answers, self._form = events, answers, form
             self._client = None
