@@ -1,7 +1,7 @@
 # make ppo    set up everything and run the main job
 # make pipeline   fine-tuning, reward model, PPO, GRPO, rejection sampling, DPO: one comparison
 # make pipeline DATA=gsm8k GSM8K=folder   fine-tuning and a reward model on GSM8K
-# make test   set up what is missing and run the tests
+# make test   set up what is missing and run the tests, in JOBS=2 processes
 # make setup  the environment alone
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
 # make test-extended   further seeds and variants of the learning tests
@@ -30,6 +30,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 DATA    ?= arithmetic
 SEED    ?= 1
 MINUTES ?= 2
+JOBS    ?= 2
 export GSM8K ?= data/gsm8k
 
 .PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
@@ -42,7 +43,7 @@ pipeline: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/pipeline.py conf/pipelines/$(DATA).yaml
 
 test: $(READY) $(TINY) $(SMOLLM2)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-extended: $(READY) $(TINY)
 	$(BIN)/python -m pytest -m extended $(ARGS)

@@ -1,6 +1,6 @@
-"""Find a user's function or class by the name a configuration gives it.
+"""Imports by name: a user's function or class, and packages without what they bring along.
 
-The current directory is searched as well, wherever the script that runs stands.
+For a user's code the current directory is searched as well, wherever the script that runs stands.
 """
 
 import importlib
@@ -9,8 +9,10 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -44,6 +46,47 @@ def load_function(name: str, *, key: str, kind: Kind = "function") -> Callable[.
             f"{key}={name!r}: {place} has no {kind} {attribute!r} (its {kinds}: {offered})"
         )
     return found
+
+
+def import_without(module: str, *packages: str) -> None:
+    """Import ``module`` as if these ``packages`` were not installed.
+
+    For a module that imports large packages if it finds them, for features that are not used here.
+    Later imports find the packages, and those that are imported already stay so. Does nothing where
+    ``module`` is imported already.
+    """
+    if module in sys.modules:
+        return
+    finder = _Absent(set(packages) - sys.modules.keys())
+    sys.meta_path.insert(0, finder)
+    try:
+        importlib.import_module(module)
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Absent(DistributionFinder):
+    """Finds packages absent, whatever the finders after it have."""
+
+    def __init__(self, packages: set[str]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Refuse the packages and what is in them; say nothing of others."""
+        del path, target
+        if name.partition(".")[0] in self._packages:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        """Refuse the packages' versions; say nothing of others."""
+        if context is not None and context.name in self._packages:
+            raise PackageNotFoundError(context.name)
+        return ()
 
 
 def check_call(

@@ -28,6 +28,7 @@ SCRIPT_OF = {name.removeprefix("gpt_"): name for name in ROOTS}
 
 BENCHMARKS = {
     "PPO step": "python -m benchmarks.ppo_step",
+    "GRPO step": "python -m benchmarks.grpo_step",
     "generation": "python -m benchmarks.generation",
     "advantages": "python -m benchmarks.gae",
     "actor update": "python -m benchmarks.packing",
