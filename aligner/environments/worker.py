@@ -65,7 +65,7 @@ def load_factory(
 
     Raises:
         ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
-            ``columns`` and ``kwargs``.
+            ``columns`` and ``kwargs``, or its ``check_kwargs`` refuses ``kwargs``.
     """
     found = load_function(factory, key=KEY, kind="class")
     if isinstance(found, type):
@@ -89,6 +89,12 @@ def load_factory(
         f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
         "Take what it does not need as **columns.",
     )
+    check = getattr(found, "check_kwargs", None)
+    if check is not None:
+        try:
+            check(kwargs)
+        except AlignerError as error:
+            raise ConfigError(f"{KEY}={factory!r}: {error}") from error
     return found
 
 
