@@ -119,7 +119,6 @@ ONE_IMPORTER = {
     "aligner.config.commands.pipeline": "options of a command",
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
-    "aligner.config.rules.environment": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
     "aligner.data.arithmetic": "a task; its importer is a command",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",

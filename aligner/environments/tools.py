@@ -173,8 +173,12 @@ class Calculation(ToolEnv):
     ) -> None:
         """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
         del seed, columns
-        super().__init__([calculator], form)
+        super().__init__(self.tools(), form)
         self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The functions that are offered."""
+        return [calculator]
 
     def question(self) -> str:
         """The row's question."""
