@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from aligner.child_process import kill_tree
-from aligner.environments.tools import Calculation, Form
+from aligner.environments.calls import Form
+from aligner.environments.tools import Calculation
 from aligner.errors import ConfigError
 
 Isolation = Literal["kernel", "python"]

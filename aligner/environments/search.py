@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aligner.data.readers import read_rows
+from aligner.environments.calls import Form
 from aligner.environments.protocol import Turn
-from aligner.environments.tools import Form, ToolEnv
+from aligner.environments.tools import ToolEnv
 from aligner.errors import ConfigError, DataError
 
 _WORD = re.compile(r"\w+")

@@ -18,17 +18,6 @@ from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 from aligner.importing import text_of
 
-__all__ = [
-    "Calculation",
-    "Form",
-    "ToolCall",
-    "ToolEnv",
-    "calculator",
-    "described",
-    "json_schema",
-    "parse_calls",
-]
-
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
 _MOST_CHARACTERS = 4000  # of a result
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from test_chat_data import WITH_TOOLS, chatml
+from chat_families import FAMILIES
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
@@ -172,14 +172,17 @@ HERMES = (
     'Let me see.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*21"}}\n'
     "</tool_call>"
 )
+MISTRAL = 'Let me see.[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "2*21"}}]'
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("template", "reply"), [("plain", PLAIN), ("hermes", HERMES)], ids=["plain", "hermes"]
+    ("template", "reply"),
+    [("plain", PLAIN), ("qwen", HERMES), ("mistral", MISTRAL)],
+    ids=["plain", "hermes", "mistral"],
 )
 def test_tools_are_shown_and_calls_are_read(template, reply, stream):
-    tokenizer = chatml(WITH_TOOLS) if template == "hermes" else byte_level_tokenizer()
+    tokenizer = byte_level_tokenizer() if template == "plain" else FAMILIES[template].make()
 
     def answer(text):
         return "42" if "42" in text else reply
