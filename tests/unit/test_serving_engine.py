@@ -21,7 +21,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Waiting
+from aligner.serving.queue import Job, Row, Waiting
 from aligner.serving.served import Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -138,6 +138,28 @@ def test_what_waits_at_the_same_time_is_one_batch():
         assert sorted(sizes) == [1, 1, 1, 5]
         options = {len(prompts): options for prompts, options in server.script.batches}
         assert options[5].length.max_length == 6
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_each_row_of_a_batch_has_its_own_length(listens):
+    """Also where the engine says nothing before its end."""
+    tokenizer = byte_level_tokenizer()
+    script, waiting, heard = Scripted(tokenizer, lambda text: "abcdef"), Waiting(9), []
+    lengths = [LengthParams(max_length=most) for most in (2, 4, 9)]
+    rows = [Row([65], 1, SamplingOptions(length, SamplingParams())) for length in lengths]
+    waiting.add(Job(rows, heard.append))
+    ends = frozenset(tokenizer.end_ids)
+    settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
+    engine = ServingEngine(script, waiting, settings)
+    engine.serve(lambda: sum(each.end is not None for each in heard) == len(rows))
+    said = {
+        row: tokenizer.decode([token for each in heard if each.row == row for token in each.ids])
+        for row in range(3)
+    }
+    assert said == {0: "ab", 1: "abcd", 2: "abcdef<|im_end|>"}
+    reasons = {each.row: each.end for each in heard if each.end is not None}
+    assert reasons == {0: "length", 1: "length", 2: "stop"}
+    assert len(script.batches) == 1
 
 
 def test_a_request_of_many_answers_takes_turns():
@@ -280,15 +302,17 @@ def test_an_answer_that_nobody_waits_for_is_given_up():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_stops_tells_those_who_wait(stream):
-    with serving(lambda text: "x" * 90, seconds=0.1) as server, ThreadPoolExecutor(1) as pool:
+    with serving(lambda text: "x" * 90, seconds=0.1) as server, ThreadPoolExecutor(2) as pool:
         asked = {"prompt": "1", "stream": stream}
-        waits = pool.submit(server.client.post, TEXT, json=asked)
+        under_way = pool.submit(server.client.post, TEXT, json=asked)
         assert server.script.began.wait(5)
+        waits = pool.submit(server.client.post, TEXT, json={**asked, "temperature": 0})
+        time.sleep(0.3)
         server.stopping.set()
         server.thread.join(3)
         assert not server.thread.is_alive()
-        told = waits.result(5).text
-    assert "the server is ending" in told
+    for asked in (under_way, waits):
+        assert "the server is ending" in asked.result(5).text
 
 
 def test_a_failed_batch_is_reported_and_the_next_is_answered():
