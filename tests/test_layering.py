@@ -119,7 +119,6 @@ ONE_IMPORTER = {
     "aligner.config.commands.pipeline": "options of a command",
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
-    "aligner.config.rules.environment": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
     "aligner.data.arithmetic": "a task; its importer is a command",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
@@ -197,7 +196,10 @@ VERBS = [
 ]
 DEFINITIONS_OF_A_VERB = 4
 MORE_DEFINITIONS = {
-    "generate": 6,  # two are functions: the command, and a stage of a rollout
+    # Two are functions: the command, and a stage of a rollout; one is an engine's rounds ahead.
+    "generate": 7,
+    "prepare_for_generation": 5,
+    "finish_generation": 5,
     "get_rewards": 8,  # one of workers; the others are sources of rewards, one in another's place
 }
 CONFINED = {

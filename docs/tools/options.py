@@ -258,11 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the files anew")
     write = parser.parse_args().write
-    for path, text in written().items():
-        if path.read_text() != text:
-            print(path.relative_to(ROOT))
-            if write:
-                path.write_text(text)
+    stale = {path: text for path, text in written().items() if path.read_text() != text}
+    for path, text in stale.items():
+        print(path.relative_to(ROOT))
+        if write:
+            path.write_text(text)
+    if not stale:
+        print("conf/ and docs/ say what aligner/config says")
 
 
 if __name__ == "__main__":

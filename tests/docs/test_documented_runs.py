@@ -25,6 +25,7 @@ NOT_RUN = {
     r"--nproc-per-node 8|trainer\.devices=8": "eight GPUs; tests/distributed has four",
     r"RAY_ADDRESS=": "tests/ray starts two nodes with these words and trains on them",
     r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
+    r"adapters\.(gymnasium|mcp|openenv|skyrl_gym|verifiers):": "tests/adapters plays it",
     r"python -m benchmarks\.": "minutes to an hour; benchmarks/LOG.md has each reading",
     r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
     r"python -m campaigns": "`make campaign`: minutes of faults, seeded",
@@ -233,7 +234,10 @@ def test_the_server_of_the_page(workplace, serving):
 
 
 # Blocks that show a form and run nothing, by their first line.
-SHOWN = ("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py")
+SHOWN = (
+    *("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py"),
+    *("# my_counter.py", "# my_server.py", "# my_nemo_env.py", "# my_vf_env.py"),
+)
 ASKS_A_SERVER = "import httpx"
 PYTHON = [block for block in blocks() if block.language == "python"]
 

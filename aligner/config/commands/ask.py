@@ -12,6 +12,7 @@ from pydantic import StrictBool, StrictStr
 from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import AnsweredColumns, DataConfig, PromptSourceConfig
+from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
 from aligner.config.fields import (
     Count,
@@ -29,6 +30,7 @@ from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.policy import BackendConfig, check_policy_backend
 from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.rules.cluster import check_cluster
+from aligner.config.rules.environment import check_environment
 from aligner.config.rules.generation import check_generation
 from aligner.config.rules.reward import check_reward
 from aligner.config.run import RSRunConfig
@@ -179,6 +181,7 @@ class EvaluateConfig(PromptedConfig):
     """All options of an evaluation."""
 
     reward: RewardConfig
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     final_answer: Function = FINAL_ANSWER
     """Function that finds a response's final answer.
 
@@ -214,12 +217,23 @@ def _check_prompted(config: PromptedConfig) -> None:
     sampling = config.sampling
     check_samples_differ("sampling", sampling.samples_per_prompt, sampling.use_greedy)
     check_sets("data.sets", config.data.sets)
+    if isinstance(config, EvaluateConfig):
+        _check_room(config)
     if isinstance(config, GenerateConfig):
         _check_generate(config)
     elif config.data.prompts is None and not config.data.sets:
         raise ConfigError(
             "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file or a "
             "generator function (package.module:function)"
+        )
+
+
+def _check_room(config: EvaluateConfig) -> None:
+    environment, response = config.environment, config.sampling.max_length
+    if environment.factory is not None and environment.max_tokens <= response:
+        raise ConfigError(
+            f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt before a "
+            f"response of sampling.max_length={response}; raise the one, or lower the other"
         )
 
 
@@ -267,8 +281,9 @@ def as_run(
     layout |= {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
     reward, folder = RewardConfig(function=FINAL_ANSWER), "."  # nobody asks it
+    environment = EnvironmentConfig()
     if isinstance(config, EvaluateConfig):
-        reward, folder = config.reward, config.output
+        reward, folder, environment = config.reward, config.output, config.environment
     process = {one.name: getattr(config.trainer, one.name) for one in fields(ProcessConfig)}
     data: dict[str, Any] = {}
     source = None
@@ -293,6 +308,7 @@ def as_run(
         policy=config.policy,
         generation=config.generation,
         reward=reward,
+        environment=environment,
         data=DataConfig(train=source or PromptSourceConfig(source=""), **data),
         exp_manager=ExpManagerConfig(explicit_log_dir=folder),
     )
@@ -301,4 +317,5 @@ def as_run(
     check_generation(run)
     if isinstance(config, EvaluateConfig):
         check_reward(run)
+        check_environment(run)
     return run
