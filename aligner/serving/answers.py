@@ -14,7 +14,7 @@ from typing import Any
 
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.tools import Form
+from aligner.environments.calls import Form
 from aligner.serving.queue import EndKind, Progress
 from aligner.serving.tools import split_calls
 

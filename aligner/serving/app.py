@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from aligner.environments.tools import Form
+from aligner.environments.calls import Form
 from aligner.errors import AlignerError, TokenizerError
 from aligner.http.listening import Bodies, check_bearer, listening
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Wants

@@ -8,10 +8,10 @@ from typing import Any
 from aligner.config import SamplingOptions
 from aligner.data.chat import check_all_used, parse_messages, render, with_system
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.tools import Form
+from aligner.environments.calls import Form, form_of
 from aligner.errors import DataError
 from aligner.serving.requests import ChatRequest, CompletionRequest, chat_messages
-from aligner.serving.tools import form_of, in_text
+from aligner.serving.tools import in_text
 
 
 @dataclass(frozen=True)

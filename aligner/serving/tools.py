@@ -6,34 +6,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aligner.data.chat import Message, render
-from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.environments.tools import Form, described, parse_calls
-from aligner.errors import DataError
+from aligner.data.chat import Message
+from aligner.environments.calls import Form, numbered, parse_calls
+from aligner.environments.tools import described
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks up a word.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
 _HOW = 'To call a function, write a line such as: call NAME {"ARGUMENT": VALUE}'
-
-
-def form_of(tokenizer: Tokenizer) -> Form:
-    """Form of calls: ``hermes`` where the chat template shows tools, else ``plain``.
-
-    Raises:
-        TokenizerError: there is no chat template.
-    """
-    question = [{"role": "user", "content": "a"}]
-    try:
-        shown = render(tokenizer, question, [_TOOL])
-    except DataError:  # of a template for other chats
-        return "plain"
-    return "plain" if shown == render(tokenizer, question) else "hermes"
+# Beginning of the calls in a text that has some.
+_BEGIN: Mapping[Form, str] = {
+    "hermes": r"<tool_call>",
+    "llama3": r"<\|python_tag\|>|\{",
+    "mistral": r"\[TOOL_CALLS\]",
+    "plain": r"(?m)^call \w",
+}
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -78,11 +62,12 @@ def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]
     calls = parse_calls(text, form)
     if not calls or any(call.problem is not None for call in calls):
         return text, []
-    mark = "<tool_call>" if form == "hermes" else rf"(?m)^call {calls[0].name}\b"
-    before = re.split(mark, text, maxsplit=1)[0].strip()
+    if form == "mistral":  # the template wants ids of its own kind back
+        calls = numbered(calls)
+    before = re.split(_BEGIN[form], text, maxsplit=1)[0].strip()
     return before or None, [
         {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }

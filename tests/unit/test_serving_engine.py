@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from test_chat_data import WITH_TOOLS, chatml
+from chat_families import FAMILIES
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
@@ -189,19 +189,23 @@ def test_stop_strings_are_held_back_until_they_are_sure(listens):
 
 # Tools -----------------------------------------------------------------------------------------
 
-PLAIN = 'Let me see.\ncall calculator {"expression": "2*21"}'
-HERMES = (
-    'Let me see.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*21"}}\n'
-    "</tool_call>"
-)
+ARGUMENTS = {"expression": "2*21"}
+IN_JSON = json.dumps(ARGUMENTS)
+CALLED = json.dumps({"name": "calculator", "arguments": ARGUMENTS})
+# What a model of each family says to call the calculator, and the text before the call.
+REPLIES = {
+    "plain": (f"Let me see.\ncall calculator {IN_JSON}", "Let me see."),
+    "qwen": (f"Let me see.\n<tool_call>\n{CALLED}\n</tool_call>", "Let me see."),
+    "llama3": (json.dumps({"name": "calculator", "parameters": ARGUMENTS}), ""),
+    "mistral": (f"[TOOL_CALLS] [{CALLED}]", ""),
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("template", "reply"), [("plain", PLAIN), ("hermes", HERMES)], ids=["plain", "hermes"]
-)
-def test_tools_are_shown_and_calls_are_read(template, reply, stream):
-    tokenizer = chatml(WITH_TOOLS) if template == "hermes" else byte_level_tokenizer()
+@pytest.mark.parametrize("family", REPLIES)
+def test_tools_are_shown_and_calls_are_read(family, stream):
+    tokenizer = FAMILIES[family].make() if family != "plain" else byte_level_tokenizer()
+    reply, before = REPLIES[family]
 
     def answer(text):
         return "42" if "42" in text else reply
@@ -210,10 +214,10 @@ def test_tools_are_shown_and_calls_are_read(template, reply, stream):
         asked = {"messages": [QUESTION], "tools": [CALCULATOR]}
         message, reason = chat(server, stream, **asked)
         assert reason == "tool_calls"
-        assert message["content"] == "Let me see."
+        assert (message["content"] or "") == before
         (call,) = message["tool_calls"]
         assert call["function"]["name"] == "calculator"
-        assert json.loads(call["function"]["arguments"]) == {"expression": "2*21"}
+        assert json.loads(call["function"]["arguments"]) == ARGUMENTS
         call.pop("index", None)
         result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
         said = {"role": "assistant", "refusal": None, "annotations": [], **message}
@@ -222,9 +226,9 @@ def test_tools_are_shown_and_calls_are_read(template, reply, stream):
         (first,), _ = server.script.batches[0]
         (second,), _ = server.script.batches[1]
         assert chat(server, stream, messages=[QUESTION])[0]["content"] == reply  # no tools: text
-    if template == "plain":
+    if family == "plain":
         assert "calculator(expression): Compute." in first
-        assert 'call calculator {"expression": "2*21"}' in second
+        assert f"call calculator {IN_JSON}" in second
         assert "result of calculator: 42" in second
     assert "calculator" in first
     assert second.count("2*21?") == 1
