@@ -56,7 +56,7 @@ def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]
         return text, []
     return before_calls(text, form).strip() or None, [
         {
-            "id": uuid.uuid4().hex[:9],  # Mistral's templates refuse others
+            "id": call.id or uuid.uuid4().hex[:9],  # Mistral's templates refuse longer ones
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }

@@ -21,7 +21,7 @@ from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Waiting
+from aligner.serving.queue import Job, Row, Waiting
 from aligner.serving.served import Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -140,6 +140,28 @@ def test_what_waits_at_the_same_time_is_one_batch():
         assert options[5].length.max_length == 6
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_each_row_of_a_batch_has_its_own_length(listens):
+    """Also where the engine says nothing before its end."""
+    tokenizer = byte_level_tokenizer()
+    script, waiting, heard = Scripted(tokenizer, lambda text: "abcdef"), Waiting(9), []
+    lengths = [LengthParams(max_length=most) for most in (2, 4, 9)]
+    rows = [Row([65], 1, SamplingOptions(length, SamplingParams())) for length in lengths]
+    waiting.add(Job(rows, heard.append))
+    ends = frozenset(tokenizer.end_ids)
+    settings = EngineSettings(8, 2000, tokenizer.pad_id, ends, 1, listens, has_peers=False)
+    engine = ServingEngine(script, waiting, settings)
+    engine.serve(lambda: sum(each.end is not None for each in heard) == len(rows))
+    said = {
+        row: tokenizer.decode([token for each in heard if each.row == row for token in each.ids])
+        for row in range(3)
+    }
+    assert said == {0: "ab", 1: "abcd", 2: "abcdef<|im_end|>"}
+    reasons = {each.row: each.end for each in heard if each.end is not None}
+    assert reasons == {0: "length", 1: "length", 2: "stop"}
+    assert len(script.batches) == 1
+
+
 def test_a_request_of_many_answers_takes_turns():
     with serving(lambda text: "x", seconds=0.05) as server, ThreadPoolExecutor(2) as pool:
         many = pool.submit(server.client.post, TEXT, json={"prompt": "many", "n": 40})
@@ -167,22 +189,23 @@ def test_stop_strings_are_held_back_until_they_are_sure(listens):
 
 # Tools -----------------------------------------------------------------------------------------
 
-PLAIN = 'Let me see.\ncall calculator {"expression": "2*21"}'
-HERMES = (
-    'Let me see.\n<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*21"}}\n'
-    "</tool_call>"
-)
-MISTRAL = 'Let me see.[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "2*21"}}]'
+ARGUMENTS = {"expression": "2*21"}
+IN_JSON = json.dumps(ARGUMENTS)
+CALLED = json.dumps({"name": "calculator", "arguments": ARGUMENTS})
+# What a model of each family says to call the calculator, and the text before the call.
+REPLIES = {
+    "plain": (f"Let me see.\ncall calculator {IN_JSON}", "Let me see."),
+    "qwen": (f"Let me see.\n<tool_call>\n{CALLED}\n</tool_call>", "Let me see."),
+    "llama3": (json.dumps({"name": "calculator", "parameters": ARGUMENTS}), ""),
+    "mistral": (f"[TOOL_CALLS] [{CALLED}]", ""),
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("template", "reply"),
-    [("plain", PLAIN), ("qwen", HERMES), ("mistral", MISTRAL)],
-    ids=["plain", "hermes", "mistral"],
-)
-def test_tools_are_shown_and_calls_are_read(template, reply, stream):
-    tokenizer = byte_level_tokenizer() if template == "plain" else FAMILIES[template].make()
+@pytest.mark.parametrize("family", REPLIES)
+def test_tools_are_shown_and_calls_are_read(family, stream):
+    tokenizer = FAMILIES[family].make() if family != "plain" else byte_level_tokenizer()
+    reply, before = REPLIES[family]
 
     def answer(text):
         return "42" if "42" in text else reply
@@ -191,10 +214,10 @@ def test_tools_are_shown_and_calls_are_read(template, reply, stream):
         asked = {"messages": [QUESTION], "tools": [CALCULATOR]}
         message, reason = chat(server, stream, **asked)
         assert reason == "tool_calls"
-        assert message["content"] == "Let me see."
+        assert (message["content"] or "") == before
         (call,) = message["tool_calls"]
         assert call["function"]["name"] == "calculator"
-        assert json.loads(call["function"]["arguments"]) == {"expression": "2*21"}
+        assert json.loads(call["function"]["arguments"]) == ARGUMENTS
         call.pop("index", None)
         result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
         said = {"role": "assistant", "refusal": None, "annotations": [], **message}
@@ -203,9 +226,9 @@ def test_tools_are_shown_and_calls_are_read(template, reply, stream):
         (first,), _ = server.script.batches[0]
         (second,), _ = server.script.batches[1]
         assert chat(server, stream, messages=[QUESTION])[0]["content"] == reply  # no tools: text
-    if template == "plain":
+    if family == "plain":
         assert "calculator(expression): Compute." in first
-        assert 'call calculator {"expression": "2*21"}' in second
+        assert f"call calculator {IN_JSON}" in second
         assert "result of calculator: 42" in second
     assert "calculator" in first
     assert second.count("2*21?") == 1
@@ -283,15 +306,17 @@ def test_an_answer_that_nobody_waits_for_is_given_up():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_stops_tells_those_who_wait(stream):
-    with serving(lambda text: "x" * 90, seconds=0.1) as server, ThreadPoolExecutor(1) as pool:
+    with serving(lambda text: "x" * 90, seconds=0.1) as server, ThreadPoolExecutor(2) as pool:
         asked = {"prompt": "1", "stream": stream}
-        waits = pool.submit(server.client.post, TEXT, json=asked)
+        under_way = pool.submit(server.client.post, TEXT, json=asked)
         assert server.script.began.wait(5)
+        waits = pool.submit(server.client.post, TEXT, json={**asked, "temperature": 0})
+        time.sleep(0.3)
         server.stopping.set()
         server.thread.join(3)
         assert not server.thread.is_alive()
-        told = waits.result(5).text
-    assert "the server is ending" in told
+    for asked in (under_way, waits):
+        assert "the server is ending" in asked.result(5).text
 
 
 def test_a_failed_batch_is_reported_and_the_next_is_answered():
