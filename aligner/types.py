@@ -44,6 +44,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+# What fills up shorter rows of a column, where it is not 0.
+PAD_VALUES: Mapping[str, int] = {"kept_ids": -1}
+
 
 class Denominators(NamedTuple):
     """Counts over the whole global batch and all data-parallel ranks, taken before micro-batch 1.

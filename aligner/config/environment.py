@@ -41,6 +41,13 @@ class EnvironmentConfig:
     concurrency: Count = 16
     """Conversations under way at the same time, each with a process of its own."""
 
+    memory_mb: Annotated[Integer, Interval(ge=64, le=2**30)] | None = None
+    """MiB that a process of an environment, and each that it starts, may allocate; null: no limit.
+
+    Beyond that they get a MemoryError, which fails the conversation unless the environment handles
+    it. With or without: where the machine's memory runs out, Linux ends environments first.
+    """
+
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
     """Conversations that a rollout may begin again because their environment failed.
 

@@ -66,11 +66,12 @@ class CallForm(NamedTuple):
     """A row of the table of forms.
 
     ``sign``: what a template's text of a call holds; None: the template shows neither functions nor
-    results, and text must. ``read``: the calls in a message. ``results``: the messages by which
-    results go back.
+    results, and text must. ``begins``: where the calls of a message begin. ``read``: the calls in a
+    message. ``results``: the messages by which results go back.
     """
 
     sign: re.Pattern[str] | None
+    begins: re.Pattern[str]
     read: Callable[[str], list[ToolCall]]
     results: Callable[[Sequence[ToolCall], Sequence[str]], list[Message]]
 
@@ -86,6 +87,12 @@ def parse_calls(text: str, form: Form) -> list[ToolCall]:
     One that cannot be read has a ``problem``.
     """
     return FORMS[form].read(text)
+
+
+def before_calls(text: str, form: Form) -> str:
+    """A message of the policy up to its calls."""
+    found = FORMS[form].begins.search(text)
+    return text if found is None else text[: found.start()]
 
 
 def form_of(tokenizer: Tokenizer) -> Form:
@@ -272,10 +279,20 @@ def _as_lines(calls: Sequence[ToolCall], results: Sequence[str]) -> list[Message
 
 
 FORMS: Mapping[Form, CallForm] = {
-    "hermes": CallForm(re.compile(r"<tool_call>\s*\{"), _read_hermes, _as_tool_messages),
-    "mistral": CallForm(re.compile(r"\[TOOL_CALLS\]"), _read_mistral, _as_tool_messages),
-    "llama3": CallForm(
-        re.compile(r'\{"name": "weigh_it", "parameters":'), _read_llama, _as_tool_messages
+    "hermes": CallForm(
+        re.compile(r"<tool_call>\s*\{"), re.compile("<tool_call>"), _read_hermes, _as_tool_messages
     ),
-    "plain": CallForm(None, _read_plain, _as_lines),
+    "mistral": CallForm(
+        re.compile(r"\[TOOL_CALLS\]"),
+        re.compile(r"\[TOOL_CALLS\]"),
+        _read_mistral,
+        _as_tool_messages,
+    ),
+    "llama3": CallForm(
+        re.compile(r'\{"name": "weigh_it", "parameters":'),
+        re.compile(r"<\|python_tag\|>|\A\s*\{"),
+        _read_llama,
+        _as_tool_messages,
+    ),
+    "plain": CallForm(None, _PLAIN, _read_plain, _as_lines),
 }

@@ -18,20 +18,8 @@ from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 from aligner.importing import text_of
 
-__all__ = [
-    "Calculation",
-    "Form",
-    "ToolCall",
-    "ToolEnv",
-    "calculator",
-    "described",
-    "json_schema",
-    "parse_calls",
-]
-
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
 _MOST_CHARACTERS = 4000  # of a result
-_AT_ONCE = 8
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -39,12 +27,16 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """JSON schema of a function, from its type hints and its docstring.
 
     The docstring is Google's: a description, and every parameter below ``Args:``. The result is
-    that of ``transformers.utils.get_json_schema``, for the types that JSON has.
+    that of ``transformers.utils.get_json_schema``, for the types that JSON has. A function with an
+    attribute ``json_schema`` brings its own.
 
     Raises:
         ConfigError: no docstring, or a parameter without description or with a type that JSON has
             not.
     """
+    own = getattr(function, "json_schema", None)
+    if own is not None:
+        return dict(own)
     name = getattr(function, "__name__", repr(function))
     description, described = _docstring(function, name)
     hints = get_type_hints(function)
@@ -73,10 +65,12 @@ class ToolEnv:
     says; errors and unknown tools go back as text. A message without is the answer.
 
     A subclass with a parameter ``form`` is made with that of the tokenizer's chat template
-    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` has it.
+    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` has it. ``calls_at_once``:
+    of a message; with 1 one after the other, in their order.
     """
 
     reads_calls: ClassVar[bool] = True
+    calls_at_once = 8
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
         """Offer these functions."""
@@ -112,7 +106,7 @@ class ToolEnv:
         calls = parse_calls(message["content"], self._form)
         if not calls:
             return self.answered(message["content"])
-        with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
+        with ThreadPoolExecutor(max_workers=self.calls_at_once) as threads:
             results = list(threads.map(self._result, calls))
         said = FORMS[self._form].results(calls, results)
         return Turn(said, self.call_reward(calls, results))
@@ -168,8 +162,12 @@ class Calculation(ToolEnv):
     ) -> None:
         """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
         del seed, columns
-        super().__init__([calculator], form)
+        super().__init__(self.tools(), form)
         self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The functions that are offered."""
+        return [calculator]
 
     def question(self) -> str:
         """The row's question."""

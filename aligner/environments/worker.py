@@ -1,19 +1,21 @@
 """The environment's process: loads the class once, then holds one conversation at a time.
 
 Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns,
-form of calls)``, then ``(number, call, argument, time limit in seconds)``, where the calls are
-``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``.
-Child to parent: ``answer, (value, seconds)`` or ``raised, (text, seconds)``.
+form of calls, mebibytes it may allocate | None)``, then ``(number, call, argument, time limit in
+seconds)``, where the calls are ``begin`` with ``(seed, columns of the row)``, ``step`` with the
+policy's message, and ``close``. Child to parent: ``answer, (value, seconds)`` or ``raised, (text,
+seconds)``.
 """
 
 import asyncio
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from aligner.child_process import Channel, ended_after, refusal
+from aligner.child_process import Channel, ended_after, limit_memory, refusal
 from aligner.environments.calls import Form
 from aligner.environments.protocol import check_start, check_turn
 from aligner.errors import AlignerError, ConfigError
@@ -26,7 +28,9 @@ def main(channel: int) -> None:
     """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
     parent = Channel(channel)
     try:
-        factory, kwargs, columns, form = parent.receive()
+        factory, kwargs, columns, form, memory_mb = parent.receive()
+        if memory_mb is not None:
+            limit_memory(memory_mb)
         host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     except AlignerError as error:
         parent.send(0, *refusal(error))
@@ -61,7 +65,7 @@ def load_factory(
 
     Raises:
         ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
-            ``columns`` and ``kwargs``.
+            ``columns`` and ``kwargs``, or its ``check_kwargs`` refuses ``kwargs``.
     """
     found = load_function(factory, key=KEY, kind="class")
     if isinstance(found, type):
@@ -85,6 +89,12 @@ def load_factory(
         f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
         "Take what it does not need as **columns.",
     )
+    check = getattr(found, "check_kwargs", None)
+    if check is not None:
+        try:
+            check(kwargs)
+        except AlignerError as error:
+            raise ConfigError(f"{KEY}={factory!r}: {error}") from error
     return found
 
 
@@ -105,16 +115,20 @@ class Host:
     def call(self, name: str, argument: Any) -> Any:
         """Do what a message asks for and check what comes back."""
         if name == "begin":
+            with suppress(Exception):  # of a conversation that was left under way
+                self._close()
             seed, columns = argument
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)
             return check_start(self._awaited(self._environment.init()))
         if name == "step":
             return check_turn(self._awaited(self._environment.step(argument)))
-        close = getattr(self._environment, "close", None)
+        return self._close()
+
+    def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        close = getattr(environment, "close", None)
         if close is not None:
             self._awaited(close())
-        self._environment = None
-        return None
 
     def _awaited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value

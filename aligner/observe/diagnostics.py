@@ -7,7 +7,7 @@ lengths. Scalars are 0-dimensional tensors, NaN where a quantity is undefined.
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,57 @@ from aligner.losses.corrections import effective_sample_size
 
 _NAN = float("nan")
 
-# Most that rounding makes of the mean absolute gap between the log-probs of sampler and trainer, by
-# `trainer.precision`: where both have the same weights and sample from the same distribution.
-ROUNDING_GAP = {"32": 1e-4, "bf16": 0.05}
+
+class RoundingGap(NamedTuple):
+    """Rounding of one precision, by its ``name``.
+
+    ``limit``: most that it makes of the mean absolute gap between the log-probs of sampler and
+    trainer, in nats, where both have the same weights and sample from the same distribution.
+    """
+
+    name: str
+    limit: float
+
+
+# By `trainer.precision`.
+ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16", 0.05)}
+
+
+class GapVerdict(NamedTuple):
+    """Verdict on a gap; ``text``: words that follow "it is"."""
+
+    is_rounding: bool
+    text: str
+
+
+def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
+    """Compare a mean ``gap`` of sampler and trainer, in nats, with what rounding gives.
+
+    Meant for a gap of the weights that sampled. ``precision``: `trainer.precision`. None: the
+    precision is not known, or the gap is not finite.
+    """
+    rounding = ROUNDING_GAPS.get(precision)
+    if rounding is None or not math.isfinite(gap):
+        return None
+    if gap <= rounding.limit:
+        return GapVerdict(True, f"what rounding in {rounding.name} gives.")
+    return GapVerdict(
+        False,
+        f"more than rounding in {rounding.name} gives: the engines disagree. docs/logprobs.md says "
+        "where to look, docs/corrections.md what corrects.",
+    )
+
+
+def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
+    """Words for the console where the gap of a step is above rounding; none elsewhere.
+
+    ``metrics``: of a step that the weights before its first update sampled, under full names.
+    """
+    gap = metrics.get("sampler/logprob_gap_mean", _NAN)
+    verdict = gap_verdict(gap, precision)
+    if verdict is None or verdict.is_rounding:
+        return ()
+    return (f"sampler/logprob_gap_mean={gap:.2g}, {verdict.text}",)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.environments.calls import ToolCall, form_of, parse_calls, structured
+from aligner.environments.calls import (
+    ToolCall,
+    before_calls,
+    form_of,
+    parse_calls,
+    structured,
+)
 from aligner.environments.games import GuessingGame, guessing_games
 from aligner.environments.tools import (
     Calculation,
@@ -245,6 +251,22 @@ def test_results_of_calls_are_known_by_their_ids():
     assert [message["content"] for message in messages] == ["1", "2", "3", "4"]
     ids = [message["tool_call_id"] for message in messages]
     assert ids == ["a1B2c3D4e", "call00000", "call00001", "call00002"]
+
+
+@pytest.mark.parametrize(
+    ("form", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}]'),
+        ("llama3", '<|python_tag|>{"name": "f"}'),
+        ("plain", "call f {}"),
+    ],
+)
+def test_text_before_the_calls(form, calls):
+    assert [call.name for call in parse_calls(f"well\n{calls}", form)] == ["f"]
+    assert before_calls(f"well\n{calls}", form) == "well\n"
+    assert before_calls("no call at all", form) == "no call at all"
+    assert before_calls('{"name": "f"}', "llama3") == ""
 
 
 def test_calls_stand_apart_from_the_text_where_a_template_wants_it():

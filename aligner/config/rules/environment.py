@@ -32,11 +32,6 @@ def check_environment(config: SamplingRunConfig) -> None:
             f"reward.function={config.reward.function} scores single responses, and the rewards "
             "are the environment's; set it to null"
         )
-    if config.generation.async_rollouts:
-        raise ConfigError(
-            "generation.async_rollouts=true draws single responses ahead, and environment.factory "
-            "is set; set it to false"
-        )
     longest = 2 * environment.timeout_s
     if config.cluster.engine == "local" and longest >= config.cluster.timeout_s:
         raise ConfigError(
