@@ -28,8 +28,8 @@ from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.lora import TokenDropout
 
 # Rows of 3, 1 and 2 sequences.
-LENGTHS = [[5, 9, 20], [12], [40, 7]]
-WIDTH = 48
+LENGTHS = [[5, 40, 38], [12], [60, 7]]
+WIDTH = 96
 
 
 def positions():
@@ -43,25 +43,25 @@ def positions():
 def test_sequences_of_rows_by_hand():
     totals = np.array([sum(lengths) for lengths in LENGTHS])
     found = Sequences.find(positions().numpy(), totals)
-    assert found.places.tolist() == [0, 5, 14, 48, 96, 136]
-    assert found.lengths.tolist() == [5, 9, 20, 12, 40, 7]
+    assert found.places.tolist() == [0, 5, 45, 96, 192, 252]
+    assert found.lengths.tolist() == [5, 40, 38, 12, 60, 7]
     ids = np.arange(3 * WIDTH).reshape(3, WIDTH)
-    assert found.cut(ids)[1, :10].tolist() == [*range(5, 14), 0]
+    assert found.cut(ids)[3, :13].tolist() == [*range(96, 108), 0]
     assert Sequences.find(positions().numpy()[1:2], totals[1:2]) is None
     layout = build_layout(torch.from_numpy(ids), totals, LayoutRules(False, 1, 1), None, found)
     rows, tokens = layout.predicted_tokens()
     assert layout.positions[0, rows].tolist() == [
         at for lengths in LENGTHS for length in lengths for at in range(length - 1)
     ]
-    assert not {0, 5, 14, 48, 96, 136} & set(tokens.tolist())  # nothing predicts a first token
+    assert not {0, 5, 45, 96, 192, 252} & set(tokens.tolist())  # nothing predicts a first token
 
 
 def batches():
     """Rows of several sequences, and the same with a row for each sequence."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, 250, (len(LENGTHS), WIDTH), generator=generator)
-    ids[0, 14:18] = ids[0, 5:9]
-    ids[2, 40:46] = ids[0, 5:11]
+    ids[0, 45:80] = ids[0, 5:40]  # shared by three sequences, two of them of one row
+    ids[2, :36] = ids[0, 5:41]
     where = positions()
     inside = torch.arange(WIDTH) < torch.tensor([[sum(each)] for each in LENGTHS])
     noise = torch.randn(ids.shape, generator=generator)
@@ -129,7 +129,7 @@ def test_adapters_drop_out_by_the_sequence():
     one, other = dropped(joined, joined["position_ids"]), dropped(apart)
     for index, (row, start, length) in enumerate(bounds):
         assert torch.equal(one[row, start : start + length], other[index, :length])
-    assert not torch.equal(one[0, 5:14], dropped(joined)[0, 5:14])
+    assert not torch.equal(one[0, 5:45], dropped(joined)[0, 5:45])
 
 
 def test_positions_go_where_token_ids_go():
