@@ -1,10 +1,12 @@
 """Code of a user's in processes of its own, which can be killed when it hangs.
 
 `ChildProcess` is the parent's end, `Channel` the child's. Messages are pickled tuples. Parent to
-child: first what the child is to load, then ``(number, ...)``. Child to parent: ``(number, kind,
-payload)`` with the number of the message that is answered, 0 before the first. Kinds that the
-parent knows by itself: ``"ready", payload`` once the code is loaded, and ``"refused", (name of an
-AlignerError, text)``.
+child: first what the child is to load, then ``(number, ..., time limit in seconds)``. Child to
+parent: ``(number, kind, payload)`` with the number of the message that is answered, 0 before the
+first. Kinds that the parent knows by itself: ``"ready", payload`` once the code is loaded, and
+``"refused", (name of an AlignerError, text)``.
+
+No wait of the parent's is without end, whatever the child writes or does not read.
 
 This module imports neither torch nor numpy: it is loaded by every child.
 """
@@ -14,17 +16,20 @@ import faulthandler
 import json
 import os
 import pickle
+import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,8 +40,13 @@ from aligner.importing import text_of
 
 # Importing the user's module is not part of its time limit, but must end some time.
 _START_LIMIT_S = 300.0
+# For the rest of a message of which the first bytes came in time: less than `ended_after` adds.
+_BODY_LIMIT_S = 4.0
+_SHORTEST_WAIT_S = 0.001
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_KILL_S = 2.0  # spent on descendants that do not end
+# Environment variable of a child and of what it starts: by it they are found when the child died.
+_MARK = "ALIGNER_CHILD_PROCESS"
 
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -76,7 +86,9 @@ class ChildProcess:
         """
         self._wording, self._most_bytes = wording, most_bytes
         self._number = 0  # of the message that was sent last
-        self._connection, channel = Pipe()
+        mark = uuid.uuid4().hex
+        own, channel = socket.socketpair()
+        self._pipe = _Pipe(own)
         with channel:
             arguments = [json.dumps(sys.path), module, str(channel.fileno())]
             self._child = subprocess.Popen(
@@ -84,9 +96,11 @@ class ChildProcess:
                 pass_fds=[channel.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env={**os.environ, _MARK: mark},
             )
-        self._stop = weakref.finalize(self, _kill, self._child, self._connection, os.getpid())
-        self._connection.send(first)
+        self._stop = weakref.finalize(self, _kill, self._child, own, os.getpid(), mark)
+        with suppress(OSError):  # it is dead or hangs, which `wait_until_ready` will find
+            self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
         """Payload of the child's first answer; what it refused is raised."""
@@ -106,11 +120,16 @@ class ChildProcess:
         """Process id of the child."""
         return self._child.pid
 
-    def ask(self, *message: Any) -> None:
-        """Send a message; ``receive`` must follow."""
+    def ask(self, *message: Any, time_limit_s: float) -> None:
+        """Send a message with its time limit, which bounds the sending too.
+
+        ``receive`` must follow.
+        """
         self._number += 1
         try:
-            self._connection.send((self._number, *message))
+            self._pipe.send((self._number, *message, time_limit_s), time.monotonic() + time_limit_s)
+        except TimeoutError as error:
+            raise self._timed_out(time_limit_s) from error
         except OSError as error:
             raise self._died() from error
 
@@ -122,18 +141,7 @@ class ChildProcess:
             time_limit_s: the time limit that ``deadline`` came from, for the error.
         """
         while True:
-            try:
-                if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                    self.close()
-                    raise self._wording.timeout(
-                        f"{self._wording.name} did not answer within {time_limit_s:g} seconds and "
-                        f"was killed; {self._wording.remedy}"
-                    )
-                message = self._connection.recv_bytes(self._most_bytes)
-            except (EOFError, OSError) as error:
-                if isinstance(error, AlignerError):
-                    raise
-                raise self._died() from error
+            message = self._next(deadline, time_limit_s)
             try:
                 number, kind, payload = pickle.loads(message)
             except Exception as error:  # damaged pickles raise nearly anything
@@ -147,10 +155,33 @@ class ChildProcess:
                 if kind == "refused":
                     raise self._refusal(*payload)
                 return kind, payload
+            if time.monotonic() > deadline:  # answers to earlier messages, without end
+                raise self._timed_out(time_limit_s)
 
     def close(self) -> None:
         """Kill the child and everything it started. May be called twice."""
         self._stop()
+
+    def _next(self, deadline: float, time_limit_s: float) -> bytes | bytearray:
+        try:
+            return self._pipe.receive(self._most_bytes, deadline)
+        except TimeoutError as error:
+            raise self._timed_out(time_limit_s) from error
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        except _TooLongError as error:
+            self.close()
+            raise self._wording.error(
+                f"the process of {self._wording.name} answered with {error} bytes; at most "
+                f"{self._most_bytes} are read"
+            ) from error
+
+    def _timed_out(self, time_limit_s: float) -> AlignerError:
+        self.close()
+        return self._wording.timeout(
+            f"{self._wording.name} did not answer within {time_limit_s:g} seconds and "
+            f"was killed; {self._wording.remedy}"
+        )
 
     def _died(self) -> AlignerError:
         with suppress(subprocess.TimeoutExpired):
@@ -174,23 +205,97 @@ class Channel:
         """Open the inherited socket ``number``."""
         adopt_orphans()
         _die_with_parent()
-        self._connection = Connection(number)
+        with suppress(OSError):  # where memory runs out, this process goes before its parent
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        os.set_inheritable(number, False)
+        self._pipe = _Pipe(socket.socket(fileno=number))
         self._own = os.getpid()
 
     def receive(self) -> Any:
         """The parent's next message; EOFError: it has closed the channel."""
-        return self._connection.recv()
+        return pickle.loads(self._pipe.receive())
 
     def send(self, number: int, kind: str, payload: Any) -> None:
         """Answer message ``number``."""
         if os.getpid() != self._own:  # the user's code forked, and returned in the copy as well
             os._exit(0)
-        self._connection.send((number, kind, payload))
+        self._pipe.send((number, kind, payload))
+
+
+class _TooLongError(Exception):
+    """A message has more bytes than are read; the text is how many."""
+
+
+class _Pipe:
+    """Messages over a socket, each behind a header with its length.
+
+    A deadline is a ``time.monotonic()``, after which TimeoutError is raised; None: there is none.
+    """
+
+    _HEADER = struct.Struct("!4sQ")
+    _BEGIN = b"\x93ALN"
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: Any, deadline: float | None = None) -> None:
+        """Send ``message``, pickled; OSError: nobody reads it any more."""
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
+            self._socket.settimeout(_seconds_to(deadline))
+            self._socket.sendall(part)
+
+    def receive(
+        self, most_bytes: int | None = None, deadline: float | None = None
+    ) -> bytes | bytearray:
+        """The next message, still pickled; where something else came, that.
+
+        Raises:
+            EOFError: the other end is closed.
+            _TooLongError: it has more than ``most_bytes``, none of which were read.
+        """
+        header = self._read(self._HEADER.size, deadline)
+        begin, length = self._HEADER.unpack(header)
+        if begin != self._BEGIN:
+            return header
+        if most_bytes is not None and length > most_bytes:
+            raise _TooLongError(length)
+        if deadline is not None:
+            deadline = max(deadline, time.monotonic() + _BODY_LIMIT_S)
+        return self._read(length, deadline)
+
+    def _read(self, count: int, deadline: float | None) -> bytearray:
+        found = bytearray(count)
+        view, have = memoryview(found), 0
+        while have < count:
+            self._socket.settimeout(_seconds_to(deadline))
+            try:
+                new = self._socket.recv_into(view[have:])
+            except ConnectionResetError:
+                new = 0
+            if not new:
+                raise EOFError
+            have += new
+        return found
+
+
+def _seconds_to(deadline: float | None) -> float | None:
+    """Seconds that are left; never 0, by which a socket would mean something else."""
+    return None if deadline is None else max(_SHORTEST_WAIT_S, deadline - time.monotonic())
 
 
 def refusal(error: AlignerError) -> tuple[str, tuple[str, str]]:
     """Error by name and text: the class of an error need not be one that the parent can import."""
     return "refused", (type(error).__name__, text_of(error))
+
+
+def limit_memory(mebibytes: int) -> None:
+    """Bound what this process, and each that it starts, may allocate; MemoryError beyond.
+
+    Memory that is shared or mapped from files does not count (``RLIMIT_DATA``).
+    """
+    size = mebibytes * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 @contextmanager
@@ -220,37 +325,53 @@ def kill_tree(pid: int) -> None:
     """Kill process ``pid``, its process group and all its descendants.
 
     ``pid`` may be this process, which then ends with them. One that is already gone is no error;
-    of that, descendants in sessions of their own are no longer found.
+    what it leaves behind is found by its mark (`ChildProcess`).
     """
     with suppress(psutil.Error):
         top = psutil.Process(pid)
         if pid != os.getpid():
             top.suspend()  # it starts nothing more, and adopts its children's orphans
-        deadline = time.monotonic() + _LONGEST_KILL_S
-        while (alive := _living(top)) and time.monotonic() < deadline:
-            for process in alive:
-                with suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.005)
+        _kill_all(lambda: top.children(recursive=True))
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
-def _living(top: psutil.Process) -> list[psutil.Process]:
+def _kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:
+    """Kill what ``found`` returns until it returns none, for a while at most."""
+    deadline = time.monotonic() + _LONGEST_KILL_S
+    while (alive := _living(found())) and time.monotonic() < deadline:
+        for process in alive:
+            with suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.005)
+
+
+def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     found = []
-    for process in top.children(recursive=True):
+    for process in processes:
         with suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def _kill(child: "subprocess.Popen[bytes]", connection: Connection, owner: int) -> None:
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark:
+                yield process
+
+
+def _kill(child: "subprocess.Popen[bytes]", own: socket.socket, owner: int, mark: str) -> None:
     if os.getpid() != owner:  # a fork of ours is ending: the child is not its own
         return
-    connection.close()
-    kill_tree(child.pid)
-    child.wait()
+    own.close()
+    if child.poll() is None:
+        kill_tree(child.pid)
+    else:  # its descendants have other parents by now
+        _kill_all(lambda: _marked(mark))
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_LONGEST_KILL_S)
 
 
 def _die_with_parent() -> None:

@@ -18,6 +18,7 @@ from campaigns.harness import TINY, Campaign
 
 NAMES = (
     *("config_fuzz", "bad_data", "bad_checkpoints", "state_pickles", "bad_rewards"),
+    "environments",
     *("nonsense_runs", "storage_faults", "kill_resume", "reward_server", "ranks", "ray_kill"),
 )
 

@@ -4,7 +4,7 @@ SIGKILL goes to the whole group; SIGTERM to the group, or only to the first proc
 must then save and end by itself.
 
 The moments are spread evenly over the time of a run, not only over its saves; where the steps are
-short (everything that scores with a function) a slow reward makes them last.
+short (everything that scores with a function, and games) a slow reward or game makes them last.
 """
 
 import signal
@@ -32,6 +32,12 @@ _SLOW = (
     "reward.function=campaigns.slow_reward:reward",
     "++reward.kwargs.seconds=0.2",
 )
+_GAME = "ppo_tiny_guessing_cpu"
+_SLOW_GAME = (
+    *("environment.factory=campaigns.slow_game:SlowGame", "+environment.kwargs.seconds=0.05"),
+    *("model.ppo.num_rollout_samples=16", "model.global_batch_size=16"),
+    *("model.micro_batch_size=8", "critic.global_batch_size=16", "critic.micro_batch_size=8"),
+)
 _GROUPS = ("model.ppo.num_rollouts_per_prompt=4",)
 _LORA = ("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4")
 _ADAPTIVE = (
@@ -44,21 +50,28 @@ _PAIR = (
     *("model.ppo.rollout_micro_batch_size=16",),
 )
 _CASES = (
-    _Case("ppo", "ppo", "ppo", "ppo", 6, _SLOW),
-    _Case("ppo_adaptive", "ppo", "ppo", "ppo", 6, (*_SLOW, *_ADAPTIVE)),
-    _Case("ppo_lora", "ppo", "ppo", "ppo", 6, (*_SLOW, *_LORA)),
-    _Case("ppo_two_ranks", "ppo", "ppo", "ppo", 6, (*_SLOW, *_PAIR)),
-    _Case("rloo", "reinforce", "rloo", "ppo", 6, (*_SLOW, *_GROUPS)),
-    _Case("grpo", "reinforce", "grpo", "ppo", 6, (*_SLOW, *_GROUPS)),
-    _Case("rs", "rs", "rs", "rs", 6, _SLOW),
-    _Case("sft", "sft", "sft", "sft", 60),
-    _Case("sft_lora", "sft", "sft", "sft", 50, _LORA),
-    _Case("reward", "reward", "reward", "reward_model", 50),
-    _Case("dpo", "dpo", "dpo", "dpo", 25),
-    _Case("dpo_lora", "dpo", "dpo", "dpo", 25, _LORA),
-    _Case("kto", "dpo", "kto", "dpo", 25),
+    _Case("ppo", "ppo", "ppo_tiny_cpu", "ppo", 6, _SLOW),
+    _Case("ppo_adaptive", "ppo", "ppo_tiny_cpu", "ppo", 6, (*_SLOW, *_ADAPTIVE)),
+    _Case("ppo_lora", "ppo", "ppo_tiny_cpu", "ppo", 6, (*_SLOW, *_LORA)),
+    _Case("ppo_two_ranks", "ppo", "ppo_tiny_cpu", "ppo", 6, (*_SLOW, *_PAIR)),
+    _Case("conversations", "ppo", _GAME, "ppo", 6, _SLOW_GAME),
+    _Case("conversations_two_ranks", "ppo", _GAME, "ppo", 6, (*_SLOW_GAME, *_PAIR)),
+    _Case("rloo", "reinforce", "rloo_tiny_cpu", "ppo", 6, (*_SLOW, *_GROUPS)),
+    _Case("grpo", "reinforce", "grpo_tiny_cpu", "ppo", 6, (*_SLOW, *_GROUPS)),
+    _Case("rs", "rs", "rs_tiny_cpu", "rs", 6, _SLOW),
+    _Case("sft", "sft", "sft_tiny_cpu", "sft", 60),
+    _Case("sft_lora", "sft", "sft_tiny_cpu", "sft", 50, _LORA),
+    _Case("reward", "reward", "reward_tiny_cpu", "reward_model", 50),
+    _Case("dpo", "dpo", "dpo_tiny_cpu", "dpo", 25),
+    _Case("dpo_lora", "dpo", "dpo_tiny_cpu", "dpo", 25, _LORA),
+    _Case("kto", "dpo", "kto_tiny_cpu", "dpo", 25),
     _Case(
-        "distill", "distill", "distill", "distill", 25, (f"teacher.restore_from_path={_TEACHER}",)
+        "distill",
+        "distill",
+        "distill_tiny_cpu",
+        "distill",
+        25,
+        (f"teacher.restore_from_path={_TEACHER}",),
     ),
 )
 # Name, signal, whether the whole group gets it.
@@ -78,7 +91,7 @@ def run_campaign(campaign: Campaign) -> None:
 
         def arguments(folder: object, case: _Case = case) -> list[str]:
             return [
-                *("--config-name", f"recipes/{case.recipe}_tiny_cpu"),
+                *("--config-name", f"recipes/{case.recipe}"),
                 *(f"model.restore_from_path={TINY}", f"exp_manager.explicit_log_dir={folder}"),
                 *("exp_manager.create_tensorboard_logger=false",),
                 *(f"trainer.{case.section}.max_steps={case.steps}",),

@@ -51,7 +51,9 @@ def test_one_line_each_and_a_status(monkeypatch, tmp_path, capsys, tiny_nemo):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["config_fuzz", "bad_data", "state_pickles", "bad_rewards"])
+@pytest.mark.parametrize(
+    "name", ["config_fuzz", "bad_data", "state_pickles", "bad_rewards", "environments"]
+)
 def test_a_campaign_runs(name):
     """The quick ones, for some seconds."""
     words = [sys.executable, "-m", "campaigns", "--minutes", "0.1", name]

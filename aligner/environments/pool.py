@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ChildProcess, Wording
+from aligner.environments.calls import Form
 from aligner.environments.worker import KEY
 from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
 
@@ -43,15 +44,27 @@ class EnvironmentPool:
     """Slots, each with a process that holds one conversation at a time.
 
     A process that hangs is killed with all it started, one that raised is ended; the next
-    conversation of the slot starts it again. The others do not notice.
+    conversation of the slot starts it again. The others do not notice. A conversation that was left
+    under way is closed when its slot begins another.
     """
 
-    def __init__(self, factory: str, kwargs: Mapping[str, Any], columns: Collection[str]) -> None:
+    def __init__(
+        self,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        columns: Collection[str],
+        *,
+        form: Form | None = None,
+        memory_mb: int | None = None,
+    ) -> None:
         """Start the first process, so that a class that cannot be used is refused now.
 
-        ``columns``: the data's, which the class must take.
+        ``columns``: the data's, which the class must take. ``form``: of calls in the chat template,
+        for a class with a parameter of this name; None: nobody knows. ``memory_mb``: mebibytes that
+        each process may allocate; None: no limit.
         """
-        self._first = (factory, dict(kwargs), sorted(columns))
+        self._first = (factory, dict(kwargs), sorted(columns), form, memory_mb)
+        self._memory_mb = memory_mb
         self._wording = Wording(
             f"environment {factory!r}",
             "raise environment.timeout_s and total_timeout_s, or make it faster",
@@ -64,8 +77,8 @@ class EnvironmentPool:
 
     def call(self, calls: Sequence[Call]) -> list[Answer | Failure]:
         """Make calls of different slots at the same time; each has its own time limit."""
-        self._start_missing([call.slot for call in calls if call.name == "begin"])
-        sent: list[float | Failure] = [self._send(call) for call in calls]
+        dead = self._start_missing([call.slot for call in calls if call.name == "begin"])
+        sent = [dead.get(call.slot) or self._send(call) for call in calls]
         return [
             began if isinstance(began, Failure) else self._receive(call, began)
             for call, began in zip(calls, sent, strict=True)
@@ -84,33 +97,45 @@ class EnvironmentPool:
     def _started(self) -> ChildProcess:
         return ChildProcess(_WORKER, self._first, self._wording, most_bytes=_MOST_BYTES)
 
-    def _start_missing(self, slots: Sequence[int]) -> None:
-        """Start processes together: importing takes a while."""
+    def _start_missing(self, slots: Sequence[int]) -> dict[int, Failure]:
+        """Start processes together, for importing takes a while; those that died meanwhile."""
         missing = [slot for slot in slots if not self._is_alive(slot)]
+        failed = {}
         for slot in missing:
             self._processes[slot] = self._started()
         for slot in missing:
-            self._processes[slot].wait_until_ready()
+            try:
+                self._processes[slot].wait_until_ready()
+            except EnvironmentCallError as error:
+                failed[slot] = _failure(error)
+        return failed
 
     def _is_alive(self, slot: int) -> bool:
         return slot in self._processes and self._processes[slot].alive
 
     def _send(self, call: Call) -> float | Failure:
+        began = time.monotonic()
         try:
-            self._processes[call.slot].ask(call.name, call.argument, call.limit_s)
+            self._processes[call.slot].ask(call.name, call.argument, time_limit_s=call.limit_s)
         except EnvironmentCallError as error:
-            return Failure("env_error", str(error))
-        return time.monotonic()
+            return _failure(error)
+        return began
 
     def _receive(self, call: Call, began: float) -> Answer | Failure:
         process = self._processes[call.slot]
         try:
             kind, (value, seconds) = process.receive(began + call.limit_s, call.limit_s)
-        except EnvironmentTimeoutError as error:
-            return Failure("env_timeout", str(error))
         except EnvironmentCallError as error:
-            return Failure("env_error", str(error))
+            return _failure(error)
         if kind == "raised":
             process.close()  # who knows what it left behind
-            return Failure("env_error", f"{KEY}={self.factory!r} raised {value} in {call.name}")
+            text = f"{KEY}={self.factory!r} raised {value} in {call.name}"
+            if value.startswith("MemoryError") and self._memory_mb is not None:
+                text += f"; environment.memory_mb={self._memory_mb} is what it may allocate"
+            return Failure("env_error", text)
         return Answer(value, seconds)
+
+
+def _failure(error: EnvironmentCallError) -> Failure:
+    is_late = isinstance(error, EnvironmentTimeoutError)
+    return Failure("env_timeout" if is_late else "env_error", str(error))

@@ -1,18 +1,22 @@
 """The environment's process: loads the class once, then holds one conversation at a time.
 
-Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns)``,
-then ``(number, call, argument, time limit in seconds)``, where the calls are ``begin`` with
-``(seed, columns of the row)``, ``step`` with the policy's message, and ``close``. Child to parent:
-``answer, (value, seconds)`` or ``raised, (text, seconds)``.
+Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns,
+form of calls, mebibytes it may allocate | None)``, then ``(number, call, argument, time limit in
+seconds)``, where the calls are ``begin`` with ``(seed, columns of the row)``, ``step`` with the
+policy's message, and ``close``. Child to parent: ``answer, (value, seconds)`` or ``raised, (text,
+seconds)``.
 """
 
 import asyncio
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from aligner.child_process import Channel, ended_after, refusal
+from aligner.child_process import Channel, ended_after, limit_memory, refusal
+from aligner.environments.calls import Form
 from aligner.environments.protocol import check_start, check_turn
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
@@ -24,8 +28,10 @@ def main(channel: int) -> None:
     """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
     parent = Channel(channel)
     try:
-        factory, kwargs, columns = parent.receive()
-        host = Host(load_factory(factory, kwargs, columns), kwargs)
+        factory, kwargs, columns, form, memory_mb = parent.receive()
+        if memory_mb is not None:
+            limit_memory(memory_mb)
+        host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     except AlignerError as error:
         parent.send(0, *refusal(error))
         return
@@ -47,9 +53,15 @@ def main(channel: int) -> None:
 
 
 def load_factory(
-    factory: str, kwargs: Mapping[str, Any], columns: Collection[str]
+    factory: str,
+    kwargs: Mapping[str, Any],
+    columns: Collection[str],
+    form: Form | None = None,
 ) -> Callable[..., Any]:
     """The class that ``environment.factory`` names.
+
+    ``form``: of calls in the chat template, for a class with the attribute ``reads_calls`` and a
+    parameter of this name; a column or one of ``kwargs`` comes first.
 
     Raises:
         ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
@@ -69,6 +81,8 @@ def load_factory(
             f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
             "the data or by environment.kwargs; rename one"
         )
+    if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
+        found = partial(found, form=form)
     check_call(
         found,
         ["seed", *columns, *kwargs],
@@ -84,6 +98,11 @@ def load_factory(
     return found
 
 
+def _takes_form(found: Callable[..., Any]) -> bool:
+    reads_calls = bool(getattr(found, "reads_calls", False))
+    return reads_calls and "form" in inspect.signature(found).parameters
+
+
 class Host:
     """One conversation at a time, and the event loop of its coroutines."""
 
@@ -96,16 +115,20 @@ class Host:
     def call(self, name: str, argument: Any) -> Any:
         """Do what a message asks for and check what comes back."""
         if name == "begin":
+            with suppress(Exception):  # of a conversation that was left under way
+                self._close()
             seed, columns = argument
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)
             return check_start(self._awaited(self._environment.init()))
         if name == "step":
             return check_turn(self._awaited(self._environment.step(argument)))
-        close = getattr(self._environment, "close", None)
+        return self._close()
+
+    def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        close = getattr(environment, "close", None)
         if close is not None:
             self._awaited(close())
-        self._environment = None
-        return None
 
     def _awaited(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value

@@ -34,6 +34,7 @@ NOT_RUN = {
         "names a command in a sentence; its arguments stand in a block"
     ),
     r"serve_reward_model\.py|reward=server": "test_the_server_of_the_page, below",
+    r"(aligner |examples/)serve(\.py)?( |$)": "tests/unit/test_serving_page.py",
 }
 # Recipes whose numbers are those of the pretrained model: a few steps of the tiny one show the way.
 # The tiny model has 256 positions, for prompt and response together.
@@ -237,6 +238,7 @@ SHOWN = (
     *("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py"),
     *("# my_counter.py", "# my_server.py", "# my_nemo_env.py", "# my_vf_env.py"),
 )
+ASKS_A_SERVER = "import httpx"
 PYTHON = [block for block in blocks() if block.language == "python"]
 
 
@@ -244,6 +246,8 @@ PYTHON = [block for block in blocks() if block.language == "python"]
 def test_python_of_the_pages_runs(block, workplace):
     if block.text.startswith(SHOWN):
         pytest.skip("a file of the reader's: every training command here uses it")
+    if block.text.startswith(ASKS_A_SERVER):
+        pytest.skip("tests/unit/test_serving_page.py runs it beside its server")
     done = subprocess.run(
         ["python", "-c", block.text],
         cwd=(folder := workplace()),

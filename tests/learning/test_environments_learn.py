@@ -73,6 +73,28 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
     assert "[user] " in (tmp_path / "report.html").read_text()
 
 
+def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo):
+    """A template that shows the last two messages only: every further turn is another sequence."""
+    template = tmp_path / "last_two.jinja"
+    template.write_text(
+        "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + '\\n' + m.content + "
+        "'<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    lines = run(
+        tmp_path / "run",
+        tiny_nemo,
+        *short("ppo"),
+        *("critic.global_batch_size=8", "critic.micro_batch_size=4", "data.validation=null"),
+        *(f"environment.chat_template={template}", "environment.max_tokens=250"),
+    )
+    assert len(lines) == 3  # before the first step, and two
+    for line in lines[1:]:
+        assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
+        assert line["sampler/logprob_gap_max"] < 1e-4
+        assert line["train_rollouts/ended_done"] == 1
+
+
 def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo):
     options = ["trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"]
     lines = run(tmp_path, tiny_nemo, *GAME, *short("ppo"), *options, script="gpt_reinforce")
@@ -105,6 +127,47 @@ def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
     first = [sample for sample in samples_of(one) if sample["step"] == 1]
     assert first == [sample for sample in samples_of(two) if sample["step"] == 1]
     assert len(first) > 1
+
+
+# Over the same conversations, each of these makes its passes in another way.
+WAYS = {
+    "packed": ["model.sequence_packing.enabled=true", "model.sequence_packing.train_mb_tokens=256"],
+    "dynamic": [
+        "model.dynamic_batching.enabled=true",
+        "model.dynamic_batching.train_mb_tokens=256",
+    ],
+    "dtensor": ["policy.backend=dtensor"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", WAYS)
+def test_other_passes_have_the_same_numbers(tmp_path, tiny_nemo, way):
+    options = [
+        *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
+        *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
+    ]
+    plain = run(tmp_path / "plain", tiny_nemo, *options)
+    other = run(tmp_path / "other", tiny_nemo, *options, *WAYS[way])
+    for line, changed in zip(plain, other, strict=True):
+        names = [name for name in line if not name.startswith("timers/")]
+        assert {name: changed[name] for name in names} == pytest.approx(
+            {name: line[name] for name in names}, rel=2e-4, abs=2e-5, nan_ok=True
+        )
+
+
+@pytest.mark.extended
+def test_adapters_learn_from_conversations(tmp_path, tiny_nemo):
+    lines = run(
+        tmp_path,
+        tiny_nemo,
+        *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
+        *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
+        *("model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"),
+    )
+    assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in lines[1:])
+    assert all(line["train_optim/grad_norm"] > 0 for line in lines[1:])
+    assert (tmp_path / "policy.nemo").exists()
 
 
 @pytest.mark.extended

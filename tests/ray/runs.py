@@ -42,22 +42,22 @@ def settings(folder, nemo, *overrides):
     ]
 
 
-def train(folder, nemo, *overrides):
+def train(folder, nemo, *overrides, recipe="ppo_tiny_cpu"):
     """The run, driven by this process."""
     from aligner.algorithms.ppo.build import train_ppo
 
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
-        tree = compose("recipes/ppo_tiny_cpu", overrides=settings(folder, nemo, *overrides))
+        tree = compose(f"recipes/{recipe}", overrides=settings(folder, nemo, *overrides))
     train_ppo(load_config(tree))
     return result(folder)
 
 
-def start(folder, nemo, *overrides, environment=None):
+def start(folder, nemo, *overrides, environment=None, recipe="ppo_tiny_cpu"):
     """The run in a process of its own, as users start it."""
     return subprocess.Popen(
         [
             *(sys.executable, str(ROOT / "examples" / "train_gpt_ppo.py")),
-            *("--config-name", "recipes/ppo_tiny_cpu"),
+            *("--config-name", f"recipes/{recipe}"),
             *settings(folder, nemo, *overrides),
         ],
         cwd=folder.parent,

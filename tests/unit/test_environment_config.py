@@ -1,5 +1,7 @@
 """Environments that cannot work are refused with the key and the remedy, and credit uses turns."""
 
+import sys
+
 import pytest
 import torch
 from test_conf import composed
@@ -36,12 +38,23 @@ def loaded(*overrides, script="gpt_ppo"):
         (["trainer.ppo.reward.shift=1"], "would be paid for every turn"),
         (["trainer.ppo.reward.overlong_cache=1"], "speaks of the length of a single response"),
         (["trainer.ppo.advantage.credit=turn"], "what is compared inside a group"),
+        (["environment.memory_mb=63"], "must be between 64 and"),
         (["environment.max_turns=0"], "must be between 1 and 1000"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides, said):
     with pytest.raises(ConfigError, match=said):
         loaded(*overrides)
+
+
+def test_conversations_one_step_ahead_need_a_correction():
+    ahead = [
+        *("generation.async_rollouts=true", "generation.backend=vllm", "cluster.engine=ray"),
+        f"generation.vllm.python={sys.executable}",
+    ]
+    with pytest.raises(ConfigError, match="leave uncorrected"):
+        loaded(*ahead)
+    assert loaded(*ahead, "model.ppo.correction.weights=token").generation.async_rollouts
 
 
 def test_turns_need_an_environment():

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from reward_cases import gone
 
+from aligner import child_process
 from aligner.environments import Start, Turn
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import check_start, check_turn
@@ -60,7 +62,9 @@ def test_conversations_in_slots_of_their_own(pool):
     [
         ("raises", r"raised ZeroDivisionError: of the environment .*in step"),
         ("is_killed", r"died \(exit code -9\)"),
-        ("floods", "died"),
+        ("floods", r"answered with \d{8} bytes; at most 16777216 are read"),
+        ("closes_its_pipe", r"died \(exit code 1\)"),
+        ("writes_everywhere", "sent what is no answer"),
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan; it must be finite"),
         ("says_nothing", "neither a message nor done=True"),
@@ -78,9 +82,10 @@ def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
     assert pool.pid(1) == other
 
 
-def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path):
+@pytest.mark.parametrize("what", ["hangs", "forks_many"])
+def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path, what):
     marker = tmp_path / "pids"
-    pool.call([begin(0, what="hangs", marker=str(marker)), begin(1)])
+    pool.call([begin(0, what=what, marker=str(marker)), begin(1)])
     began = time.monotonic()
     failed, fine = pool.call([step(0, limit=1.0), step(1)])
     assert time.monotonic() - began < 10
@@ -88,6 +93,82 @@ def test_one_that_hangs_is_killed_with_what_it_started(pool, tmp_path):
     assert "did not answer within 1 seconds and was killed" in failed.text
     assert all(gone(int(pid)) for pid in marker.read_text().split())
     assert isinstance(pool.call([begin(0)])[0], Answer)
+
+
+def test_a_dead_one_leaves_nothing_behind(pool, tmp_path):
+    """Nor does it where its children are no longer its own when it is found dead."""
+    marker = tmp_path / "pids"
+    pool.call([begin(0, what="dies_alone", marker=str(marker))])
+    (failed,) = pool.call([step(0)])
+    assert re.search(r"died \(exit code -9\)", failed.text)
+    assert gone(int(marker.read_text()))
+
+
+@pytest.mark.parametrize("what", ["stops", "writes_half_an_answer"])
+def test_no_wait_is_without_end(pool, monkeypatch, what):
+    monkeypatch.setattr(child_process, "_BODY_LIMIT_S", 0.5)
+    pool.call([begin(0, what=what)])
+    began = time.monotonic()
+    (failed,) = pool.call([step(0, limit=0.5)])
+    assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
+
+
+def test_one_that_reads_nothing_is_killed_in_time(pool):
+    """A message that does not fit into the buffer of a socket."""
+    pool.call([begin(0)])
+    os.kill(pool.pid(0), signal.SIGSTOP)
+    said = {"role": "assistant", "content": "x" * 2**23}
+    began = time.monotonic()
+    (failed,) = pool.call([Call(0, "step", said, 0.5)])
+    assert (failed.reason, time.monotonic() - began < 10) == ("env_timeout", True)
+
+
+def test_one_that_dies_while_it_starts_fails_its_conversation_only(pool, monkeypatch):
+    pool.call([begin(0), begin(1)])
+    started = pool._started
+
+    def dies():
+        process = started()
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    os.kill(pool.pid(0), signal.SIGKILL)
+    pool.call([step(0)])
+    monkeypatch.setattr(pool, "_started", dies)
+    failed, fine = pool.call([begin(0), begin(1)])
+    assert failed.reason == "env_error"
+    assert re.search(r"died \(exit code -9\)", failed.text)
+    assert isinstance(fine, Answer)
+    monkeypatch.undo()
+    assert isinstance(pool.call([begin(0)])[0], Answer)
+
+
+def test_memory_is_bounded(module):
+    pool = EnvironmentPool(f"{module}:Does", {}, ["what"], memory_mb=256)
+    try:
+        pool.call([begin(0, what="eats_memory")])
+        (failed,) = pool.call([step(0)])
+    finally:
+        pool.close()
+    assert "raised MemoryError" in failed.text
+    assert failed.text.endswith("environment.memory_mb=256 is what it may allocate")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")
+def test_where_memory_runs_out_environments_go_first(pool):
+    pool.call([begin(0)])
+    assert Path(f"/proc/{pool.pid(0)}/oom_score_adj").read_text().strip() == "1000"
+
+
+def test_what_was_left_under_way_is_closed_before_the_next(module, tmp_path):
+    pool = EnvironmentPool(f"{module}:Closes", {}, ["marker"])
+    try:
+        for number in range(3):
+            pool.call([begin(0, seed=number, marker=str(tmp_path / "closed"))])
+            assert isinstance(pool.call([step(0)])[0], Answer)
+    finally:
+        pool.close()
+    assert (tmp_path / "closed").read_text() == "0 1 "
 
 
 def test_a_fork_answers_nothing(pool):

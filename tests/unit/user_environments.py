@@ -1,10 +1,13 @@
 """Environments of a user's own, for the tests; copied to a file outside of every package."""
 
+import contextlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from aligner.environments import Start, Turn
 
@@ -67,6 +70,60 @@ class Does(Echo):
             file.write(f"{os.getpid()} {child.pid}")
         time.sleep(600)
 
+    def dies_alone(self, turn):
+        """Dies, and leaves a grandchild in a session of its own that ignores signals."""
+        program = (
+            "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            "signal.signal(signal.SIGHUP, signal.SIG_IGN); print(os.getpid(), flush=True);"
+            "time.sleep(600)"
+        )
+        child = subprocess.Popen(
+            [sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE
+        )
+        with open(self.columns["marker"], "w") as file:
+            file.write(child.stdout.readline().decode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def forks_many(self, turn):
+        """Twenty children in sessions of their own, each with a child; then it hangs."""
+        marker = Path(self.columns["marker"])
+        marker.touch()
+        for _ in range(20):
+            if os.fork() == 0:
+                os.setsid()
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                os.fork()
+                with marker.open("a") as file:
+                    file.write(f"{os.getpid()}\n")
+                time.sleep(600)
+        while len(marker.read_text().split()) < 40:
+            time.sleep(0.01)
+        time.sleep(600)
+
+    def stops(self, turn):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def closes_its_pipe(self, turn):
+        os.closerange(3, 100)
+        return turn
+
+    def writes_half_an_answer(self, turn):
+        """The header of an answer, and nothing behind it."""
+        for number in range(3, 100):
+            with contextlib.suppress(OSError):
+                os.write(number, struct.pack("!4sQ", b"\x93ALN", 1000))
+        time.sleep(600)
+
+    def writes_everywhere(self, turn):
+        for number in range(3, 100):
+            with contextlib.suppress(OSError):
+                os.write(number, b"junk that is no answer")
+        return turn
+
+    def eats_memory(self, turn):
+        found = [bytearray(2**24) for _ in range(64)]
+        return turn if found else None
+
     def is_killed(self, turn):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -88,6 +145,15 @@ class Does(Echo):
 
     def is_not_scored(self, turn):
         return Turn(turn.messages, None, turn.done)
+
+
+class Closes(Echo):
+    """Writes to ``marker`` who was closed, and raises."""
+
+    def close(self):
+        with open(self.columns["marker"], "a") as file:
+            file.write(f"{self.seed} ")
+        raise RuntimeError("in close")
 
 
 class FailsTwice(Echo):

@@ -58,6 +58,7 @@ def train_ppo(config: RunConfig) -> None:
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )
+                attempt.closing.callback(trainer.rollouts.close)
                 summary = sampling_summary(
                     config,
                     attempt,

@@ -45,6 +45,7 @@ def train_rs(config: RSRunConfig) -> None:
                     val_sets=prompts.sets,
                     environments=environments,
                 )
+                attempt.closing.callback(trainer.rollouts.close)
                 learned = (
                     f"of the samples of a step the best {rs.top_n_rollouts} of every "
                     f"{rs.num_rollouts_per_prompt} are learned: {kept}"

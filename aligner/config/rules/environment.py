@@ -14,6 +14,11 @@ def check_environment(config: SamplingRunConfig) -> None:
         )
     if isinstance(config, RunConfig):
         _check_credit(config)
+    if environment.factory is None and environment.chat_template is not None:
+        raise ConfigError(
+            f"environment.chat_template={environment.chat_template} is for conversations, and "
+            "environment.factory is null; leave it out"
+        )
     if environment.factory is None:
         return
     response = rollout.length_params.max_length
@@ -26,11 +31,6 @@ def check_environment(config: SamplingRunConfig) -> None:
         raise ConfigError(
             f"reward.function={config.reward.function} scores single responses, and the rewards "
             "are the environment's; set it to null"
-        )
-    if config.generation.async_rollouts:
-        raise ConfigError(
-            "generation.async_rollouts=true draws single responses ahead, and environment.factory "
-            "is set; set it to false"
         )
     longest = 2 * environment.timeout_s
     if config.cluster.engine == "local" and longest >= config.cluster.timeout_s:

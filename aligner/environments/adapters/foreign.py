@@ -10,8 +10,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from aligner.data.chat import Message
+from aligner.environments.calls import Form
 from aligner.environments.protocol import Start
-from aligner.environments.tools import Form, ToolEnv
+from aligner.environments.tools import ToolEnv
 from aligner.errors import ConfigError, DataError
 from aligner.importing import load_function
 

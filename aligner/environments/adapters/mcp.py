@@ -13,8 +13,8 @@ from aligner.environments.adapters.foreign import (
     loaded,
     prompt_messages,
 )
+from aligner.environments.calls import Form
 from aligner.environments.protocol import Turn
-from aligner.environments.tools import Form
 from aligner.errors import ConfigError
 from aligner.rewards.function.execution import LoadedFunction
 from aligner.rewards.protocol import Samples

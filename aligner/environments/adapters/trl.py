@@ -19,8 +19,8 @@ from aligner.environments.adapters.foreign import (
     loaded,
     prompt_messages,
 )
+from aligner.environments.calls import Form, parse_calls
 from aligner.environments.protocol import Turn
-from aligner.environments.tools import Form, parse_calls
 from aligner.errors import ConfigError, DataError
 
 _NO_TOOLS = ("reset", "get_reward")

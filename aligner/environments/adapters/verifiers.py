@@ -10,8 +10,8 @@ from typing import Any
 
 from aligner.data.chat import Message
 from aligner.environments.adapters.foreign import LoopThread, imported, loaded, prompt_messages
+from aligner.environments.calls import Form, parse_calls
 from aligner.environments.protocol import Start, Turn
-from aligner.environments.tools import Form, parse_calls
 from aligner.errors import ConfigError, DataError
 
 _PACKAGE = "'verifiers<0.4'"

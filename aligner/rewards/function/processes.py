@@ -35,7 +35,7 @@ class ProcessRunner:
         deadline = time.monotonic() + time_limit_s
         try:
             for child, part in pairs:
-                child.ask(part, time_limit_s)
+                child.ask(part, time_limit_s=time_limit_s)
             return [
                 in_time(partial(child.scores, part, deadline, time_limit_s))
                 for child, part in pairs

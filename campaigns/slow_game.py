@@ -1,0 +1,21 @@
+"""The guessing game, slowly: a conversation that lasts can be ended anywhere in it."""
+
+import time
+from typing import Any
+
+from aligner.environments import Turn
+from aligner.environments.games import GuessingGame
+
+
+class SlowGame(GuessingGame):
+    """`GuessingGame` whose answers take ``seconds``."""
+
+    def __init__(self, *, seconds: float = 0.0, **given: Any) -> None:
+        """``given``: see `GuessingGame`."""
+        super().__init__(**given)
+        self._seconds = seconds
+
+    def step(self, message: dict[str, Any]) -> Turn:
+        """Answer after a while."""
+        time.sleep(self._seconds)
+        return super().step(message)

@@ -1,0 +1,41 @@
+"""Conversations on Ray: the local engine's numbers, whoever is killed in the middle of them."""
+
+import os
+import signal
+
+import pytest
+from runs import ON_RAY, finished, result, start, train
+
+from aligner.cluster.ray.worker_group import RayWorkerGroup
+
+pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
+GAME = "ppo_tiny_guessing_cpu"
+OPTIONS = ["environment.concurrency=4", "trainer.devices=2", "cluster.colocated=false"]
+KILLED_AT = 7  # of the calls by which conversations are continued: there are 12 and more a step
+
+
+def test_a_policy_worker_killed_in_the_middle_of_conversations(
+    tmp_path, tiny_nemo, ray, monkeypatch
+):
+    """Two policy workers and two of the critic end as two processes do."""
+    finished(start(tmp_path / "local", tiny_nemo, *OPTIONS[:2], recipe=GAME))
+    calls, seats = [], {}
+    real_call, real_start = RayWorkerGroup._call, RayWorkerGroup._start_workers
+
+    def begin(group, *arguments):
+        seats[group.name_prefix] = group._seats[0]
+        real_start(group, *arguments)
+
+    def call(group, rank, method_name, *arguments):
+        answer = real_call(group, rank, method_name, *arguments)
+        if (group.name_prefix, rank, method_name) == ("lm_policy", 0, "generate"):
+            calls.append(method_name)
+            if len(calls) == KILLED_AT:
+                os.kill(seats["lm_policy"].pid, signal.SIGKILL)
+        return answer
+
+    monkeypatch.setattr(RayWorkerGroup, "_call", call)
+    monkeypatch.setattr(RayWorkerGroup, "_start_workers", begin)
+    ended = train(tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, recipe=GAME)
+    assert len(calls) > KILLED_AT
+    assert ended == result(tmp_path / "local")
