@@ -182,7 +182,7 @@ def test_classes_that_are_not_of_trls_form_are_refused():
     with pytest.raises(ConfigError, match="NoReset' has no method reset"):
         TRLEnv.check_kwargs({"environment": f"{HERE}:NoReset"})
     with pytest.raises(ConfigError, match=r"environment.kwargs.environment='nowhere:Class'"):
-        load_factory(f"{ADAPTERS}.trl:TRLEnv", {"environment": "nowhere:Class"}, [])
+        load_factory(f"{ADAPTERS}.trl:TRLEnv", {"environment": "nowhere:Class"}, [], "plain")
     TRLEnv.check_kwargs({"environment": f"{HERE}:Log", "reward": f"{HERE}:scored"})
     with pytest.raises(DataError, match="reset returned int; TRL's form is text or None"):
         make("Odd", prompt="q")
