@@ -81,6 +81,7 @@ def load_factory(
             f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
             "the data or by environment.kwargs; rename one"
         )
+    check = getattr(found, "check_kwargs", None)
     if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
         found = partial(found, form=form)
     check_call(
@@ -89,7 +90,6 @@ def load_factory(
         f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
         "Take what it does not need as **columns.",
     )
-    check = getattr(found, "check_kwargs", None)
     if check is not None:
         try:
             check(kwargs)

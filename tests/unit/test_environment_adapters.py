@@ -182,7 +182,7 @@ def test_classes_that_are_not_of_trls_form_are_refused():
     with pytest.raises(ConfigError, match="NoReset' has no method reset"):
         TRLEnv.check_kwargs({"environment": f"{HERE}:NoReset"})
     with pytest.raises(ConfigError, match=r"environment.kwargs.environment='nowhere:Class'"):
-        load_factory(f"{ADAPTERS}.trl:TRLEnv", {"environment": "nowhere:Class"}, [])
+        load_factory(f"{ADAPTERS}.trl:TRLEnv", {"environment": "nowhere:Class"}, [], "plain")
     TRLEnv.check_kwargs({"environment": f"{HERE}:Log", "reward": f"{HERE}:scored"})
     with pytest.raises(DataError, match="reset returned int; TRL's form is text or None"):
         make("Odd", prompt="q")
@@ -232,6 +232,8 @@ def second_word(text, space):
     [
         (Discrete(4), {}, "not 0 but 3.", 3),
         (Discrete(4), {}, "4", None),
+        (Discrete(4), {}, "7 is too much: 2", 2),
+        (Discrete(4), {}, "3, no, 9", None),
         (Discrete(4), {}, "-1", None),
         (Discrete(3, start=-1), {}, "I take -1", -1),
         (Discrete(4), {}, "none", None),
@@ -379,6 +381,7 @@ def test_a_context_is_entered_and_left_in_one_task():
     loop = LoopThread()
     assert loop.enter(context()) == 1
     assert loop.run(twice(4)) == 8
+    assert len(tasks) == 1  # still inside
     with pytest.raises(OSError, match="no"):
         loop.enter(fails())
     loop.close()

@@ -6,7 +6,7 @@ import json
 import queue
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from aligner.data.chat import Message
 from aligner.environments.adapters.foreign import LoopThread, imported, loaded, prompt_messages
@@ -24,6 +24,8 @@ class VerifiersEnv:
     scored. What the environment shows must begin with what was said before: one that rewrites its
     history fails.
     """
+
+    reads_calls: ClassVar[bool] = True
 
     def __init__(
         self,
