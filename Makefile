@@ -9,6 +9,7 @@
 # make campaign SEED=1 MINUTES=2   kills, damaged files, nonsense and hostile input, so long each
 # make test-gpu    the tests of tests/gpu on this machine's GPU; skipped where there is none
 # make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
+# make test-adapters   the tests against gymnasium, MCP and others, in an environment of its own
 # make docs   the documentation as a site in site/, with the API; a warning fails it
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -20,6 +21,10 @@ SMOLLM2 := models/smollm2-135m-instruct.nemo
 TINY    := models/tiny.nemo
 VLLM_VENV  := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+ADAPTERS_VENV  := .venv-adapters
+ADAPTERS_READY := $(ADAPTERS_VENV)/.ready
+ADAPTERS_MCP1_VENV  := .venv-adapters-mcp1
+ADAPTERS_MCP1_READY := $(ADAPTERS_MCP1_VENV)/.ready
 DOCS_VENV  := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 DATA    ?= arithmetic
@@ -28,7 +33,7 @@ MINUTES ?= 2
 JOBS    ?= 2
 export GSM8K ?= data/gsm8k
 
-.PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm campaign vllm-env docs lint clean
+.PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -51,6 +56,9 @@ test-gpu: $(READY)
 
 test-vllm: $(READY) $(VLLM_READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-adapters: $(READY) adapters-env
+	$(BIN)/python -m pytest -m extended tests/adapters $(ARGS)
 
 campaign: $(READY) $(TINY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m campaigns --seed $(SEED) --minutes $(MINUTES) $(ARGS)
@@ -85,6 +93,18 @@ $(VLLM_READY): requirements-vllm.txt
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict $(ARGS)
 
+adapters-env: $(ADAPTERS_READY) $(ADAPTERS_MCP1_READY)
+
+$(ADAPTERS_READY): requirements-adapters.txt
+	test -x $(ADAPTERS_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_VENV)
+	$(ADAPTERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters.txt
+	touch $@
+
+$(ADAPTERS_MCP1_READY): requirements-adapters-mcp1.txt
+	test -x $(ADAPTERS_MCP1_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_MCP1_VENV)
+	$(ADAPTERS_MCP1_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters-mcp1.txt
+	touch $@
+
 $(DOCS_READY): requirements-docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-docs.txt
@@ -99,4 +119,4 @@ $(TINY): | $(READY)
 	$(BIN)/python -m aligner.checkpoint.tiny --output $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) models results site
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(ADAPTERS_MCP1_VENV) $(DOCS_VENV) models results site

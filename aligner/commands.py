@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command("plan", "what a training run takes on devices that are not here"),
     "check-metrics": Command("check_metrics", "a run's metrics against thresholds, at a step"),
     "convert-lora": Command("convert_lora_to_peft", "adapters to Hugging Face's PEFT"),
+    "serve": Command("serve", "a model behind OpenAI's HTTP interface"),
     "serve-reward": Command("serve_reward_model", "a reward model behind HTTP"),
 }
 

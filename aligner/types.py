@@ -12,6 +12,8 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 =========================  ==============  =====================================================
 ``input_ids``              int64 [B, S]    prompt and response, right-padded
 ``input_lengths``          int64 [B]       prompt + response
+``position_ids``           int64 [B, S]    of conversations that may fork: position in its sequence,
+                                           from 0 in each that the row holds; 0 in padding
 ``prompt_lengths``         int64 [B]       prompt only
 ``sample_ids``             int64 [B]       identifies the sample for counter-based sampling
 ``is_end``                 bool [B]        the response ended by itself (EOS or stop string)
@@ -41,6 +43,9 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+# What fills up shorter rows of a column, where it is not 0.
+PAD_VALUES: Mapping[str, int] = {"kept_ids": -1}
 
 
 class Denominators(NamedTuple):

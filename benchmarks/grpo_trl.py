@@ -11,22 +11,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import AddedToken, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.common import stdout_reserved
-from benchmarks.ppo_shape import (
-    INIT_STD,
-    LEARNING_RATE,
-    RATIO_CLIP,
-    SEED,
-    Shape,
-    StepClock,
-    shape_of,
-)
+from benchmarks.ppo_shape import LEARNING_RATE, RATIO_CLIP, SEED, Shape, shape_of
+from benchmarks.trl_side import StepWatch, llama_config
+from benchmarks.words import END, text_of, word_backend
 
 
 def measure(shape: Shape) -> dict[str, Any]:
@@ -45,58 +36,28 @@ def measure(shape: Shape) -> dict[str, Any]:
     return watch.clock.report("trl", shape)
 
 
-class StepWatch(TrainerCallback):
-    """Reads the clock around every step."""
-
-    def __init__(self) -> None:
-        self.clock = StepClock()
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.clock.tick()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.clock.tick()
-
-
 def make_trainer(shape: Shape, folder: str, reward: Any, watch: StepWatch) -> GRPOTrainer:
     """TRL's trainer with its defaults, and the settings of both sides."""
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp_width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.groups,
-        max_position_embeddings=shape.prompt + shape.response,
-        initializer_range=INIT_STD,
-        tie_word_embeddings=bool(shape.tied),
-        bos_token_id=None,
-        eos_token_id=shape.vocab - 1,
-        pad_token_id=shape.vocab - 1,
-    )
+    end = shape.vocab - 1
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(
+        llama_config(shape, bos_token_id=None, eos_token_id=end, pad_token_id=end)
+    )
     count = shape.batch // shape.group * (shape.steps + 1)
-    ids = torch.randint(0, shape.vocab - 1, (count, shape.prompt)).tolist()
-    prompts = [" ".join(f"w{number}" for number in row) for row in ids]
+    ids = torch.randint(0, end, (count, shape.prompt)).tolist()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=word_backend(shape.vocab),
+        eos_token=END,
+        pad_token=END,
+        padding_side="left",
+    )
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=grpo_config(shape, folder),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=word_tokenizer(shape.vocab),
+        train_dataset=Dataset.from_dict({"prompt": list(map(text_of, ids))}),
+        processing_class=tokenizer,
         callbacks=[watch],
-    )
-
-
-def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of the other side: words w0, w1, …, and ``</s>``, which ends and pads."""
-    words = {f"w{number}": number for number in range(vocab - 1)}
-    backend = RustTokenizer(WordLevel({**words, "</s>": vocab - 1}, unk_token="</s>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", pad_token="</s>", padding_side="left"
     )
 
 

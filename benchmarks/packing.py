@@ -11,7 +11,6 @@ alternating pairs. Mark: at least 1.8. ``cpu_ratio`` is the same of processor ti
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -25,13 +24,11 @@ from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
-from aligner.cluster.worker_groups import LocalCluster
-from aligner.config import ModelConfig, OptimConfig, SequencePackingConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.config import SequencePackingConfig
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy
-from benchmarks.common import log, peak_mb, stdout_reserved
+from benchmarks.common import log, peak_mb
+from benchmarks.policies import make_policy, run
 
 MARK = 1.8
 SIGMA = 0.6  # of the logarithm of a length
@@ -69,21 +66,20 @@ def make_batch(count: int, longest: int, vocab: int) -> BatchedDataDict:
     )
 
 
-def make_policy(options: argparse.Namespace, model: Path, packed: bool) -> Policy:
-    """A policy that trains on micro-batches of one kind."""
-    config = ModelConfig(
-        restore_from_path=str(model),
-        micro_batch_size=options.micro_batch,
-        global_batch_size=options.sequences,
-        sequence_packing=SequencePackingConfig(
-            enabled=packed, train_mb_tokens=options.micro_batch * options.longest
-        ),
-        optim=OptimConfig(lr=1e-6),
+def make_both(options: argparse.Namespace, model: Path) -> tuple[Policy, Policy]:
+    """A policy that trains on padded micro-batches, and one that trains on packed ones."""
+    padded, packed = (
+        make_policy(
+            model,
+            micro_batch_size=options.micro_batch,
+            global_batch_size=options.sequences,
+            sequence_packing=SequencePackingConfig(
+                enabled=enabled, train_mb_tokens=options.micro_batch * options.longest
+            ),
+        )
+        for enabled in (False, True)
     )
-    cluster = LocalCluster(initialize_parallel(config.parallel))
-    policy = Policy(cluster, config, byte_level_tokenizer(), init_reference_model=False)
-    policy.prepare_for_training()
-    return policy
+    return padded, packed
 
 
 def update(policy: Policy, batch: BatchedDataDict) -> tuple[float, float, float]:
@@ -109,7 +105,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.nemo"
         save_nemo(model, random_weights(architecture), architecture, {})
-        padded, packed = (make_policy(options, model, kind) for kind in (False, True))
+        padded, packed = make_both(options, model)
     batch = make_batch(options.sequences, options.longest, options.vocab)
     tokens = int(batch["input_lengths"].sum())
     pairs = [(update(padded, batch), update(packed, batch)) for _ in range(options.repeats + 1)]
@@ -142,16 +138,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=None, help="default: torch's own choice")
-    options = parser.parse_args()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    with stdout_reserved():
-        result = measure(options)
-        shutdown_parallel()
-    print(json.dumps(result))
+    result = run(parser, measure, micro_batch=16, repeats=5)
     kept = result["ratio"] >= MARK
     log(f"packed over padded {result['ratio']} (mark {MARK}: {'kept' if kept else 'MISSED'})")
 

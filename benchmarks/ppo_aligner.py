@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.models import WordLevel
 
 from aligner.algorithms.ppo.build import start_roles
 from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss
@@ -48,6 +45,7 @@ from benchmarks.ppo_shape import (
     StepClock,
     shape_of,
 )
+from benchmarks.words import END, text_of, word_backend
 
 
 def measure(shape: Shape) -> dict[str, Any]:
@@ -171,23 +169,16 @@ def write_model(shape: Shape, path: Path) -> None:
         tie_embeddings=bool(shape.tied),
         family="llama",
     )
-    save_nemo(path, random_weights(architecture), architecture, word_tokenizer(shape.vocab).files())
-
-
-def word_tokenizer(vocab: int) -> HuggingFaceTokenizer:
-    """``vocab`` tokens: the words w0, w1, …, and ``</s>``, which ends and pads."""
-    words = {f"w{number}": number for number in range(vocab - 1)}
-    backend = RustTokenizer(WordLevel({**words, "</s>": vocab - 1}, unk_token="</s>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
-    return HuggingFaceTokenizer(backend, {"eos_token": "</s>"}, origin="the word tokenizer")
+    backend = word_backend(shape.vocab)
+    tokenizer = HuggingFaceTokenizer(backend, {"eos_token": END}, origin="the word tokenizer")
+    save_nemo(path, random_weights(architecture), architecture, tokenizer.files())
 
 
 def prompt_rows(count: int, length: int, vocab: int) -> Iterator[dict[str, str]]:
     """Random prompts of ``length`` words."""
     generator = torch.Generator().manual_seed(SEED)
     for ids in torch.randint(0, vocab - 1, (count, length), generator=generator).tolist():
-        yield {"prompt": " ".join(f"w{number}" for number in ids)}
+        yield {"prompt": text_of(ids)}
 
 
 def constant_reward(prompts: list[str], responses: list[str], ground_truths: list) -> list[float]:

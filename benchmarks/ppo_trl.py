@@ -14,18 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    TrainerCallback,
-)
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from benchmarks.common import stdout_reserved
 from benchmarks.ppo_shape import (
     GAMMA,
-    INIT_STD,
     KL_COEFFICIENT,
     LAM,
     LEARNING_RATE,
@@ -33,9 +27,9 @@ from benchmarks.ppo_shape import (
     SEED,
     VALUE_CLIP,
     Shape,
-    StepClock,
     shape_of,
 )
+from benchmarks.trl_side import StepWatch, llama_config
 
 
 def measure(shape: Shape) -> dict[str, Any]:
@@ -47,19 +41,6 @@ def measure(shape: Shape) -> dict[str, Any]:
         make_trainer(shape, folder, reward, watch).train()
     assert reward.tokens_seen == {shape.batch * shape.response}, reward.tokens_seen
     return watch.clock.report("trl", shape)
-
-
-class StepWatch(TrainerCallback):
-    """Reads the clock around every step."""
-
-    def __init__(self) -> None:
-        self.clock = StepClock()
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.clock.tick()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.clock.tick()
 
 
 class ConstantReward(nn.Module):
@@ -81,20 +62,8 @@ class ConstantReward(nn.Module):
 
 def make_trainer(shape: Shape, folder: str, reward: nn.Module, watch: StepWatch) -> PPOTrainer:
     """TRL's trainer with its defaults, and the settings of both sides."""
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp_width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.groups,
-        max_position_embeddings=shape.prompt + shape.response,
-        initializer_range=INIT_STD,
-        tie_word_embeddings=bool(shape.tied),
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+    config = llama_config(
+        shape, num_labels=1, bos_token_id=None, eos_token_id=None, pad_token_id=None
     )
     torch.manual_seed(SEED)
     policy, reference = LlamaForCausalLM(config), LlamaForCausalLM(config)

@@ -15,7 +15,6 @@ shared at most 1.03.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import tempfile
 import time
@@ -29,14 +28,12 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
-from aligner.cluster.worker_groups import LocalCluster, LocalWorkerGroup
-from aligner.config import ModelConfig, OptimConfig
-from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.cluster.worker_groups import LocalWorkerGroup
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy
-from benchmarks.common import log, stdout_reserved
+from benchmarks.common import log
 from benchmarks.plan import counting_allocator
+from benchmarks.policies import make_policy, run
 from benchmarks.shapes import SMOLLM2
 
 MARKS = {"train": 0.40, "score": 0.40, "train_peak": 0.45, "nothing_shared": 1.03}
@@ -63,21 +60,6 @@ def make_batch(options: argparse.Namespace, shared: bool) -> BatchedDataDict:
             "prev_logprobs": torch.full((rows, width), -10.8),
         }
     )
-
-
-def make_policy(options: argparse.Namespace, model: Path, shared: bool) -> Policy:
-    """A policy that trains on ``--micro-batch`` rows at a time."""
-    config = ModelConfig(
-        restore_from_path=str(model),
-        micro_batch_size=options.micro_batch,
-        global_batch_size=options.prompts * options.group,
-        shared_prefixes=shared,
-        optim=OptimConfig(lr=1e-6),
-    )
-    cluster = LocalCluster(initialize_parallel(config.parallel))
-    policy = Policy(cluster, config, byte_level_tokenizer(), init_reference_model=False)
-    policy.prepare_for_training()
-    return policy
 
 
 def role_of(policy: Policy) -> Any:
@@ -138,7 +120,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.nemo"
         save_nemo(model, random_weights(architecture), architecture, {})
-        policies = make_policy(options, model, True), make_policy(options, model, False)
+        rows = {
+            "micro_batch_size": options.micro_batch,
+            "global_batch_size": options.prompts * options.group,
+        }
+        policies = (
+            make_policy(model, shared_prefixes=True, **rows),
+            make_policy(model, shared_prefixes=False, **rows),
+        )
     found: dict[str, Any] = {}
     for kind in options.kinds:
         batch = make_batch(options, kind == "shared")
@@ -181,17 +170,8 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--prompt", type=int, default=256, help="tokens")
     parser.add_argument("--response", type=int, default=64, help="tokens")
-    parser.add_argument("--micro-batch", type=int, default=8, help="rows")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of batches")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=None, help="default: torch's own choice")
-    options = parser.parse_args()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    with stdout_reserved():
-        result = measure(options)
-        shutdown_parallel()
-    print(json.dumps(result))
+    result = run(parser, measure, micro_batch=8, repeats=1)
     missed = [f"{name} {result[name]} > {mark}" for name, mark in MARKS.items()
               if result.get(name, 0.0) > mark]  # fmt: skip
     log(f"marks: {'MISSED: ' + ', '.join(missed) if missed else 'all kept'}")

@@ -10,8 +10,8 @@ over the wire stands in docs/reward.md.
 import argparse
 import sys
 
-from aligner.config import RewardServerConfig
 from aligner.errors import AlignerError, ConfigError
+from aligner.http.tokens import read_token
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,14 +44,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Serve until SIGTERM."""
     arguments = parse_arguments()
-    from aligner.rewards.server.client import read_token  # imports torch: not for --help
-    from aligner.rewards.server.serve import ServeOptions, serve_reward_model
+    from aligner.rewards.server.serve import ServeOptions, serve_reward_model  # imports torch
 
-    source = RewardServerConfig(
-        url="", token_env=arguments.token_env, token_file=arguments.token_file
-    )
     try:
-        token = read_token(source)
+        token = read_token(arguments.token_env, arguments.token_file, "the reward server")
         if token is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
             raise ConfigError(
                 f"--host {arguments.host} is open to other machines; give --token-env or "

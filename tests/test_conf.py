@@ -15,6 +15,7 @@ from aligner.config import (
     EvaluateConfig,
     GenerateConfig,
     RunConfig,
+    ServeConfig,
     load_config,
 )
 from aligner.config.parse import field_types
@@ -37,6 +38,7 @@ ROOTS = {
     **{one.config_name: (one.root_class, needed(one)) for one in ALGORITHMS.values()},
     "gpt_generate": (GenerateConfig, [MODEL, "prompt=[hello]"]),
     "gpt_evaluate": (EvaluateConfig, [MODEL, "+data.prompts.source=t.jsonl", REWARD]),
+    "gpt_serve": (ServeConfig, [MODEL]),
 }
 GROUPS = {
     "model": "model",

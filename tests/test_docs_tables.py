@@ -278,6 +278,7 @@ RESULTS = {
     ("padded",): "python -m benchmarks.parity",
     ("dynamic",): "python -m benchmarks.parity",
     ("packed",): "python -m benchmarks.parity",
+    ("shared",): "python -m benchmarks.parity",
     ("formula", "peer"): "python -m benchmarks.formulas",
     ("precision", "`logprob_gap_mean`"): (
         "python examples/train_gpt_reinforce.py --config-name recipes/grpo_smollm2_arithmetic_cpu"

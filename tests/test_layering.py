@@ -21,6 +21,7 @@ PACKAGES = [
     "aligner.architecture",
     "aligner.importing",
     "aligner.child_process",
+    "aligner.http",
     "aligner.catalog",
     "aligner.config",
     "aligner.kernels",
@@ -46,6 +47,7 @@ PACKAGES = [
     "aligner.rewards",
     "aligner.environments",
     "aligner.generation",
+    "aligner.serving",
     "aligner.algorithms",
     "aligner.dry",
     "aligner.plan",
@@ -96,7 +98,6 @@ ONE_IMPORTER = {
     "aligner.algorithms.ppo.credit": "advantages and returns of a rollout",
     "aligner.algorithms.preference.build": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.reference_logprobs": "a pass over a data set, and its file",
-    "aligner.algorithms.run.stopping": "signals, which know nothing of runs",
     "aligner.batches.columns": "columns, which know nothing of batches",
     "aligner.batches.packing": "a family of packers",
     "aligner.batches.sharding": "plans, which know nothing of batches",
@@ -118,7 +119,6 @@ ONE_IMPORTER = {
     "aligner.config.commands.pipeline": "options of a command",
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
-    "aligner.config.rules.environment": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
     "aligner.data.arithmetic": "a task; its importer is a command",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
@@ -161,7 +161,11 @@ ONE_IMPORTER = {
     "aligner.rewards.function.processes": "processes that are killed in time",
     "aligner.rewards.function.runner": "a reward function, ready to score",
     "aligner.rewards.server.client": "one end of the wire",
-    "aligner.rewards.server.http": "limits of a server, for any application",
+    "aligner.rewards.server.http": "requests and answers, which know nothing of models",
+    "aligner.serving.app": "the HTTP side; its importer is a command",
+    "aligner.serving.exchange": "one request, which knows nothing of routes",
+    "aligner.serving.sessions": "what was sampled, which knows nothing of HTTP",
+    "aligner.serving.engine": "the engine's side; its importer is a command",
 }
 # What a role is asked to do. A handle declares it (`aligner.cluster.dispatch`): definitions are
 # an interface's, a worker's and a role model's, or another engine's.
@@ -204,10 +208,10 @@ CONFINED = {
     "ray": ["aligner/cluster/ray/"],
     "vllm": ["aligner/generation/vllm/"],
     "nemo": ["aligner/checkpoint/nemo/connector.py", "aligner/models/gpt/megatron/model.py"],
-    "fastapi": ["aligner/rewards/server/"],
+    "fastapi": ["aligner/http/", "aligner/rewards/server/", "aligner/serving/"],
     "httpx": ["aligner/rewards/server/"],
     "tenacity": ["aligner/rewards/server/"],
-    "uvicorn": ["aligner/rewards/server/"],
+    "uvicorn": ["aligner/http/"],
 }
 
 

@@ -17,6 +17,7 @@ from aligner.batches.sharding import (
     packed_plan,
 )
 from aligner.errors import ConfigError, DataError
+from aligner.types import PAD_VALUES
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
@@ -50,8 +51,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
     ) -> Self:
         """Join batches row after row; tensors are right-padded in dimension 1 to the longest.
 
-        ``pad_value_dict`` gives the padding value by column, 0 where it names none. A batch without
-        rows adds none, whatever its width.
+        ``pad_value_dict`` gives the padding value by column; where it names none, it is that of
+        `aligner.types.PAD_VALUES`, or 0. A batch without rows adds none, whatever its width.
         """
         if not batches:
             raise DataError("from_batches needs at least one batch, got none")
@@ -62,7 +63,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
                     f"batch {number} has columns {sorted(batch)}, batch 0 has {sorted(keys)}; "
                     "all batches must have the same columns"
                 )
-        pads = pad_value_dict or {}
+        pads = {**PAD_VALUES, **(pad_value_dict or {})}
         return cls({key: columns.join([b[key] for b in batches], pads.get(key, 0)) for key in keys})
 
     @property
@@ -276,7 +277,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[ColumnsT]):
         """The rows of all ranks of ``group`` in rank order, the same on every rank.
 
         Ranks may hold different numbers of rows, none included, and tensors of different widths
-        (right-padded with 0, as `from_batches` does); the columns must be the same.
+        (right-padded as `from_batches` does); the columns must be the same.
         """
         return type(self).from_batches(columns.gather(self.data, group))
 

@@ -205,12 +205,14 @@ def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
     """The named columns, so that no worker is sent what it does not read.
 
     Where ``token_mask`` is absent every token but a row's first is meant; where ``sample_ids`` is
-    absent the rows are samples 0, 1, 2, ...
+    absent the rows are samples 0, 1, 2, ... ``position_ids`` go where ``input_ids`` go.
 
     Raises:
         DataError: another column is absent, or ``data`` is no `BatchedDataDict`.
     """
     check_columns(data, [name for name in names if name not in _DERIVED])
+    if "input_ids" in names and "position_ids" in data:
+        names = [*names, "position_ids"]
     return BatchedDataDict(
         {name: data[name] if name in data else _DERIVED[name](data) for name in names}
     )

@@ -26,7 +26,14 @@ from aligner.config.algorithms.trainer import (
     TrainerPPOConfig,
 )
 from aligner.config.cluster import ClusterConfig
-from aligner.config.commands.ask import AskConfig, AskedDataConfig, EvaluateConfig, GenerateConfig
+from aligner.config.commands.ask import (
+    AskConfig,
+    AskedDataConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    ServeConfig,
+    ServerConfig,
+)
 from aligner.config.data import DataConfig, PromptSourceConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import (
@@ -134,6 +141,8 @@ __all__ = [
     "SamplingParams",
     "SamplingRunConfig",
     "SchedConfig",
+    "ServeConfig",
+    "ServerConfig",
     "SequencePackingConfig",
     "StudentConfig",
     "SupervisedRunConfig",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from aligner.config.fields import Count, Integer, Seconds, UserClass
+from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EnvironmentConfig:
     """Most messages of the policy in a conversation."""
 
     max_tokens: Count = 1024
-    """Most tokens of a conversation, everything included.
+    """Most tokens of a conversation, everything included; of one that forked, all its sequences.
 
     It ends where another response of `length_params.max_length` might not fit.
     """
@@ -54,8 +54,16 @@ class EnvironmentConfig:
     One that failed is no sample. With one more failure the run stops and names the cause.
     """
 
-    rewritten_history: Literal["refuse", "keep"] = "refuse"
+    rewritten_history: Literal["fork", "refuse", "keep"] = "fork"
     """Where the chat template shows earlier turns otherwise than they were sampled.
 
-    `refuse` ends the run; `keep` goes on from the tokens as they were, dropped thinking included.
+    `fork` goes on with another sequence, the history as the template shows it; the conversation
+    remains one sample. `refuse` ends the run; `keep` goes on from the tokens as they were, dropped
+    thinking included.
+    """
+
+    chat_template: FilePath | None = None
+    """Jinja file with a chat template in place of the tokenizer's; null: its own.
+
+    The trained model has it, too.
     """

@@ -5,19 +5,26 @@ last are what the chat template puts behind an assistant's message: its closing,
 opening of the next answer. Earlier turns are never rendered again, so the policy is trained on what
 it has read and sampled, and log-probs of the sampler and the trainer are of the same sequences
 (verl, SkyRL and TRL join tokens in the same way).
+
+A template that shows earlier turns otherwise (dropped thinking, moved tools) breaks this: what the
+policy would read next does not begin with what it has read and sampled. The conversation then
+*forks*: it goes on with a new sequence, the whole history as the template shows it, and remains one
+trajectory with the rewards of all turns (tinker and prime-rl make several samples of it).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import DataError, TokenizerError
 
-RewrittenHistory = Literal["refuse", "keep"]
+RewrittenHistory = Literal["fork", "refuse", "keep"]
 _MARK = "⁂answer⁂"  # stands for an answer in a rendered chat, to find what follows it
 _QUESTION: Message = {"role": "user", "content": "a"}
 
@@ -33,16 +40,17 @@ class ChatRenderer:
         tokenizer: Tokenizer,
         *,
         add_bos: bool = False,
-        rewritten_history: RewrittenHistory = "refuse",
+        rewritten_history: RewrittenHistory = "fork",
     ) -> None:
         """Set up.
 
         ``add_bos``: begin with BOS unless the text does. ``rewritten_history``: where the template
-        would show earlier turns otherwise than they were sampled, refuse or keep the tokens.
+        shows earlier turns otherwise than they were sampled, fork, refuse, or keep the tokens.
         """
         self.tokenizer, self._add_bos = tokenizer, add_bos
-        self._refuses = rewritten_history == "refuse"
+        self._rewritten_history = rewritten_history
         self._has_template = _has_template(tokenizer)
+        self._form = form_of(tokenizer)
         closing = self._behind([_QUESTION], [], None) if self._has_template else "\n"
         self._closing = closing
         self._closing_has_end = tokenizer.turn_end_id in tokenizer.encode(closing)
@@ -63,9 +71,7 @@ class ChatRenderer:
                 "the environment has tools, and the tokenizer no chat template to show them by; "
                 "use a model that has one, or write them into the messages"
             )
-        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
-        if self._add_bos and bos is not None and ids[:1] != [bos]:
-            ids = [bos, *ids]
+        ids = self._from_beginning(text)
         if not ids:
             raise DataError("the environment's first messages are empty: they have no token")
         return text, ids
@@ -101,19 +107,32 @@ class ChatRenderer:
             ids = ids[ids.index(self.tokenizer.turn_end_id) + 1 :]
         return behind, ids
 
-    def check_history(self, messages: Sequence[Message], tools: Tools | None, text: str) -> None:
-        """Refuse a template that shows ``messages`` otherwise than they stand in ``text``.
+    def rewritten(
+        self, before: Sequence[Message], now: Sequence[Message], tools: Tools | None, text: str
+    ) -> tuple[str, list[int]] | None:
+        """Text and tokens of the sequence with which a conversation goes on; None: the same one.
 
-        White space does not count: templates trim messages.
+        Args:
+            before: the messages that the last answer was sampled behind.
+            now: these, the answer and what was said to it.
+            tools: those of the start.
+            text: of the sequence so far. White space does not count: templates trim messages.
 
         Raises:
-            DataError: ``rewritten_history`` is ``refuse`` and the two differ.
+            DataError: it is another one, and ``rewritten_history`` is ``refuse``.
         """
-        if not (self._has_template and self._refuses):
-            return
-        shown, there = _squeezed(render(self.tokenizer, messages, tools)), _squeezed(text)
-        if shown == there:
-            return
+        if not self._has_template or self._rewritten_history == "keep":
+            return None
+        whole, apart = self._whole(now, tools)
+        shown, there = _squeezed(whole), _squeezed(text)
+        if apart:  # calls are shown in the template's own words: compare what it showed before
+            there = _squeezed(render(self.tokenizer, structured(before, self._form), tools))
+            if shown.startswith(there):
+                return None
+        elif shown == there:
+            return None
+        if self._rewritten_history == "fork":
+            return whole, self._from_beginning(whole)
         at = next(
             (n for n, (a, b) in enumerate(zip(shown, there, strict=False)) if a != b),
             min(len(shown), len(there)),
@@ -121,16 +140,34 @@ class ChatRenderer:
         raise DataError(
             "the tokenizer's chat template rewrites earlier turns (as one that drops thinking "
             f"does): it shows {shown[at : at + 40]!r} where {there[at : at + 40]!r} was read or "
-            "sampled. environment.rewritten_history=keep goes on from the tokens as they were; "
-            "what serves the model later must do the same"
+            "sampled. environment.rewritten_history=fork goes on with a sequence as the template "
+            "shows it, keep with the tokens as they were; what serves the model later must do the "
+            "same"
         )
+
+    def _from_beginning(self, text: str) -> list[int]:
+        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
+        if self._add_bos and bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return ids
+
+    def _whole(self, chat: Sequence[Message], tools: Tools | None) -> tuple[str, bool]:
+        """The template's text; whether it wants calls apart from the text of their messages."""
+        try:
+            return render(self.tokenizer, chat, tools), False
+        except DataError:
+            return render(self.tokenizer, structured(chat, self._form), tools), True
 
     def _behind(
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
         """Text of the template behind an answer; without ``new``: the closing alone."""
-        chat = [*history, _answer(_MARK), *new]
-        text = render(self.tokenizer, chat, tools, open_answer=bool(new))
+        behind_it = [_answer(_MARK), *new]
+        try:
+            text = render(self.tokenizer, [*history, *behind_it], tools, open_answer=bool(new))
+        except DataError:  # it may want earlier calls apart from the text of their messages
+            apart = [*structured(history, self._form), *behind_it]
+            text = render(self.tokenizer, apart, tools, open_answer=bool(new))
         _, found, behind = text.rpartition(_MARK)
         if not found:
             raise DataError("the tokenizer's chat template does not show an assistant's message")
@@ -153,7 +190,9 @@ class TurnRecord:
 class Conversation:
     """One trajectory: its tokens, which of them were sampled, and its turns.
 
-    ``ids``: tokens so far. ``logprobs``: of those that were sampled, 0 of the others.
+    ``ids``: tokens so far, of all its sequences one behind the other. ``starts``: where each
+    begins; several where it forked. ``logprobs``: of the tokens that were sampled, 0 of the
+    others.
     ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did.
     """
 
@@ -164,7 +203,7 @@ class Conversation:
         self._messages = list(self.first)
         self._tools = None if start.tools is None else [dict(tool) for tool in start.tools]
         self.prompt, self.ids = renderer.opening(self._messages, self._tools)
-        self._text = self.prompt
+        self._text, self.starts = self.prompt, [0]
         self.prompt_length = len(self.ids)
         self.logprobs = [0.0] * self.prompt_length
         self.turn_ids = [0] * self.prompt_length
@@ -175,13 +214,31 @@ class Conversation:
         """Tokens up to the last that was sampled: what is behind it trains nothing."""
         return 1 + max((at for at, turn in enumerate(self.turn_ids) if turn), default=-1)
 
+    @property
+    def sequence(self) -> list[int]:
+        """Tokens of the sequence that the policy continues."""
+        return self.ids[self.starts[-1] :]
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each token up to `length` in its sequence, from 0."""
+        ends = [*self.starts[1:], len(self.ids)]
+        each = (range(end - start) for start, end in zip(self.starts, ends, strict=True))
+        return list(chain.from_iterable(each))[: self.length]
+
+    @property
+    def forks(self) -> int:
+        """Number of further sequences in which the policy said something."""
+        length = self.length
+        return sum(0 < start < length for start in self.starts)
+
     def answered(self, ids: Sequence[int], logprobs: Sequence[float], is_end: bool) -> Message:
         """Add the tokens that the policy sampled; return its message.
 
         ``is_end``: the response ended by itself.
         """
         ended = is_end and ids[-1] in self._renderer.tokenizer.end_ids
-        content = decode_response(self._renderer.tokenizer, self.ids, ids)
+        content = decode_response(self._renderer.tokenizer, self.sequence, ids)
         self.turns.append(TurnRecord(content, len(ids), ended))
         self._add(ids, logprobs, len(self.turns))
         return _answer(content)
@@ -194,12 +251,17 @@ class Conversation:
         record.info = dict(turn.info)
         if not goes_on:
             return
+        before = self._messages
+        self._messages = [*before, _answer(record.content), *record.answer]
         text, ids = self._renderer.following(
-            self._messages, record.content, record.answer, self._tools, ended=record.ended
+            before, record.content, record.answer, self._tools, ended=record.ended
         )
-        self._messages += [_answer(record.content), *record.answer]
-        self._text += record.content + text
-        self._renderer.check_history(self._messages, self._tools, self._text)
+        joined = self._text + record.content + text
+        other = self._renderer.rewritten(before, self._messages, self._tools, joined)
+        if other is not None:
+            self.starts.append(len(self.ids))
+            joined, ids = other
+        self._text = joined
         self._add(ids, [0.0] * len(ids), 0)
 
     def _add(self, ids: Sequence[int], logprobs: Sequence[float], turn: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ChildProcess, Wording
+from aligner.environments.calls import Form
 from aligner.environments.worker import KEY
 from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
 
@@ -52,14 +53,17 @@ class EnvironmentPool:
         factory: str,
         kwargs: Mapping[str, Any],
         columns: Collection[str],
+        *,
+        form: Form | None = None,
         memory_mb: int | None = None,
     ) -> None:
         """Start the first process, so that a class that cannot be used is refused now.
 
-        ``columns``: the data's, which the class must take. ``memory_mb``: mebibytes that each
-        process may allocate; None: no limit.
+        ``columns``: the data's, which the class must take. ``form``: of calls in the chat template,
+        for a class with a parameter of this name; None: nobody knows. ``memory_mb``: mebibytes that
+        each process may allocate; None: no limit.
         """
-        self._first = (factory, dict(kwargs), sorted(columns), memory_mb)
+        self._first = (factory, dict(kwargs), sorted(columns), form, memory_mb)
         self._memory_mb = memory_mb
         self._wording = Wording(
             f"environment {factory!r}",

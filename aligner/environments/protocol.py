@@ -65,7 +65,9 @@ class MessageEnv(Protocol):
     """An environment that speaks in chat messages; one is made for each conversation.
 
     ``Class(seed=..., **columns of the data's row, **environment.kwargs)`` makes it. The methods may
-    be coroutines or plain functions; ``close`` may be missing.
+    be coroutines or plain functions; ``close`` may be missing. A class method
+    ``check_kwargs(kwargs)``, where there is one, refuses ``environment.kwargs`` before the run
+    begins, by an `AlignerError`.
     """
 
     def init(self) -> Start | Awaitable[Start]:

@@ -1,61 +1,42 @@
 """Tools: Python functions that a policy may call, and the calculator.
 
-A call is read from the policy's text in one of two forms, and its result goes back as the next
-message. ``hermes`` (also Qwen's): the chat template shows the functions, a call is ::
-
-    <tool_call>
-    {"name": "calculator", "arguments": {"expression": "2*21"}}
-    </tool_call>
-
-and results are messages of the role ``tool``. ``plain``, for templates that know nothing of tools:
-the functions are described in the first message, a call is one line ::
-
-    call calculator {"expression": "2*21"}
-
-and results are one message of the user, a line ``result of calculator: ...`` each.
+A call is read from the policy's text in one of the forms of `aligner.environments.calls`, and its
+result goes back as the next messages.
 """
 
 import ast
 import inspect
-import json
 import operator
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from aligner.environments.calls import FORMS, Form, ToolCall, parse_calls
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
 from aligner.importing import text_of
 
-Form = Literal["hermes", "plain"]
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
-_PLAIN = re.compile(r"^call (\w+) *(.*)$", re.M)
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
 _MOST_CHARACTERS = 4000  # of a result
-_AT_ONCE = 8
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
-
-
-class ToolCall(NamedTuple):
-    """A call that the policy made. ``problem``: why it cannot be made; None: it can."""
-
-    name: str
-    arguments: dict[str, Any]
-    problem: str | None = None
 
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """JSON schema of a function, from its type hints and its docstring.
 
     The docstring is Google's: a description, and every parameter below ``Args:``. The result is
-    that of ``transformers.utils.get_json_schema``, for the types that JSON has.
+    that of ``transformers.utils.get_json_schema``, for the types that JSON has. A function with an
+    attribute ``json_schema`` brings its own.
 
     Raises:
         ConfigError: no docstring, or a parameter without description or with a type that JSON has
             not.
     """
+    own = getattr(function, "json_schema", None)
+    if own is not None:
+        return dict(own)
     name = getattr(function, "__name__", repr(function))
     description, described = _docstring(function, name)
     hints = get_type_hints(function)
@@ -77,27 +58,19 @@ def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": described_function}
 
 
-def parse_calls(text: str, form: Form) -> list[ToolCall]:
-    """The calls in a message of the policy, in their order; none where it makes none."""
-    if form == "plain":
-        return [_parsed(name, arguments) for name, arguments in _PLAIN.findall(text)]
-    calls = []
-    for found in _HERMES.findall(text):
-        try:
-            call = json.loads(found)
-            calls.append(_parsed(str(call["name"]), call.get("arguments", {})))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            problem = "a call is a JSON object with name and arguments"
-            calls.append(ToolCall("", {}, problem))
-    return calls
-
-
 class ToolEnv:
     """An environment with tools; a subclass asks the question and scores the answer.
 
     A message with calls has them made, several at the same time, and earns what `call_reward`
     says; errors and unknown tools go back as text. A message without is the answer.
+
+    A subclass with a parameter ``form`` is made with that of the tokenizer's chat template
+    (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` has it. ``calls_at_once``:
+    of a message; with 1 one after the other, in their order.
     """
+
+    reads_calls: ClassVar[bool] = True
+    calls_at_once = 8
 
     def __init__(self, tools: Sequence[Callable[..., Any]], form: Form = "hermes") -> None:
         """Offer these functions."""
@@ -122,7 +95,7 @@ class ToolEnv:
 
     def init(self) -> Start:
         """Ask the question and show the tools."""
-        if self._form == "hermes":
+        if FORMS[self._form].is_shown:
             return Start([{"role": "user", "content": self.question()}], self._schemas)
         lines = [described(schema) for schema in self._schemas]
         text = "\n".join([*lines, self.question()])
@@ -133,16 +106,9 @@ class ToolEnv:
         calls = parse_calls(message["content"], self._form)
         if not calls:
             return self.answered(message["content"])
-        with ThreadPoolExecutor(max_workers=_AT_ONCE) as threads:
+        with ThreadPoolExecutor(max_workers=self.calls_at_once) as threads:
             results = list(threads.map(self._result, calls))
-        pairs = list(zip(calls, results, strict=True))
-        if self._form == "hermes":
-            said = [
-                {"role": "tool", "name": call.name, "content": result} for call, result in pairs
-            ]
-        else:
-            lines = [f"result of {call.name}: {result}" for call, result in pairs]
-            said = [{"role": "user", "content": "\n".join(lines)}]
+        said = FORMS[self._form].results(calls, results)
         return Turn(said, self.call_reward(calls, results))
 
     def _result(self, call: ToolCall) -> str:
@@ -196,8 +162,12 @@ class Calculation(ToolEnv):
     ) -> None:
         """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
         del seed, columns
-        super().__init__([calculator], form)
+        super().__init__(self.tools(), form)
         self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
+
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        """The functions that are offered."""
+        return [calculator]
 
     def question(self) -> str:
         """The row's question."""
@@ -249,17 +219,6 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(value, complex) or abs(value) > _LARGEST:
         raise ValueError("the value is too large, or no real number")
     return value
-
-
-def _parsed(name: str, arguments: Any) -> ToolCall:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            return ToolCall(name, {}, "the arguments are no JSON")
-    if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "the arguments are no JSON object")
-    return ToolCall(name, arguments)
 
 
 def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:

@@ -1,9 +1,10 @@
 """The environment's process: loads the class once, then holds one conversation at a time.
 
 Messages are those of `aligner.child_process`. Parent to child: first ``(class, kwargs, columns,
-mebibytes it may allocate | None)``, then ``(number, call, argument, time limit in seconds)``, where
-the calls are ``begin`` with ``(seed, columns of the row)``, ``step`` with the policy's message, and
-``close``. Child to parent: ``answer, (value, seconds)`` or ``raised, (text, seconds)``.
+form of calls, mebibytes it may allocate | None)``, then ``(number, call, argument, time limit in
+seconds)``, where the calls are ``begin`` with ``(seed, columns of the row)``, ``step`` with the
+policy's message, and ``close``. Child to parent: ``answer, (value, seconds)`` or ``raised, (text,
+seconds)``.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from aligner.child_process import Channel, ended_after, limit_memory, refusal
+from aligner.environments.calls import Form
 from aligner.environments.protocol import check_start, check_turn
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
@@ -25,10 +28,10 @@ def main(channel: int) -> None:
     """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
     parent = Channel(channel)
     try:
-        factory, kwargs, columns, memory_mb = parent.receive()
+        factory, kwargs, columns, form, memory_mb = parent.receive()
         if memory_mb is not None:
             limit_memory(memory_mb)
-        host = Host(load_factory(factory, kwargs, columns), kwargs)
+        host = Host(load_factory(factory, kwargs, columns, form), kwargs)
     except AlignerError as error:
         parent.send(0, *refusal(error))
         return
@@ -50,13 +53,19 @@ def main(channel: int) -> None:
 
 
 def load_factory(
-    factory: str, kwargs: Mapping[str, Any], columns: Collection[str]
+    factory: str,
+    kwargs: Mapping[str, Any],
+    columns: Collection[str],
+    form: Form | None = None,
 ) -> Callable[..., Any]:
     """The class that ``environment.factory`` names.
 
+    ``form``: of calls in the chat template, for a class with the attribute ``reads_calls`` and a
+    parameter of this name; a column or one of ``kwargs`` comes first.
+
     Raises:
         ConfigError: it cannot be imported, is no environment, or cannot be made of the data's
-            ``columns`` and ``kwargs``.
+            ``columns`` and ``kwargs``, or its ``check_kwargs`` refuses ``kwargs``.
     """
     found = load_function(factory, key=KEY, kind="class")
     if isinstance(found, type):
@@ -72,13 +81,26 @@ def load_factory(
             f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
             "the data or by environment.kwargs; rename one"
         )
+    if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
+        found = partial(found, form=form)
     check_call(
         found,
         ["seed", *columns, *kwargs],
         f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
         "Take what it does not need as **columns.",
     )
+    check = getattr(found, "check_kwargs", None)
+    if check is not None:
+        try:
+            check(kwargs)
+        except AlignerError as error:
+            raise ConfigError(f"{KEY}={factory!r}: {error}") from error
     return found
+
+
+def _takes_form(found: Callable[..., Any]) -> bool:
+    reads_calls = bool(getattr(found, "reads_calls", False))
+    return reads_calls and "form" in inspect.signature(found).parameters
 
 
 class Host:

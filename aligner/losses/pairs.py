@@ -51,15 +51,17 @@ def split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows[0::2], rows[1::2]
 
 
-def reward_metrics(chosen: Tensor, rejected: Tensor, pairs: Pairs) -> dict[str, Tensor]:
+def reward_metrics(
+    chosen: Tensor, rejected: Tensor, pairs: Pairs, tie: float = 0.0
+) -> dict[str, Tensor]:
     """Means over pairs of float [B / 2]: both rewards, their margin, and how often it is positive.
 
-    A tie is no success.
+    A margin up to ``tie`` is a tie, which is no success.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "rewards_chosen": pairs.mean(chosen),
         "rewards_rejected": pairs.mean(rejected),
         "rewards_margin": pairs.mean(chosen - rejected),
-        "accuracy": pairs.mean((chosen > rejected).to(chosen.dtype)),
+        "accuracy": pairs.mean((chosen - rejected > tie).to(chosen.dtype)),
     }

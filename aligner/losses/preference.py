@@ -31,6 +31,8 @@ from aligner.losses.pairs import pairs_of, reward_metrics, split_pairs
 from aligner.types import Denominators, TokenOutputs
 
 RPODistance = Literal["square", "forward_kl", "backward_kl"]
+# Log-ratios of a policy to itself, in nats: 0 but for rounding in float32, whose sign says nothing.
+TIE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class PairwiseLoss(ABC):
 
     Metrics are shares of means over pairs: ``loss``, ``preference_loss``, ``rewards_chosen``,
     ``rewards_rejected``, ``rewards_margin``, ``accuracy`` (the chosen response has the higher
-    reward), and with an SFT term ``sft_loss`` (unweighted).
+    reward, by more than ``β·TIE``), and with an SFT term ``sft_loss`` (unweighted).
     """
 
     beta: float = 0.1
@@ -73,7 +75,10 @@ class PairwiseLoss(ABC):
         mask = token_mask.bool() & pairs.rows().unsqueeze(1)
         chosen, rejected = split_pairs(self.beta * self._scores(logprobs, batch, mask))
         loss = pairs.mean(self._losses(chosen - rejected, batch))
-        metrics = {"preference_loss": loss, **reward_metrics(chosen, rejected, pairs)}
+        metrics = {
+            "preference_loss": loss,
+            **reward_metrics(chosen, rejected, pairs, self.beta * TIE),
+        }
         if self.sft_weight != 0:
             sft_loss = -pairs.mean(split_pairs(row_means(logprobs, mask))[0])
             loss = loss + self.sft_weight * sft_loss
@@ -223,8 +228,8 @@ class KTOLoss:
     or rank, ours of the global batch).
 
     Metrics are shares of means over sequences: ``loss``, ``rewards`` (``β·r``), ``rewards_margin``
-    (``±β·(r - z)``, + where desirable), ``accuracy`` (that is positive), ``desirable_fraction`` and
-    ``kl_baseline``.
+    (``±β·(r - z)``, + where desirable), ``accuracy`` (that is above ``β·TIE``),
+    ``desirable_fraction`` and ``kl_baseline``.
     """
 
     beta: float = 0.1
@@ -274,7 +279,7 @@ class KTOLoss:
             "loss": loss,
             "rewards": mean(rewards),
             "rewards_margin": mean(gain),
-            "accuracy": mean((gain > 0).to(gain.dtype)),
+            "accuracy": mean((gain > self.beta * TIE).to(gain.dtype)),
             "desirable_fraction": mean(desirable.to(gain.dtype)),
             "kl_baseline": mean(baseline),
         }

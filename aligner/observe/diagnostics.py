@@ -7,7 +7,7 @@ lengths. Scalars are 0-dimensional tensors, NaN where a quantity is undefined.
 import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,57 @@ from aligner.losses.corrections import effective_sample_size
 
 _NAN = float("nan")
 
-# Most that rounding makes of the mean absolute gap between the log-probs of sampler and trainer, by
-# `trainer.precision`: where both have the same weights and sample from the same distribution.
-ROUNDING_GAP = {"32": 1e-4, "bf16": 0.05}
+
+class RoundingGap(NamedTuple):
+    """Rounding of one precision, by its ``name``.
+
+    ``limit``: most that it makes of the mean absolute gap between the log-probs of sampler and
+    trainer, in nats, where both have the same weights and sample from the same distribution.
+    """
+
+    name: str
+    limit: float
+
+
+# By `trainer.precision`.
+ROUNDING_GAPS = {"32": RoundingGap("float32", 1e-4), "bf16": RoundingGap("bf16", 0.05)}
+
+
+class GapVerdict(NamedTuple):
+    """Verdict on a gap; ``text``: words that follow "it is"."""
+
+    is_rounding: bool
+    text: str
+
+
+def gap_verdict(gap: float, precision: str) -> GapVerdict | None:
+    """Compare a mean ``gap`` of sampler and trainer, in nats, with what rounding gives.
+
+    Meant for a gap of the weights that sampled. ``precision``: `trainer.precision`. None: the
+    precision is not known, or the gap is not finite.
+    """
+    rounding = ROUNDING_GAPS.get(precision)
+    if rounding is None or not math.isfinite(gap):
+        return None
+    if gap <= rounding.limit:
+        return GapVerdict(True, f"what rounding in {rounding.name} gives.")
+    return GapVerdict(
+        False,
+        f"more than rounding in {rounding.name} gives: the engines disagree. docs/logprobs.md says "
+        "where to look, docs/corrections.md what corrects.",
+    )
+
+
+def gap_warnings(metrics: Mapping[str, float], precision: str) -> tuple[str, ...]:
+    """Words for the console where the gap of a step is above rounding; none elsewhere.
+
+    ``metrics``: of a step that the weights before its first update sampled, under full names.
+    """
+    gap = metrics.get("sampler/logprob_gap_mean", _NAN)
+    verdict = gap_verdict(gap, precision)
+    if verdict is None or verdict.is_rounding:
+        return ()
+    return (f"sampler/logprob_gap_mean={gap:.2g}, {verdict.text}",)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -50,13 +98,18 @@ def reward_length_correlation(
 
 
 def repeated_ngram_fraction(
-    input_ids: Tensor, prompt_lengths: Tensor, input_lengths: Tensor, n: int = 3
+    input_ids: Tensor,
+    prompt_lengths: Tensor,
+    input_lengths: Tensor,
+    n: int = 3,
+    token_mask: Tensor | None = None,
 ) -> Tensor:
     """Share of a response's n-grams that occurred earlier in the same response.
 
     ``input_ids``: int64 [B, S], prompt then response; ``prompt_lengths``, ``input_lengths``
-    (prompt + response): int64 [B]. Per response ``1 - distinct / all`` n-grams, then the mean over
-    the responses with at least ``n`` tokens; NaN where there is none.
+    (prompt + response): int64 [B]. ``token_mask``: float [B, S], of conversations: n-grams of what
+    was generated, token behind token, count. Per response ``1 - distinct / all`` n-grams, then
+    the mean over the responses with at least ``n`` tokens; NaN where there is none.
     """
     rows, length = input_ids.shape
     if length < n:
@@ -69,6 +122,8 @@ def repeated_ngram_fraction(
         gram = _renumber(gram[:, :-1] * vocabulary + input_ids[:, offset:])
     starts = torch.arange(gram.shape[1], device=gram.device)
     inside = (starts >= prompt_lengths[:, None]) & (starts + n <= input_lengths[:, None])
+    if token_mask is not None:
+        inside &= (token_mask.unfold(1, n, 1) > 0).all(-1)
     # One number for (response, n-gram): sorting numbers is much faster than sorting pairs.
     numbers = int(gram.max()) + 1
     keys = torch.arange(rows, device=gram.device)[:, None] * numbers + gram
@@ -121,7 +176,10 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
         "reward_length_correlation": reward_length_correlation(rewards, lengths, scored),
         "repeated_ngram_fraction": repeated_ngram_fraction(
-            batch["input_ids"], prompts, batch["input_lengths"]
+            batch["input_ids"],
+            prompts,
+            batch["input_lengths"],
+            token_mask=batch["token_mask"] if "turn_ids" in batch else None,
         ),
     }
     counts = {"num_samples": len(rewards), "generated_tokens": int(lengths.sum())}

@@ -62,6 +62,11 @@ _CONVERSATIONS = {
     "ended_done": MetricInfo("Share of conversations that their environment ended.", "samples"),
     "ended_max_turns": MetricInfo("Share that ended after environment.max_turns.", "samples"),
     "ended_max_tokens": MetricInfo("Share that had no room for another response.", "samples"),
+    "forks": MetricInfo(
+        "Times that a conversation went on with another sequence, its template having rewritten "
+        "what was said.",
+        "count",
+    ),
     "failed_env_timeout": MetricInfo(
         "Conversations begun again because their environment did not answer in time.", "count"
     ),

@@ -330,9 +330,9 @@ class _RoleRun:
             sampled = 0
             records = [stack.enter_context(self.device.record())]
 
-            def listener(row: int, token: int) -> None:
+            def listener(row: int, token: int, logprob: float) -> None:
                 nonlocal sampled
-                del row, token
+                del row, token, logprob
                 sampled += 1
                 if sampled == min(_TOKENS, response) * phase.slots:
                     raise _Enough

@@ -32,7 +32,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from aligner.catalog import ALGORITHMS
-from aligner.config import EvaluateConfig, GenerateConfig
+from aligner.config import EvaluateConfig, GenerateConfig, ServeConfig
 from aligner.config.fields import DERIVED
 from aligner.config.parse import arms_of, field_types, section_in
 
@@ -42,6 +42,7 @@ ROOTS: dict[str, type] = {
     **{one.config_name: one.root_class for one in ALGORITHMS.values()},
     "gpt_generate": GenerateConfig,
     "gpt_evaluate": EvaluateConfig,
+    "gpt_serve": ServeConfig,
 }
 TABLE = re.compile(r"(<!-- options of (\w+): ([^>]*?) -->\n)(.*?)(<!-- end of options -->)", re.S)
 LINE = re.compile(r'( *)(\w+):((?:"[^"]*"|[^"#])*?)(?: +#.*)?')
@@ -257,11 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the files anew")
     write = parser.parse_args().write
-    for path, text in written().items():
-        if path.read_text() != text:
-            print(path.relative_to(ROOT))
-            if write:
-                path.write_text(text)
+    stale = {path: text for path, text in written().items() if path.read_text() != text}
+    for path, text in stale.items():
+        print(path.relative_to(ROOT))
+        if write:
+            path.write_text(text)
+    if not stale:
+        print("conf/ and docs/ say what aligner/config says")
 
 
 if __name__ == "__main__":

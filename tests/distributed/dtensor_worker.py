@@ -54,7 +54,7 @@ def start(folder: Path, spec: str) -> tuple[Policy, Value]:
 
 
 def generated(policy: Policy, batch: BatchedDataDict) -> list[torch.Tensor]:
-    """Responses to the first tokens of every row."""
+    """Responses to the first tokens of every row, and what a filter kept where it is recorded."""
     prompts = BatchedDataDict(
         {
             "input_ids": batch["input_ids"][:, :5],
@@ -66,7 +66,8 @@ def generated(policy: Policy, batch: BatchedDataDict) -> list[torch.Tensor]:
     output = policy.generate(prompts, seed=5)
     policy.finish_generation()
     rows = zip(output["output_ids"], output["unpadded_sequence_lengths"], strict=True)
-    return [tokens[:length] for tokens, length in rows]
+    kept = [output["kept_ids"].sort().values] if "kept_ids" in output else []
+    return [tokens[:length] for tokens, length in rows] + kept
 
 
 def whole_weights(handle: Policy | Value) -> dict[str, torch.Tensor]:

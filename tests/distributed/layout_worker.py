@@ -6,7 +6,8 @@ A layout is ``tensor,pipeline,context,sequence_parallel,mode``, with ``expert`` 
 where experts are shared out; what is left of the world is data parallel and the mode says how
 micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch's second half
 counts. Modes ``shared`` and ``separate`` are padded and have a batch whose sequences begin alike,
-which goes through the model once, or once a row.
+which goes through the model once, or once a row. In ``recorded`` and ``recorded separate`` they are
+conversations, too, and of the actor alone, with recorded sets of the tokens that top-p kept.
 """
 
 import sys
@@ -23,6 +24,8 @@ from aligner.config import (
     DynamicBatchingConfig,
     ModelConfig,
     OptimConfig,
+    PolicyPPOConfig,
+    SamplingParams,
     SequencePackingConfig,
 )
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
@@ -35,6 +38,8 @@ from aligner.models.value.lm_value import Value
 ROWS, WIDTH = 8, 40
 RUN = RunSettings(gradient_clip_val=0.0)
 OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
+BEGIN_ALIKE = ("shared", "separate", "recorded", "recorded separate")
+KEPT, VOCABULARY = 6, 259
 
 
 def make_batch(layout: str) -> BatchedDataDict:
@@ -48,11 +53,15 @@ def make_batch(layout: str) -> BatchedDataDict:
         counts[ROWS // 2 :] = 0
     noise = torch.randn(ROWS, WIDTH, generator=generator)
     ids = torch.randint(0, 256, (ROWS, WIDTH), generator=generator)
-    if layout.endswith(("shared", "separate")):
+    if layout.endswith(BEGIN_ALIKE):
         ids[:3, :34] = ids[0, :34]
         ids[4:7, :34] = ids[4, :34]  # the last of them is all of it
         lengths = torch.tensor([40, 38, 36, 12, 40, 39, 34, 9])
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
+    old, others = -5.5, {}
+    if is_recorded(layout):
+        mask &= position % 9 >= 3  # between them what an environment said
+        old, others = -1.5, {"kept_ids": recorded_sets(ids, generator)}
     return BatchedDataDict(
         {
             "input_ids": ids,
@@ -62,19 +71,37 @@ def make_batch(layout: str) -> BatchedDataDict:
             "advantages": noise,
             "returns": noise.flip(0),
             "values": torch.zeros_like(noise),
-            "prev_logprobs": torch.full_like(noise, -5.5),
-            "generation_logprobs": torch.full_like(noise, -5.5),
+            "prev_logprobs": torch.full_like(noise, old),
+            "generation_logprobs": torch.full_like(noise, old),
+            **others,
         }
     )
+
+
+def is_recorded(layout: str) -> bool:
+    return ",recorded" in layout
+
+
+def recorded_sets(ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Another set for every token, int32 [B, S, K], -1 where there are fewer; some have none."""
+    kept = torch.randint(0, VOCABULARY, (*ids.shape, KEPT), generator=generator).int()
+    kept[..., 0] = ids
+    kept[..., 2:][torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    kept[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    return kept
 
 
 def model_config(model: str, layout: str) -> ModelConfig:
     *sizes, mode = layout.split(",")
     tensor, pipeline, context, sequence, expert = [*map(int, sizes), 1][:5]
+    ppo = PolicyPPOConfig()
+    if is_recorded(layout):
+        sampling = SamplingParams(top_p=0.9)
+        ppo = PolicyPPOConfig(sampling_params=sampling, record_kept_tokens=VOCABULARY)
     return ModelConfig(
         restore_from_path=model,
-        micro_batch_size=4 if mode in ("shared", "separate") else 2,
-        shared_prefixes=mode != "separate",
+        micro_batch_size=4 if mode in BEGIN_ALIKE else 2,
+        shared_prefixes=not mode.endswith("separate"),
         global_batch_size=ROWS,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -88,6 +115,7 @@ def model_config(model: str, layout: str) -> ModelConfig:
             enabled=mode == "dynamic", train_mb_tokens=64, sequence_length_round=4
         ),
         optim=OPTIM,
+        ppo=ppo,
     )
 
 
@@ -179,10 +207,9 @@ def main() -> None:
     model, output, *layouts = sys.argv[1:]
     seen = {}
     for layout in layouts:
-        seen[layout] = {
-            "actor": actor(model, layout),
-            "critic": critic(model, layout),
-        }
+        seen[layout] = {"actor": actor(model, layout)}
+        if not is_recorded(layout):
+            seen[layout]["critic"] = critic(model, layout)
     if torch.distributed.get_rank() == 0:
         torch.save(seen, output)
     shutdown_parallel()

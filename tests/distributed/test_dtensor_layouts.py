@@ -2,9 +2,10 @@
 
 Scores, what training reports, the weights after two updates and sampled tokens, of actor and
 critic: one megatron-core process against FSDP2 and tensor-parallel DTensors, whether micro-batches
-are padded, dynamic or packed, or share prefixes. Float32 rounding differs with the order of sums:
-the largest difference stays within 1e-5 of the largest value of a tensor, or of a reported number.
-A run state brings back every bit on the layout that saved it, and the same numbers on another.
+are padded, dynamic or packed, or share prefixes, of conversations with recorded sets of what a
+filter kept, too. Float32 rounding differs with the order of sums: the largest difference stays
+within 1e-5 of the largest value of a tensor, or of a reported number. A run state brings back every
+bit on the layout that saved it, and the same numbers on another.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ WORKER = Path(__file__).with_name("dtensor_worker.py")
 TOLERANCE = 1e-5
 ONE, MASKED = "tiny,megatron,1,padded", "tiny,megatron,1,masked"
 SEPARATE = "tiny,megatron,1,separate"  # sequences that begin alike, each for itself
+RECORDED = "tiny,megatron,1,recorded separate"
 # By number of processes; those of `make test-extended` are told apart by a word.
 SPECS = {
     "4 further": [f"tiny,dtensor,2,{mode}" for mode in ("dynamic", "packed")],
@@ -32,6 +34,8 @@ SPECS = {
         "tiny,dtensor,1,masked",  # one rank has no valid token
         "tiny,dtensor,1,shared",
         "tiny,dtensor,2,shared",
+        "tiny,dtensor,1,recorded",
+        "tiny,dtensor,2,recorded",
         "tiny,dtensor,2,padded",
         "qwen3,dtensor,2,packed",
     ],
@@ -39,7 +43,7 @@ SPECS = {
     "1 further": [f"{family},megatron,1,padded" for family in ("biased", "mistral")],
     "1": [
         *(ONE, MASKED),
-        SEPARATE,
+        *(SEPARATE, RECORDED),
         "qwen3,megatron,1,padded",
         *(f"tiny,dtensor,1,{mode}" for mode in ("padded", "dynamic", "packed")),
         "gpt2,megatron,1,padded",
@@ -132,7 +136,7 @@ def assert_same(one, other, keys):
 @pytest.mark.parametrize(("run", "spec"), CASES)
 def test_a_layout_equals_one_megatron_process(run, spec, role, seen):
     family = spec.partition(",")[0]
-    references = {"masked": MASKED, "shared": SEPARATE}
+    references = {"masked": MASKED, "shared": SEPARATE, "recorded": RECORDED}
     reference = references.get(spec.split(",")[3], f"{family},megatron,1,padded")
     one = seen("1" if reference in SPECS["1"] else "1 further")[reference][role]
     other = seen(run)[spec][role]

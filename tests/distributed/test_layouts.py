@@ -1,5 +1,6 @@
 """Every layout gives one process's numbers, whether micro-batches are padded, dynamic or
-packed, and whether what sequences begin with in common goes through the model once.
+packed, and whether what sequences begin with in common goes through the model once: conversations
+and recorded sets of what a filter kept among them.
 
 Scores, what training reports, every parameter's gradient, and the weights after two updates, of
 actor and critic. Float32 rounding differs with the order of sums: the largest difference stays
@@ -34,6 +35,13 @@ LAYOUTS = {
         "context 2 x tensor 2": "2,1,2,1",
     },
 }
+# Where sequences begin alike and what top-p kept with each token was recorded, of the actor.
+RECORDED = {
+    1: ("one process",),
+    2: ("data 2", "tensor 2 + sequence", "pipe 2", "context 2"),
+    4: ("context 2 x tensor 2",),
+}
+SEPARATE = "1,1,1,0,recorded separate"
 FURTHER = pytest.mark.extended  # four processes on a small machine take long
 CASES = [
     pytest.param(processes, name, mode, marks=FURTHER if processes == 4 else ())
@@ -46,8 +54,9 @@ CASES = [
 
 def launch(processes, model, output):
     layouts = [f"{sizes},{mode}" for sizes in LAYOUTS[processes].values() for mode in MODES]
+    layouts += [f"{LAYOUTS[processes][name]},recorded" for name in RECORDED[processes]]
     if processes == 1:
-        layouts.append("1,1,1,0,separate")
+        layouts += ["1,1,1,0,separate", SEPARATE]
     if processes < 4:
         layouts.append("1,1,1,0,masked")  # over two processes: one has no valid token
     run_ranks(WORKER, processes, [model, output, *layouts], timeout_s=600)
@@ -69,7 +78,26 @@ def difference(expected, actual):
 @pytest.mark.parametrize(("processes", "name", "mode"), [*CASES, (2, "data 2", "masked")])
 def test_a_layout_equals_one_process(processes, name, mode, role, seen):
     one = seen(1)[f"1,1,1,0,{REFERENCES.get(mode, 'padded')}"][role]
-    other = seen(processes)[f"{LAYOUTS[processes][name]},{mode}"][role]
+    assert_same(one, seen(processes)[f"{LAYOUTS[processes][name]},{mode}"][role])
+
+
+@pytest.mark.parametrize(
+    ("processes", "name"),
+    [
+        pytest.param(processes, name, marks=FURTHER if processes == 4 else ())
+        for processes, names in RECORDED.items()
+        for name in names
+    ],
+)
+def test_what_a_filter_kept_stays_with_its_token(processes, name, seen):
+    one = seen(1)[SEPARATE]["actor"]
+    unfiltered = seen(1)["1,1,1,0,separate"]["actor"]
+    # Of six tokens or fewer a token has more than of all.
+    assert (one["before"] - unfiltered["before"]).max() > 2
+    assert_same(one, seen(processes)[f"{LAYOUTS[processes][name]},recorded"]["actor"])
+
+
+def assert_same(one, other):
     assert one.keys() == other.keys()
     assert (one["after"] - one["before"]).abs().max() > 1e-4  # there was something to compare
     for key, expected in one.items():

@@ -25,6 +25,7 @@ NOT_RUN = {
     r"--nproc-per-node 8|trainer\.devices=8": "eight GPUs; tests/distributed has four",
     r"RAY_ADDRESS=": "tests/ray starts two nodes with these words and trains on them",
     r"generation\.backend=vllm": "`make test-vllm`: it needs vLLM's environment",
+    r"adapters\.(gymnasium|mcp|openenv|skyrl_gym|verifiers):": "tests/adapters plays it",
     r"python -m benchmarks\.": "minutes to an hour; benchmarks/LOG.md has each reading",
     r"examples/pipeline\.py": "tests/learning/test_pipeline_learns.py runs one of tiny stages",
     r"python -m campaigns": "`make campaign`: minutes of faults, seeded",
@@ -33,6 +34,7 @@ NOT_RUN = {
         "names a command in a sentence; its arguments stand in a block"
     ),
     r"serve_reward_model\.py|reward=server": "test_the_server_of_the_page, below",
+    r"(aligner |examples/)serve(\.py)?( |$)": "tests/unit/test_serving_page.py",
 }
 # Recipes whose numbers are those of the pretrained model: a few steps of the tiny one show the way.
 # The tiny model has 256 positions, for prompt and response together.
@@ -232,7 +234,11 @@ def test_the_server_of_the_page(workplace, serving):
 
 
 # Blocks that show a form and run nothing, by their first line.
-SHOWN = ("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py")
+SHOWN = (
+    *("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py"),
+    *("# my_counter.py", "# my_server.py", "# my_nemo_env.py", "# my_vf_env.py"),
+)
+ASKS_A_SERVER = "import httpx"
 PYTHON = [block for block in blocks() if block.language == "python"]
 
 
@@ -240,6 +246,8 @@ PYTHON = [block for block in blocks() if block.language == "python"]
 def test_python_of_the_pages_runs(block, workplace):
     if block.text.startswith(SHOWN):
         pytest.skip("a file of the reader's: every training command here uses it")
+    if block.text.startswith(ASKS_A_SERVER):
+        pytest.skip("tests/unit/test_serving_page.py runs it beside its server")
     done = subprocess.run(
         ["python", "-c", block.text],
         cwd=(folder := workplace()),

@@ -1,7 +1,8 @@
 """Corrections in whole runs of the tiny model, whose sampler has a repetition penalty that the
 trainer does not know: the two differ from the first token on.
 
-1. Every kind, with what it meets in a run, and the numbers do not depend on the micro-batch.
+1. Every kind, with what it meets in a run, and the numbers do not depend on the micro-batch; of
+   conversations, too.
 2. A resumed run is the run that went through, to the bit.
 3. Where a filter differs from the trainer's, what it kept is recorded and used again.
 """
@@ -9,6 +10,7 @@ trainer does not know: the two differ from the first token on.
 from string import ascii_lowercase
 
 import pytest
+from test_environments_learn import run as converse
 from test_extend import PACKED, run
 
 from aligner.observe.metrics import read_metrics
@@ -100,6 +102,27 @@ def test_every_kind_in_a_run_of_any_micro_batch(tmp_path, tiny_nemo, case):
     if "masked samples" in case:
         assert 0 < first["train_rollouts/masked_samples"] < 32
     assert first["sampler/token_mult_prob_error"] > 1
+
+
+@pytest.mark.extended
+def test_conversations_are_corrected_whatever_the_micro_batch(tmp_path, tiny_nemo):
+    options = [
+        *(PENALTY, "trainer.ppo.max_steps=2", "model.ppo.num_rollout_samples=16"),
+        *("data.validation=null", "environment.concurrency=4"),
+        *("model.global_batch_size=8", "critic.global_batch_size=8"),
+        *(f"{KEY}.weights=sequence", f"{KEY}.bounds=[0.99,1.01]", f"{KEY}.second_moment=2.0e-6"),
+    ]
+    runs = []
+    for rows in (8, 2):
+        micro = [f"model.micro_batch_size={rows}", f"critic.micro_batch_size={rows}"]
+        converse(tmp_path / str(rows), tiny_nemo, *options, *micro)
+        runs.append(lines_of(tmp_path / str(rows)))
+    for line, other in zip(*runs, strict=True):
+        assert other == pytest.approx(line, rel=2e-4, abs=2e-5, nan_ok=True)
+    last = runs[0][-1]
+    assert last["train_rollouts/turns"] > 1
+    assert 0 < last["train_optim/tokens_over_second_moment"] < 1
+    assert 0 < last["train_optim/weights_outside"] <= 1
 
 
 def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo):

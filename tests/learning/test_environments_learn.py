@@ -73,6 +73,28 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
     assert "[user] " in (tmp_path / "report.html").read_text()
 
 
+def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo):
+    """A template that shows the last two messages only: every further turn is another sequence."""
+    template = tmp_path / "last_two.jinja"
+    template.write_text(
+        "{% for m in messages[-2:] %}{{ '<|im_start|>' + m.role + '\\n' + m.content + "
+        "'<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    lines = run(
+        tmp_path / "run",
+        tiny_nemo,
+        *short("ppo"),
+        *("critic.global_batch_size=8", "critic.micro_batch_size=4", "data.validation=null"),
+        *(f"environment.chat_template={template}", "environment.max_tokens=250"),
+    )
+    assert len(lines) == 3  # before the first step, and two
+    for line in lines[1:]:
+        assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
+        assert line["sampler/logprob_gap_max"] < 1e-4
+        assert line["train_rollouts/ended_done"] == 1
+
+
 def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo):
     options = ["trainer.ppo.advantage.estimator=grpo", "trainer.ppo.advantage.credit=turn"]
     lines = run(tmp_path, tiny_nemo, *GAME, *short("ppo"), *options, script="gpt_reinforce")

@@ -1,4 +1,6 @@
-"""The small PPO run on Ray writes the local engine's numbers and weights, to the bit."""
+"""The small PPO run on Ray writes the local engine's numbers and weights, to the bit; the sets that
+top-p kept travel from the engine to training, too.
+"""
 
 import json
 import re
@@ -11,20 +13,25 @@ from runs import ON_RAY, finished, go_back_to, result, start, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 EXTEND = Path(__file__).parents[2] / "examples" / "extend"
+SHORT = [
+    "trainer.ppo.max_steps=2",
+    "model.ppo.sampling_params.top_p=0.9",
+    "model.ppo.record_kept_tokens=259",
+]
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory, tiny_nemo):
     """The run on the local engine, as fresh a process as a worker: where it is, how it ended."""
     folder = tmp_path_factory.mktemp("local") / "run"
-    finished(start(folder, tiny_nemo, "trainer.ppo.max_steps=2"))
+    finished(start(folder, tiny_nemo, *SHORT))
     return folder, result(folder)
 
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory, tiny_nemo, own_ray):
     folder = tmp_path_factory.mktemp("ray") / "run"
-    return folder, train(folder, tiny_nemo, "trainer.ppo.max_steps=2", ON_RAY)
+    return folder, train(folder, tiny_nemo, *SHORT, ON_RAY)
 
 
 def test_ray_and_local_agree_to_the_bit(local, on_ray, ray):
@@ -39,7 +46,7 @@ def test_a_run_goes_on_on_the_other_engine(way, local, on_ray, ray, tmp_path, ti
     source = local if way == "local to ray" else on_ray
     engine = "ray" if way == "local to ray" else "local"
     folder = go_back_to(1, source[0], tmp_path / "run")
-    ended = train(folder, tiny_nemo, "trainer.ppo.max_steps=2", f"cluster.engine={engine}")
+    ended = train(folder, tiny_nemo, *SHORT, f"cluster.engine={engine}")
     assert ended == local[1]
 
 
@@ -50,7 +57,7 @@ def test_own_code_reaches_the_workers(local, ray, tmp_path, tiny_nemo, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     numbers, weights = train(
-        *(tmp_path / "run", tiny_nemo, "trainer.ppo.max_steps=2", ON_RAY),
+        *(tmp_path / "run", tiny_nemo, *SHORT, ON_RAY),
         "model.ppo.loss=own_my_loss:ClippedLoss",
         "trainer.ppo.advantage.estimator=own_my_advantage.py:gae",
         "trainer.callbacks=[own_my_callback.py:Journal]",

@@ -64,6 +64,12 @@ def test_from_batches_pads_dimension_one_of_deeper_tensors():
     assert joined["x"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
 
 
+def test_what_a_filter_kept_is_padded_with_what_is_no_token():
+    narrow, wide = torch.zeros(1, 1, 2, dtype=torch.int32), torch.ones(1, 2, 2, dtype=torch.int32)
+    joined = BatchedDataDict.from_batches([{"kept_ids": narrow}, {"kept_ids": wide}])
+    assert joined["kept_ids"].tolist() == [[[0, 0], [-1, -1]], [[1, 1], [1, 1]]]
+
+
 def test_a_batch_without_rows_does_not_decide_the_width():
     joined = BatchedDataDict.from_batches([{"x": torch.zeros(0, 9)}, {"x": torch.ones(1, 2)}])
     assert joined["x"].shape == (1, 2)

@@ -43,7 +43,7 @@ def ends(tokenizer):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_conversations(family):
     tokenizer = FAMILIES[family]()
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, rewritten_history="refuse")
     rng = random.Random(family)
     for _ in range(100):
         _check_conversation(family, tokenizer, renderer, rng)
@@ -53,7 +53,7 @@ def test_random_conversations(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_thousand_random_conversations(family):
     tokenizer = FAMILIES[family]()
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, rewritten_history="refuse")
     rng = random.Random(f"many {family}")
     for _ in range(1000):
         _check_conversation(family, tokenizer, renderer, rng)
@@ -135,7 +135,7 @@ def test_without_a_template_a_message_is_a_line():
         Conversation(ChatRenderer(tokenizer), Start([user("a")], [{"name": "f"}]))
 
 
-def test_a_template_that_rewrites_history_is_refused_unless_it_is_kept():
+def test_history_that_a_template_rewrites():
     tokenizer = chatml(R1)
     thought = [*tokenizer.encode("hm</think>4"), 258]
 
@@ -145,8 +145,10 @@ def test_a_template_that_rewrites_history_is_refused_unless_it_is_kept():
         talk.follow(Turn([user("r")]), goes_on=True)
         return tokenizer.decode(talk.ids)
 
-    with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=keep"):
-        after_a_turn()
+    with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=fork"):
+        after_a_turn(rewritten_history="refuse")
+    question, answer = "<U>q<A><think>\n", "hm</think>4<|im_end|>"
+    assert after_a_turn() == f"{question}{answer}<U>q<A>4<|im_end|><U>r<A><think>\n"
     kept = after_a_turn(rewritten_history="keep")
     assert kept == "<U>q<A><think>\nhm</think>4<|im_end|><U>r<A><think>\n"
 

@@ -1,19 +1,27 @@
-"""Tools: schemas as transformers makes them, calls in both forms, the calculator, the games."""
+"""Tools: schemas as in transformers, calls as models write them, the calculator, the games."""
 
 from typing import Literal
 
 import pytest
+from test_chat_data import chatml
 from transformers.utils import get_json_schema
 
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.environments.calls import (
+    ToolCall,
+    before_calls,
+    form_of,
+    parse_calls,
+    structured,
+)
 from aligner.environments.games import GuessingGame, guessing_games
 from aligner.environments.tools import (
     Calculation,
-    ToolCall,
     ToolEnv,
     calculator,
     json_schema,
-    parse_calls,
 )
+from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
 
 
@@ -174,3 +182,122 @@ def test_the_guessing_game():
     rows = list(guessing_games(size=20))
     assert rows == list(guessing_games(size=30))[:20]
     assert rows != list(guessing_games("validation", size=20))
+
+
+# As Llama 3.1 and 3.2, Mistral and Qwen write them; what they get wrong goes back as text.
+LLAMA = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 2}}'
+WEATHER = ToolCall("get_weather", {"city": "Rome", "days": 2})
+V3 = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1]}, "id": "a1B2c3D4e"}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "calls"),
+    [
+        ("llama3", LLAMA, [WEATHER]),
+        ("llama3", f"<|python_tag|>{LLAMA}", [WEATHER]),
+        ("llama3", f"\n{LLAMA}; {LLAMA}", [WEATHER, WEATHER]),
+        ("llama3", LLAMA.replace('{"name"', '{"type": "function", "name"'), [WEATHER]),
+        ("llama3", LLAMA.replace("parameters", "arguments"), [WEATHER]),
+        ("llama3", "It is 21 degrees.", []),
+        ("llama3", 'Say {"name": "get_weather"}?', []),
+        ("mistral", V3 + "]", [ToolCall("f", {"x": [1]}, id="a1B2c3D4e")]),
+        ("mistral", V3.replace("[TOOL_CALLS] [", "[TOOL_CALLS]"), None),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": "{}"}]', [ToolCall("f", {})]),
+        ("mistral", 'ok[TOOL_CALLS]f[ARGS]{"x": 1}', [ToolCall("f", {"x": 1})]),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}[TOOL_CALLS]g[ARGS]{"y": 2}',
+            [ToolCall("f", {}, id="a1B2c3D4e"), ToolCall("g", {"y": 2})],
+        ),
+        ("mistral", "42", []),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', [ToolCall("f", {})]),
+    ],
+)
+def test_calls_as_models_write_them(form, text, calls):
+    if calls is None:
+        calls = [ToolCall("f", {"x": [1]}, id="a1B2c3D4e")]
+    assert parse_calls(text, form) == calls
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "problem"),
+    [
+        ("llama3", LLAMA[:-2], "JSON object with name and parameters"),
+        ("llama3", '<|python_tag|>get_weather.call(city="Rome")', "with name and parameters"),
+        ("llama3", '{"name": 5, "parameters": {}}', "JSON object with name and parameters"),
+        ("llama3", '{"name": "f", "parameters": [1]}', "the arguments are no JSON object"),
+        ("llama3", "<|python_tag|>", "JSON object with name and parameters"),
+        ("mistral", V3, "with name and arguments, in a list"),
+        ("mistral", "[TOOL_CALLS] []", "with name and arguments, in a list"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{x}", "the arguments are no JSON"),
+        ("hermes", '<tool_call>\n{"name": "f", "argum', "JSON object with name and arguments"),
+        ("hermes", f"<tool_call>{'[' * 100_000}", "JSON object with name and arguments"),
+    ],
+)
+def test_what_is_no_call_goes_back_as_text(form, text, problem):
+    env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form=form)
+    (message,) = env.step(say(text)).messages
+    assert message["role"] == "tool"
+    assert message["content"].startswith("error: ")
+    assert problem in message["content"]
+
+
+def test_results_of_calls_are_known_by_their_ids():
+    env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form="mistral")
+    call = '{"name": "calculator", "arguments": {"expression": "%s"}%s}'
+    given = ', "id": "a1B2c3D4e"'
+    each = [call % (1, given), call % (2, given), call % (3, ', "id": "short"'), call % (4, "")]
+    messages = env.step(say(f"[TOOL_CALLS] [{', '.join(each)}]")).messages
+    assert [message["content"] for message in messages] == ["1", "2", "3", "4"]
+    ids = [message["tool_call_id"] for message in messages]
+    assert ids == ["a1B2c3D4e", "call00000", "call00001", "call00002"]
+
+
+@pytest.mark.parametrize(
+    ("form", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}]'),
+        ("llama3", '<|python_tag|>{"name": "f"}'),
+        ("plain", "call f {}"),
+    ],
+)
+def test_text_before_the_calls(form, calls):
+    assert [call.name for call in parse_calls(f"well\n{calls}", form)] == ["f"]
+    assert before_calls(f"well\n{calls}", form) == "well\n"
+    assert before_calls("no call at all", form) == "no call at all"
+    assert before_calls('{"name": "f"}', "llama3") == ""
+
+
+def test_calls_stand_apart_from_the_text_where_a_template_wants_it():
+    text = 'well[TOOL_CALLS]f[ARGS]{"x": 1}'
+    results = [{"role": "tool", "content": one, "tool_call_id": one * 9} for one in "ab"]
+    chat = [{"role": "user", "content": "q"}, say(text), *results, say("no [TOOL_CALLS]")]
+    found = structured(chat, "mistral")
+    assert [found[0], *found[2:]] == [chat[0], *chat[2:]]
+    made = found[1]["tool_calls"]
+    assert [(one["id"], one["function"]["name"]) for one in made] == [
+        ("a" * 9, "f"),
+        ("b" * 9, "unknown"),
+    ]
+
+
+def test_a_class_is_given_the_form_of_the_template_unless_it_is_told_another():
+    name = "aligner.environments.tools:Calculation"
+    row = {"seed": 0, "prompt": "1+1=", "ground_truth": "2"}
+    columns = ["prompt", "ground_truth"]
+    assert load_factory(name, {}, columns, "plain")(**row).init().tools is None
+    assert (
+        load_factory(name, {"form": "llama3"}, columns, "plain")(**row, form="llama3").init().tools
+    )
+    other = load_factory("user_environments:Echo", {}, ["name"], "plain")
+    assert "form" not in other(seed=0).columns  # it is no ToolEnv
+    with pytest.raises(
+        ConfigError, match="form='xml' is not one of hermes, llama3, mistral, plain"
+    ):
+        Calculation(**row, form="xml")
+
+
+def test_a_template_that_shows_no_calls_has_the_plain_form():
+    assert form_of(byte_level_tokenizer()) == "plain"
+    assert form_of(chatml(None)) == "plain"

@@ -298,7 +298,7 @@ def test_stop_strings_and_lengths_of_one_call(tiny_nemo):
         rows,
         seed=3,
         sampling_options=sampling_options,
-        listener=lambda row, token: told[row].append(token),
+        listener=lambda row, token, logprob: told[row].append(token),
     )
     after = actor.generator.sample(prompts, lengths, rows, seed=3)
     actor.configure_generation(sampling_options.length, sampling_options.sampling, 64)

@@ -4,6 +4,7 @@
 2. A model computes the same with and without them.
 """
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from aligner.architecture import GPTArchitecture
 from aligner.distributed import host_memory
 from aligner.distributed.parallel import initialize_parallel
-from aligner.models.gpt.forward.schedule import bypassed_output_layer
+from aligner.kernels.linear_product import ColumnLinear, RowLinear
+from aligner.models.gpt.forward.schedule import bypassed_output_layer, placed_positions
+from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
 from aligner.models.gpt.layers import layer_spec, short_attention
-from aligner.models.gpt.layers.attention import attend_rows
+from aligner.models.gpt.layers.attention import SegmentParams, attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
 from aligner.models.gpt.megatron.build import build_gpt
 
@@ -121,11 +124,14 @@ def small_model(groups, layers=2):
     return build_gpt(architecture).train()
 
 
-def hidden_states(model):
+def hidden_states(model, packed=False):
+    """Of three sequences of nine tokens."""
     torch.manual_seed(1)
-    ids, positions = torch.randint(0, 64, (3, 9)), torch.arange(9).expand(3, 9)
-    with bypassed_output_layer(model):
-        return model(ids, positions, None)
+    ids = torch.randint(0, 64, (3, 9))
+    layout = build_layout(ids, np.array([9, 9, 9]), LayoutRules(packed, 1, 1))
+    params = SegmentParams(segments=layout.segments) if packed else None
+    with bypassed_output_layer(model), placed_positions(model, layout):
+        return model(layout.input_ids, layout.positions, None, packed_seq_params=params)
 
 
 def loss_and_gradients(groups):
@@ -162,7 +168,7 @@ def test_a_model_computes_the_same_without_them(groups, monkeypatch):
         torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-def kept_numbers(layers, monkeypatch):
+def kept_numbers(layers, packed, monkeypatch):
     """Numbers that a pass of 3 x 9 tokens keeps for backward, beside parameters."""
     monkeypatch.setattr(short_attention, "MAX_LENGTH", 0)
     model = small_model(groups=2, layers=layers)
@@ -176,20 +182,30 @@ def kept_numbers(layers, monkeypatch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = hidden_states(model)
+        hidden = hidden_states(model, packed)
     assert hidden.requires_grad
     return sum(storage.nbytes() for storage in kept.values()) // 4
 
 
-def test_a_layer_keeps_what_its_gradients_need_once(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_keeps_what_its_gradients_need_once(packed, monkeypatch):
     """No input of a linear beside what it was made of, no key or value for each query head."""
     initialize_parallel()
     hidden, ffn, heads, groups, width = 32, 48, 4, 2, 8
     norms = 2 * (hidden + 1)  # normalised rows and their scales
     attention = (heads + 2 * groups) * width + heads * width + heads  # with sums of exponentials
-    layer = kept_numbers(3, monkeypatch) - kept_numbers(2, monkeypatch)
-    rotary = 4 * 9 * width  # sines and cosines, for queries and for keys
+    layer = kept_numbers(3, packed, monkeypatch) - kept_numbers(2, packed, monkeypatch)
+    rotary = 4 * (27 if packed else 9) * width  # sines and cosines, for queries and for keys
     assert layer == 3 * 9 * (norms + attention + 2 * ffn) + rotary
+
+
+def test_a_layer_holds_nothing_after_its_call():
+    initialize_parallel()
+    model = small_model(groups=2)
+    hidden_states(model)
+    linears = [module for module in model.modules() if isinstance(module, RowLinear | ColumnLinear)]
+    assert len(linears) >= 8
+    assert all(linear._origin is None for linear in linears)
 
 
 @pytest.mark.parametrize("window", [None, 3])

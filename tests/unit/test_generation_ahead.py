@@ -96,8 +96,8 @@ def test_a_nucleus_wider_than_looked_at_is_drawn_again(llama, ahead, monkeypatch
 def test_a_listener_hears_each_token_once_and_none_that_is_taken_back(llama, ahead):
     heard = {}
 
-    def listen(sample, token):
-        heard.setdefault(sample, []).append(token)
+    def listen(sample, token, logprob):
+        heard.setdefault(sample, []).append((token, logprob))
 
     ahead()
     prompts, lengths = make_prompts()
@@ -105,7 +105,8 @@ def test_a_listener_hears_each_token_once_and_none_that_is_taken_back(llama, ahe
     found = generator.sample(prompts, lengths, torch.arange(len(prompts)), 5, listener=listen)
     for row, tokens in enumerate(found.tokens):
         response = tokens[found.prompt_lengths[row] : found.lengths[row]]
-        assert heard[row] == response.tolist()
+        logprobs = found.logprobs[row][found.prompt_lengths[row] : found.lengths[row]]
+        assert heard[row] == list(zip(response.tolist(), logprobs.tolist(), strict=True))
         assert (tokens[found.lengths[row] :] == EOS).all()
 
 

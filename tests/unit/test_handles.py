@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import pydoc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +171,71 @@ def test_packing_and_dynamic_batching_exclude_each_other():
             with pytest.raises(ConfigError, match=words):
                 make()
             assert not hasattr(cluster, "started")  # before any worker
+
+
+# What a filter kept -------------------------------------------------------------------------------
+
+
+class Workers(Recorder):
+    """Workers that are sent real shards; a score is the first id that was kept with a token."""
+
+    def run_all_workers_sharded_data(self, method_name, data, *args, common_kwargs=None, **axes):
+        self.shards = data
+        if method_name == "train":
+            return LocalFuture([TRAINED, TRAINED])
+        results = self.generated() if method_name == "generate" else map(self.scores, data)
+        return LocalFuture(list(results))
+
+    def scores(self, shard):
+        return BatchedDataDict({"logprobs": shard["kept_ids"][..., 0].float()})
+
+    def generated(self):
+        """The second worker's responses are a token longer."""
+        for width in (3, 4):
+            yield BatchedDataDict(
+                {
+                    "output_ids": torch.ones(1, width, dtype=torch.long),
+                    "generation_lengths": torch.tensor([1]),
+                    "unpadded_sequence_lengths": torch.tensor([width]),
+                    "logprobs": torch.zeros(1, width),
+                    "is_end": torch.ones(1, dtype=torch.bool),
+                    "kept_ids": torch.zeros(1, width, 2, dtype=torch.int32),
+                }
+            )
+
+
+PLANS = {
+    "rows": {},
+    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64)},
+    "dynamic": {"dynamic_batching": DynamicBatchingConfig(enabled=True, train_mb_tokens=64)},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_recorded_sets_travel_with_their_rows(plan):
+    model = dataclasses.replace(MODEL, **PLANS[plan])
+    policy = Policy(cluster := Workers(), model, None, run=RunSettings())
+    data = BatchedDataDict(
+        {
+            "input_ids": torch.arange(8)[:, None].expand(8, 30).clone(),
+            "input_lengths": torch.tensor([3, 30, 8, 9, 29, 4, 5, 28]),
+            "token_mask": torch.ones(8, 30),
+            "sample_mask": torch.ones(8),
+            "kept_ids": torch.arange(8)[:, None, None].expand(8, 30, 2).int(),
+        }
+    )
+    for score in (policy.get_logprobs, policy.get_reference_policy_logprobs):
+        assert score(data)["logprobs"][:, 7].tolist() == list(range(8))
+    policy.train(data, PPOValueLoss())
+    rows = torch.cat([shard["input_ids"][:, 0] for shard in cluster.shards])
+    assert rows.tolist() != list(range(8))  # each worker has rows of both global batches
+    kept = torch.cat([shard["kept_ids"][:, 7, 1] for shard in cluster.shards])
+    assert torch.equal(kept.long(), rows)
+
+
+def test_shorter_rows_of_another_worker_have_no_set_at_their_padding():
+    policy = Policy(Workers(), MODEL, None, run=RunSettings())
+    policy.tokenizer = SimpleNamespace(pad_id=9)
+    output = policy.generate(batch(2), seed=1)
+    assert output["kept_ids"][:, :, 0].tolist() == [[0, 0, 0, -1], [0, 0, 0, 0]]
+    assert output["output_ids"].tolist() == [[1, 1, 1, 9], [1, 1, 1, 1]]

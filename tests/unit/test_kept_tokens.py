@@ -7,6 +7,7 @@
 """
 
 import math
+import sys
 
 import pytest
 import torch
@@ -187,7 +188,7 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
 VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it
 
 
-def configured(path, **ppo):
+def configured(path, others=None, **ppo):
     sampling = {"top_p": 0.8, **ppo.pop("sampling_params", {})}
     return parse_config(
         {
@@ -205,6 +206,7 @@ def configured(path, **ppo):
             "critic": {"micro_batch_size": 4, "global_batch_size": 4},
             "reward": {"function": "a:b"},
             "data": {"train": {"source": "x.jsonl"}},
+            **(others or {}),
         }
     )
 
@@ -243,18 +245,33 @@ def test_a_policy_scores_over_what_it_recorded(policy):
 
 
 @pytest.mark.parametrize(
-    ("ppo", "message"),
+    ("ppo", "others", "message"),
     [
         (
             {"sampling_params": {"top_p": 1.0}},
+            {},
             r"tokens=8: top_k=0 and top_p=1 keep all",
         ),
         (
             {"sampling_params": {"top_k": 9}},
+            {},
             r"record_kept_tokens=8 is below .*top_k=9.*set it to 9",
+        ),
+        (
+            {},
+            {
+                "generation": {"backend": "vllm", "vllm": {"python": sys.executable}},
+                "cluster": {"engine": "ray"},
+            },
+            r"record_kept_tokens=8: generation.backend=vllm does not say.*set it to 0",
+        ),
+        (
+            {},
+            {"reward": {"kind": "environment"}, "environment": {"factory": "my_game.py:Game"}},
+            r"record_kept_tokens=8: environment.factory=my_game.py:Game.*set it to 0",
         ),
     ],
 )
-def test_refusals(ppo, message):
+def test_refusals(ppo, others, message):
     with pytest.raises(ConfigError, match=message):
-        configured("m.nemo", record_kept_tokens=8, **ppo)
+        configured("m.nemo", others, record_kept_tokens=8, **ppo)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from aligner.kernels import linear_product as products
 from aligner.kernels import packed_linear
-from aligner.kernels.linear_product import linear_product
+from aligner.kernels.linear_product import Origin, linear_product
 from aligner.kernels.packed_linear import GatedProduct, Product
 
 INPUTS, OUTPUTS = 48, 80
@@ -52,6 +52,34 @@ def test_a_frozen_weight_gets_no_gradient_and_keeps_no_input():
     assert [tensor.shape for tensor in kept] == [weight.shape]
     (grad,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(grad, weight.sum(dim=0).expand_as(x))
+
+
+def test_what_an_input_was_made_of_is_kept_in_its_place():
+    source, other, weight = leaves((7, INPUTS), (INPUTS,), (OUTPUTS, INPUTS))
+    x = (source * other).detach().requires_grad_()
+    origin = Origin(torch.mul, (source.detach(), other.detach()))
+    out, plain = linear_product(x, weight, origin), linear_product(x, weight)
+    kept = {tensor.data_ptr() for tensor in out.grad_fn.saved_tensors}
+    assert kept == {tensor.data_ptr() for tensor in (weight, source, other)}
+    grad = torch.randn(7, OUTPUTS)
+    pairs = zip(
+        torch.autograd.grad(out, (x, weight), grad),
+        torch.autograd.grad(plain, (x, weight), grad),
+        strict=True,
+    )
+    assert torch.equal(out, plain)
+    assert all(torch.equal(*pair) for pair in pairs)
+    frozen = linear_product(x, weight.detach(), origin)
+    assert len(frozen.grad_fn.saved_tensors) == 1
+
+
+def test_only_the_tensor_itself_has_an_origin():
+    made = torch.ones(2, 3)
+    origin = Origin(torch.clone, (made.clone(),))
+    assert Origin.of(made) is None
+    assert origin.note(made) is made
+    assert Origin.of(made) is origin
+    assert all(Origin.of(other) is None for other in (made.view(3, 2), made.clone(), made * 1))
 
 
 def test_large_products_are_onednn_s(monkeypatch):

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from aligner.observe.diagnostics import (
     explained_variance,
     fraction_terminated,
+    gap_verdict,
+    gap_warnings,
     repeated_ngram_fraction,
     reward_length_correlation,
     rollout_metrics,
@@ -118,3 +120,25 @@ def test_rollout_metrics_have_registered_names_and_the_expected_numbers():
     assert found["reward_length_correlation"] == pytest.approx(-1.0)
     assert found["repeated_ngram_fraction"] == 0.5
     assert (found["num_samples"], found["generated_tokens"]) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("gap", "precision", "is_rounding"),
+    [
+        (1e-4, "32", True),
+        (1.1e-4, "32", False),
+        (0.05, "bf16", True),
+        (0.06, "bf16", False),
+        (9.0, "64", None),
+        (math.nan, "32", None),
+    ],
+)
+def test_a_gap_is_rounding_or_the_console_says_so(gap, precision, is_rounding):
+    verdict = gap_verdict(gap, precision)
+    assert (verdict and verdict.is_rounding) is is_rounding
+    said = gap_warnings({"sampler/logprob_gap_mean": gap}, precision)
+    assert len(said) == (is_rounding is False)
+    if said:
+        assert f"logprob_gap_mean={gap:.2g}, more than rounding" in said[0]
+        assert verdict.text in said[0]
+    assert gap_warnings({}, precision) == ()

@@ -3,7 +3,7 @@
 1. The stages run in order, each once.
 2. Passes whose numbers are known, or that nobody needs, are not made.
 3. Advantages, masks and metrics of a rollout are those worked out by hand.
-4. Critic warm-up trains the critic alone.
+4. Critic warm-up trains the critic alone; a gap to the sampler above rounding is said once.
 5. The state brings back counters, data position and KL coefficient.
 """
 
@@ -118,7 +118,7 @@ def result(rows, **metrics):
     return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
 
 
-def trainer(log=None, *, prompts=4, ppo=None, loop=None):
+def trainer(log=None, *, prompts=4, ppo=None, loop=None, columns=None, **options):
     log = [] if log is None else log
     samples = {"num_rollout_samples": 2, **(ppo or {})}
     config = parse_config(
@@ -138,7 +138,10 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None):
             "seed": 5,
         }
     )
-    dataset = PromptDataset([Prompt(i, f"p{i}", [1] * (1 + i % 2), str(i)) for i in range(prompts)])
+    columns = columns or [{}] * prompts
+    dataset = PromptDataset(
+        [Prompt(i, f"p{i}", [1] * (1 + i % 2), str(i), columns[i]) for i in range(prompts)]
+    )
     per_step = config.model.ppo.num_rollout_samples // config.model.ppo.num_rollouts_per_prompt
     sampler = PromptSampler(prompts, per_step, seed=5, shuffle=False)
     policy, value = FakePolicy(log), FakeValue(log)
@@ -153,6 +156,7 @@ def trainer(log=None, *, prompts=4, ppo=None, loop=None):
         pad_id=PAD,
         policy_loss=make_policy_loss(config),
         estimator=None,
+        **options,
     )
 
 
@@ -270,6 +274,25 @@ def test_metrics_of_the_updates():
     assert metrics["train_optim/optimizer_steps"] == 2
     assert metrics["train_rollouts/reward_parts/x"] == 2.0
     assert metrics["train_rollouts/accuracy"] == 0.5  # rewards of at least 1
+
+
+SAMPLER = {"old_logprobs": "sampler"}
+
+
+@pytest.mark.parametrize(
+    ("ppo", "loop", "warnings"),
+    [
+        ({}, {}, [1, 0]),
+        ({}, {"critic_warmup_steps": 1}, [0, 1]),
+        ({"correction": SAMPLER}, {}, [1, 0]),
+        ({"correction": SAMPLER, "ppo_epochs": 2}, {}, [0, 0]),  # the gap has an update in it
+    ],
+)
+def test_the_first_gap_above_rounding_is_said(ppo, loop, warnings):
+    t = trainer(ppo=ppo, loop=loop)
+    said = [t.step(step, PhaseTimers()).warnings for step in (1, 2)]
+    assert [len(each) for each in said] == warnings
+    assert all("logprob_gap_mean=0.1, more than rounding" in text for each in said for text in each)
 
 
 def test_warm_up_trains_the_critic_alone():

@@ -121,6 +121,17 @@ def test_a_tie_is_no_success():
     assert metrics["loss"] == pytest.approx(math.log(2))
 
 
+@pytest.mark.parametrize("loss", [DPOLoss(), KTOLoss()])
+def test_rounding_is_a_tie(loss):
+    """The sign of a log-ratio of a policy to itself depends on how rows were batched."""
+    _, batch = hand_pair()
+    batch["desirable"], batch["kl_baseline"] = column(1, 0), column(0, 0)
+    better = torch.tensor([[1.0], [-1.0]])
+    for difference, accuracy in ((1e-6, 0), (1e-3, 1)):
+        moved = batch["ref_logprobs"] + difference * better
+        assert evaluate(loss, moved, batch)[2]["accuracy"] == accuracy
+
+
 def random_batch(seed=0, rows=8, length=5):
     generator = torch.Generator().manual_seed(seed)
     logprobs = torch.randn(rows, length, generator=generator, dtype=torch.float64) - 2

@@ -3,12 +3,16 @@
 1. By hand: forks of forks, a sequence that begins another one, equal sequences, short headers.
 2. Every tree spells its sequences, and no run of several could be longer (hypothesis).
 3. Adjacent rows that begin alike are one group, cut at the budget and at global batches.
+4. Planned micro-batches hold whole groups, and count their tokens once.
 """
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.batches.prefix_tree import (
     LEAST_SAVED,
     build_prefix_tree,
@@ -157,3 +161,72 @@ def test_what_saves_too_little_is_no_group():
     ids, lengths = rollout(3)
     ids[:, LEAST_SAVED - 1] = np.arange(3)
     assert [shares for _, _, shares in grouped(ids, lengths)[0]] == [False] * 3
+
+
+# Micro-batches ------------------------------------------------------------------------------------
+
+
+def rollout_batch(groups=6, rows=4, prompt=64, response=16):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 250, (groups * rows, prompt + response), generator=generator)
+    ids[:, :prompt] = ids[::rows, :prompt].repeat_interleave(rows, 0)
+    lengths = torch.full((groups * rows,), prompt + response)
+    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+
+
+def arguments(mode, **changes):
+    common = {
+        "max_tokens_per_microbatch": 300,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "shared_prefixes": True,
+        **changes,
+    }
+    if mode == "dynamic":
+        return {"dynamic_batching_args": {**common, "sequence_length_round": 4}}
+    rest = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 4}
+    return {"sequence_packing_args": {**common, **rest}}
+
+
+def micro_batches(shard):
+    for number in range(len(shard.elem_counts_per_gb)):
+        part = shard.get_batch(number)
+        for start, end in part.micro_batch_indices[0]:
+            yield part.slice(start, end)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_planned_micro_batches_hold_whole_groups(mode, shards):
+    batch = rollout_batch()
+    parts, order = batch.shard_by_batch_size(shards, 12, **arguments(mode))
+    assert sorted(order) == list(range(24))
+    assert len({len(shard.micro_batch_indices[0]) for shard in parts}) == 1
+    passes = [each for shard in parts for each in micro_batches(shard) if each.size]
+    assert len(passes) == 4 if shards == 1 else len(passes) <= 6
+    for each in passes:
+        tree = shared_prefixes(each["input_ids"].numpy(), each["input_lengths"].numpy())
+        assert tree is not None
+        assert tree.num_tokens() <= 300
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_a_plan_without_shared_prefixes_is_the_same(mode):
+    batch = rollout_batch(prompt=8)
+    plans = []
+    for shared in (True, False):
+        parts, order = batch.shard_by_batch_size(2, 12, **arguments(mode, shared_prefixes=shared))
+        plans.append((order, [part.micro_batch_indices for part in parts]))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "packed"])
+def test_what_shares_nothing_is_planned_beside_what_does(mode):
+    batch = rollout_batch(groups=5)
+    batch["input_ids"][4:11] = torch.randint(0, 250, (7, 80))
+    parts, order = batch.shard_by_batch_size(1, **arguments(mode))
+    assert sorted(order) == list(range(20))
+    for each in micro_batches(parts[0]):
+        tree = shared_prefixes(each["input_ids"].numpy(), each["input_lengths"].numpy())
+        tokens = int(each["input_lengths"].sum()) if tree is None else tree.num_tokens()
+        assert tokens <= 300

@@ -23,7 +23,8 @@ from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, RewardError, RewardServerError
-from aligner.rewards.server.client import RemoteReward, RewardClient, read_token
+from aligner.http.tokens import read_token
+from aligner.rewards.server.client import RemoteReward, RewardClient
 from aligner.rewards.server.wire import WireSample
 
 ROOT = Path(__file__).parents[2]
@@ -333,4 +334,4 @@ def test_addresses_and_tokens_are_checked_before_anything_is_sent(tmp_path, monk
     with pytest.raises(ConfigError, match=r"token_file=.*holds no token"):
         client("http://host", token_file=str(file))
     file.write_text("abc\n")
-    assert read_token(RewardServerConfig(url="http://h", token_file=str(file))) == "abc"
+    assert read_token(None, str(file), "a server") == "abc"

@@ -16,7 +16,7 @@ import pytest
 
 from aligner.config import RewardServerConfig
 from aligner.errors import DataError, RewardServerError
-from aligner.rewards.server import http as http_side
+from aligner.http import listening as http_side
 from aligner.rewards.server.client import RewardClient
 from aligner.rewards.server.http import RewardService, Waiting, http_server
 from aligner.rewards.server.serve import score_until

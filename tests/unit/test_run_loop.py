@@ -4,7 +4,7 @@
 2. A run that was stopped anywhere and started again writes what an uninterrupted one does.
 3. SIGTERM saves after the current step and ends; max_time too, with a last validation.
 4. A damaged state is passed over for the one before; where none is left, nothing is touched.
-5. Steps that make no update are told of, and end the run.
+5. Steps that make no update are told of, and end the run; other warnings of steps are said.
 """
 
 import io
@@ -326,6 +326,19 @@ def test_steps_without_an_update_are_told_of_and_end_the_run(tmp_path):
     assert "step 1: no update of the policy" in text
     assert "steps 1 to 2: no update" in text
     assert [line["step"] for line in lines(tmp_path)] == list(range(7))
+
+
+def test_a_warning_of_a_step_is_said_where_a_validation_follows_too(tmp_path):
+    class Warning(Counter):
+        def step(self, step, timers):
+            found = super().step(step, timers)
+            warnings = (f"number {step} is odd",) if step % 2 else ()
+            return StepResult(found.metrics, found.samples, warnings=warnings)
+
+    said = io.StringIO()
+    run(tmp_path, Warning(), total=4, val=3, said=said)
+    lines = [line for line in said.getvalue().splitlines() if "odd" in line]
+    assert lines == ["step 1: number 1 is odd", "step 3: number 3 is odd"]
 
 
 def test_a_short_run_that_learned_nothing_is_an_error_and_one_that_did_is_none(tmp_path):

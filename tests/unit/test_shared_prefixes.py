@@ -1,22 +1,22 @@
 """Sequences that share prefixes go through the model as if each stood for itself.
 
-1. Attention over a tree: values and gradients of each sequence alone, in float64; windows, grouped
-   queries, context-parallel ranks, and the runs that a GPU's kernel is given.
-2. By hand: which row stands at which places.
-3. Scores, losses, gradients and two updates of every role, on every kind of model.
-4. Where nothing is shared no bit changes; where dropout would differ nothing is shared.
-5. Planned micro-batches hold what belongs together, and count its tokens once.
+1. By hand: which row stands at which places.
+2. Scores, losses, gradients and two updates of every role, on every kind of model, on every kind of
+   rows: conversations, recorded sets of what a filter kept; and with a user's own loss.
+3. Where nothing is shared no bit changes; where dropout would differ nothing is shared.
 """
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from role_models import gradients, load_role, trained
 
 from aligner.architecture import RopeScaling
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.batches.prefix_tree import build_prefix_tree, shared_prefixes
+from aligner.batches.prefix_tree import build_prefix_tree
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.cluster.worker_groups import LocalCluster
@@ -25,6 +25,8 @@ from aligner.config import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
+    PolicyPPOConfig,
+    SamplingParams,
     SequencePackingConfig,
 )
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
@@ -33,150 +35,17 @@ from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss
 from aligner.losses.reward import BradleyTerryLoss
+from aligner.losses.user import UserPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (
     MegatronGPTActorModel,
     MegatronGPTCriticModel,
     MegatronGPTRewardModel,
-    load_from_nemo,
 )
 from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_layout
-from aligner.models.gpt.layers.attention import SegmentParams
-from aligner.models.gpt.megatron.build import build_gpt
-from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.lm_policy import Policy
 
 TOLERANCE = 1e-5
-
-# Forks of forks, a sequence that begins another one, equal ones, one by itself.
-PARENTS = np.array([-1, 0, 1, 1, 0, 4, 4, 4, -1])
-TOKENS = np.array([20, 33, 7, 40, 5, 1, 2, 64, 9])
-
-
-# Attention ----------------------------------------------------------------------------------------
-
-HEADS, GROUPS, WIDTH = 6, 2, 8
-
-
-@pytest.fixture(scope="module")
-def core():
-    initialize_parallel()
-    return build_gpt(TINY_ARCHITECTURE).decoder.layers[0].self_attention.core_attention.eval()
-
-
-@pytest.fixture(params=[None, 30], ids=["full", "window 30"])
-def windowed(core, request, monkeypatch):
-    monkeypatch.setattr(core, "window", request.param)
-    return core
-
-
-def qkv(rows):
-    generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(rows, heads, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
-        for heads in (HEADS, GROUPS, GROUPS)
-    )
-
-
-def path_of(run):
-    """Rows of the tokens up to the end of a run, where runs stand one after the other."""
-    starts = np.cumsum(TOKENS) - TOKENS
-    path = np.arange(starts[run], starts[run] + TOKENS[run])
-    return path if PARENTS[run] < 0 else np.concatenate([path_of(PARENTS[run]), path])
-
-
-def written_out(query, key, value, window):
-    """Every run by the formula: its queries against all keys of its path."""
-    outputs = []
-    for run, tokens in enumerate(TOKENS):
-        path = torch.from_numpy(path_of(run))
-        q = query[path[-tokens:]]
-        k, v = (each[path].repeat_interleave(HEADS // GROUPS, 1) for each in (key, value))
-        distance = torch.arange(len(path))[-tokens:, None] - torch.arange(len(path))
-        seen = (distance >= 0) & (distance < (window or len(path)))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * WIDTH**-0.5
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.cat(outputs)
-
-
-def attended(core, query, key, value, padded, num_rows, **context):
-    from aligner.models.gpt.layers.segments import build_segments
-
-    segments = build_segments(
-        padded, num_rows, torch.device("cpu"), parents=PARENTS, tokens=TOKENS, **context
-    )
-    out = core(query[:, None], key[:, None], value[:, None],
-               packed_seq_params=SegmentParams(segments=segments))  # fmt: skip
-    return out[:, 0].unflatten(-1, (HEADS, WIDTH))
-
-
-def test_attention_over_a_tree_is_that_of_each_path(windowed, monkeypatch):
-    monkeypatch.setattr(windowed, "scale", WIDTH**-0.5)
-    rows = int(TOKENS.sum())
-    inputs = qkv(rows + 2)
-    out = attended(windowed, *inputs, TOKENS, rows + 2)
-    expected = written_out(*(each[:rows] for each in inputs), windowed.window)
-    assert (out[:rows] - expected).abs().max() < 1e-7  # its exponential is not to the last bit
-    assert out[rows:].abs().sum() == 0
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).double()
-    actual = torch.autograd.grad((out * weight).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weight[:rows]).sum(), inputs)
-    for left, right in zip(actual, wanted, strict=True):
-        assert (left - right).abs().max() < 1e-6
-
-
-def shared_out(rank, size):
-    """Padded lengths, and the rows of whole runs (-1: padding) that a rank holds, in its order."""
-    from aligner.distributed.context_parallel import local_position
-
-    padded = -(-TOKENS // (2 * size)) * 2 * size
-    starts, rows = np.cumsum(TOKENS) - TOKENS, []
-    for start, tokens, length in zip(starts, TOKENS, padded, strict=True):
-        position = local_position(np.arange(length // size), length // (2 * size), rank, size)
-        rows.append(np.where(position < tokens, start + position, -1))
-    return padded, np.concatenate(rows)
-
-
-@pytest.mark.parametrize("varlen", [False, True], ids=["buckets", "runs"])
-def test_context_parallel_ranks_hold_parts_of_every_run(windowed, varlen, monkeypatch):
-    from aligner.models.gpt.layers import attention
-
-    monkeypatch.setattr(windowed, "scale", WIDTH**-0.5)
-    size, inputs = 2, qkv(int(TOKENS.sum()))
-    expected = written_out(*inputs, windowed.window)
-    held = [shared_out(rank, size)[1] for rank in range(size)]
-    gathered = np.concatenate(held)
-    query, key, value = (each[torch.from_numpy(gathered.clip(0))] for each in inputs)
-    local = len(held[0])
-    if varlen:
-        monkeypatch.setattr(attention, "can_attend_varlen", lambda *_: True)
-        monkeypatch.setattr(attention, "attend_varlen", by_runs)
-    for rank in range(size):
-        part = slice(rank * local, (rank + 1) * local)
-        out = attended(
-            windowed, query[part], key, value, shared_out(rank, size)[0], local,
-            cp_rank=rank, cp_size=size,
-        )  # fmt: skip
-        real = held[rank] >= 0
-        assert (out[real] - expected[held[rank][real]]).abs().max() < 1e-7
-
-
-def by_runs(query, key, value, segments, scale, window):
-    """What a GPU's kernel computes of the runs: pairs that are aligned at their ends."""
-    runs, outputs = segments.runs, []
-    for i in range(len(runs.queries)):
-        q = query[runs.query_ends[i] : runs.query_ends[i + 1]]
-        at = runs.key_rows[runs.key_ends[i] : runs.key_ends[i + 1]]
-        k, v = (each[at].repeat_interleave(HEADS // GROUPS, 1) for each in (key, value))
-        distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
-        seen = (distance >= 0) & (distance < (window or len(k)))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-        )
-    return torch.cat(outputs)
-
 
 # Layout -------------------------------------------------------------------------------------------
 
@@ -258,19 +127,44 @@ def make_batch():
     }
 
 
-def load(name, path, **changes):
-    role = load_from_nemo(ROLES[name][0], RoleSettings(optim=OPTIM, **changes), restore_path=path)
-    if hasattr(role.gpt, "rm_head"):
-        with torch.no_grad():
-            role.gpt.rm_head.weight.normal_(generator=torch.Generator().manual_seed(3))
-    role.setup_training()
-    role.loss_fn = ROLES[name][1]
-    return role
+def conversations():
+    """Many turns with what an environment said between; rows part in a turn and in a hole."""
+    batch = make_batch()
+    prompts = torch.tensor([10, 10, 10, 3, 12, 12, 12, 1])
+    position = torch.arange(batch["input_ids"].shape[1])
+    inside = (position >= prompts[:, None]) & (position < batch["input_lengths"][:, None])
+    batch["turn_ids"] = torch.where(inside & (position % 13 >= 5), position // 13 + 1, 0)
+    batch["token_mask"] = (batch["turn_ids"] > 0).float()
+    return batch
 
 
-def seen_of(name, path, mbs=4, **changes):
+KEPT = 5  # most tokens of a recorded set
+
+
+def recorded():
+    """What a filter kept with each token, sets of each row's own; some were not recorded."""
+    batch, generator = conversations(), torch.Generator().manual_seed(7)
+    ids = batch["input_ids"]
+    kept = torch.randint(0, 250, (*ids.shape, KEPT), generator=generator).int()
+    kept[..., 0] = ids
+    kept[..., 2:][torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    kept[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    batch["kept_ids"] = kept
+    batch["prev_logprobs"] = torch.full(ids.shape, -1.5)
+    return batch
+
+
+FILTER = SamplingParams(top_p=0.9)
+
+
+def load(name, path, loss=None, **settings):
+    cls, own = ROLES[name]
+    return load_role(cls, loss or own, path, optim=OPTIM, **settings)
+
+
+def seen_of(name, path, mbs=4, rows=make_batch, **changes):
     """Scores, what two updates report, the first one's gradient, and the weights after them."""
-    role, batch = load(name, path, **changes), make_batch()
+    role, batch = load(name, path, **changes), rows()
     role.prepare_for_inference()
     scores = role.infer_tokens(batch, mbs)
     if name == "student":
@@ -280,7 +174,7 @@ def seen_of(name, path, mbs=4, **changes):
     role.prepare_for_training()
     role.optimizer.zero_grad()
     role.get_loss_and_metrics(batch, False, mbs=mbs)
-    gradient = {name: p.main_grad.clone() for name, p in trained(role)}
+    gradient = gradients(role)
     reports = [role.training_update(batch, number, mbs=mbs) for number in range(2)]
     return {
         "scores": scores,
@@ -289,10 +183,6 @@ def seen_of(name, path, mbs=4, **changes):
         **{f"gradient of {key}": value for key, value in gradient.items()},
         **{f"weight {key}": p.detach().clone() for key, p in trained(role)},
     }  # fmt: skip
-
-
-def trained(role):
-    return [(name, p) for name, p in role.gpt.named_parameters() if p.requires_grad]
 
 
 def assert_same(actual, expected):
@@ -340,19 +230,38 @@ def test_numbers_are_those_of_separate_rows(name, kind, models):
     assert max(v.abs().max() for k, v in expected.items() if k.startswith("gradient")) > 1e-3
 
 
+OWN = Path(__file__).parents[2] / "examples" / "extend" / "my_loss.py"
 WAYS = {
     "packed": {"sequence_packing": True},
     "full recompute": {"recompute": "full"},
     "selective recompute": {"recompute": "selective"},
     "one micro-batch": {"mbs": 8},
     "adapters that drop out": {"lora": LoraConfig(adapter_dim=4, adapter_dropout=0.5)},
+    "conversations": {"rows": conversations},
+    "a critic of conversations": {"name": "critic", "rows": conversations},
+    "what a filter kept": {"rows": recorded, "sampling_params": FILTER},
+    "a user's own loss": {
+        "loss": UserPolicyLoss(f"{OWN}:ReinforceLoss", {"weight": 0.1}),
+        "rows": conversations,
+    },
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_train(way, models):
-    expected = seen_of("actor", models("dense"), shared_prefixes=False, **WAYS[way])
-    assert_same(seen_of("actor", models("dense"), **WAYS[way]), expected)
+    arguments = {"name": "actor", "path": models("dense"), **WAYS[way]}
+    expected = seen_of(**arguments, shared_prefixes=False)
+    assert_same(seen_of(**arguments), expected)
+
+
+def test_equal_sequences_keep_sets_of_their_own(models):
+    role, batch = load("actor", models("dense"), sampling_params=FILTER), recorded()
+    assert torch.equal(batch["input_ids"][4], batch["input_ids"][5])
+    scores = role.infer_tokens(batch, 4)
+    assert (scores[4] - scores[5]).abs().max() > 0.1
+    del batch["kept_ids"]
+    scores = role.infer_tokens(batch, 4)
+    torch.testing.assert_close(scores[4], scores[5])
 
 
 def test_fewer_tokens_go_through_the_model(models):
@@ -393,83 +302,18 @@ def test_planned_training_is_that_of_separate_rows(plan, models):
     found = []
     for changes in ({"shared_prefixes": False}, PLANS[plan]):
         config = ModelConfig(
-            restore_from_path=str(models("dense")), global_batch_size=8, optim=OPTIM, **changes
+            restore_from_path=str(models("dense")),
+            global_batch_size=8,
+            optim=OPTIM,
+            ppo=PolicyPPOConfig(sampling_params=FILTER),
+            **changes,
         )
         cluster = LocalCluster(initialize_parallel())
         policy = Policy(cluster, config, byte_level_tokenizer(), init_reference_model=False)
-        batch = BatchedDataDict(make_batch())
+        batch = BatchedDataDict(recorded())
         scores = policy.get_logprobs(batch)["logprobs"]
         policy.prepare_for_training()
         reports = [policy.train(batch, PPOPolicyLoss()) for _ in range(2)]
         numbers = [[report["loss"], report["grad_norm"]] for report in reports]
         found.append({"scores": scores, "report": torch.tensor(numbers)})
     assert_same(*found)
-
-
-# Micro-batches ------------------------------------------------------------------------------------
-
-
-def rollout(groups=6, rows=4, prompt=64, response=16):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 250, (groups * rows, prompt + response), generator=generator)
-    ids[:, :prompt] = ids[::rows, :prompt].repeat_interleave(rows, 0)
-    lengths = torch.full((groups * rows,), prompt + response)
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
-
-
-def arguments(mode, **changes):
-    common = {
-        "max_tokens_per_microbatch": 300,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-        "shared_prefixes": True,
-        **changes,
-    }
-    if mode == "dynamic":
-        return {"dynamic_batching_args": {**common, "sequence_length_round": 4}}
-    rest = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 4}
-    return {"sequence_packing_args": {**common, **rest}}
-
-
-def micro_batches(shard):
-    for number in range(len(shard.elem_counts_per_gb)):
-        part = shard.get_batch(number)
-        for start, end in part.micro_batch_indices[0]:
-            yield part.slice(start, end)
-
-
-@pytest.mark.parametrize("mode", ["dynamic", "packed"])
-@pytest.mark.parametrize("shards", [1, 2])
-def test_planned_micro_batches_hold_whole_groups(mode, shards):
-    batch = rollout()
-    parts, order = batch.shard_by_batch_size(shards, 12, **arguments(mode))
-    assert sorted(order) == list(range(24))
-    assert len({len(shard.micro_batch_indices[0]) for shard in parts}) == 1
-    passes = [each for shard in parts for each in micro_batches(shard) if each.size]
-    assert len(passes) == 4 if shards == 1 else len(passes) <= 6
-    for each in passes:
-        tree = shared_prefixes(each["input_ids"].numpy(), each["input_lengths"].numpy())
-        assert tree is not None
-        assert tree.num_tokens() <= 300
-
-
-@pytest.mark.parametrize("mode", ["dynamic", "packed"])
-def test_a_plan_without_shared_prefixes_is_the_same(mode):
-    batch = rollout(prompt=8)
-    plans = []
-    for shared in (True, False):
-        parts, order = batch.shard_by_batch_size(2, 12, **arguments(mode, shared_prefixes=shared))
-        plans.append((order, [part.micro_batch_indices for part in parts]))
-    assert plans[0] == plans[1]
-
-
-@pytest.mark.parametrize("mode", ["dynamic", "packed"])
-def test_what_shares_nothing_is_planned_beside_what_does(mode):
-    batch = rollout(groups=5)
-    batch["input_ids"][4:11] = torch.randint(0, 250, (7, 80))
-    parts, order = batch.shard_by_batch_size(1, **arguments(mode))
-    assert sorted(order) == list(range(20))
-    for each in micro_batches(parts[0]):
-        tree = shared_prefixes(each["input_ids"].numpy(), each["input_lengths"].numpy())
-        tokens = int(each["input_lengths"].sum()) if tree is None else tree.num_tokens()
-        assert tokens <= 300

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from role_models import gradients, load_role
 
 from aligner.architecture import RopeScaling
 from aligner.checkpoint.nemo.model_file import save_nemo
@@ -109,12 +110,7 @@ def make_batch():
 
 
 def load(name, path, **changes):
-    role = load_from_nemo(ROLES[name][0], RoleSettings(optim=OPTIM, **changes), restore_path=path)
-    if name == "critic":
-        with torch.no_grad():
-            role.gpt.rm_head.weight.normal_(generator=torch.Generator().manual_seed(3))
-    role.setup_training()
-    role.loss_fn = ROLES[name][1]
+    role = load_role(*ROLES[name], path, optim=OPTIM, **changes)
     role.prepare_for_training()
     return role
 
@@ -122,7 +118,7 @@ def load(name, path, **changes):
 def loss_and_gradient(role, batch, mbs):
     role.optimizer.zero_grad()
     loss, _ = role.get_loss_and_metrics(batch, forward_only=False, mbs=mbs)
-    return loss, {name: p.main_grad.clone() for name, p in role.gpt.named_parameters()}
+    return loss, gradients(role)
 
 
 def assert_same(actual, expected, tolerance=1e-5):

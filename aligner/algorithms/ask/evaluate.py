@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from aligner.algorithms.ask.model import open_asked_model
+from aligner.algorithms.ask.model import AskedModel, open_asked_model
+from aligner.algorithms.rollout.inputs import longest_opening, open_environments
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
+from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
-from aligner.data.prompts import PromptDataset
+from aligner.data.prompts import EpisodeDataset, PromptDataset
+from aligner.data.tokenizers.loading import with_chat_template
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.collectives import is_rank_zero, on_rank_zero
@@ -32,14 +36,16 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     with ExitStack() as closing:
         asked = open_asked_model(config, closing)
         console = Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
-        sets = _sets(config, asked.tokenizer)
+        sets = _sets(config, asked)
         longest = max(prompts.max_length for prompts in sets.values())
         asked.check_room(longest)
         columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
         source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
+        talks = open_environments(asked.run, _conversing(config, asked), columns, closing)
         engine, workers = asked.start(longest, console.print)
         judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
         asking = asked.asking(engine, config.sampling.samples_per_prompt)
+        asking = replace(asking, environments=talks)
         found = {
             name: judge.evaluate(ask(asking, prompts), asking.samples_per_prompt)
             for name, prompts in sets.items()
@@ -51,13 +57,25 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     return numbers
 
 
-def _sets(config: EvaluateConfig, tokenizer: Tokenizer) -> dict[str, PromptDataset]:
+def _conversing(config: EvaluateConfig, asked: AskedModel) -> Tokenizer:
+    """The tokenizer of conversations."""
+    template = config.environment.chat_template
+    if template is None:
+        return asked.tokenizer
+    return with_chat_template(asked.tokenizer, template, key="environment.chat_template")
+
+
+def _sets(config: EvaluateConfig, asked: AskedModel) -> dict[str, PromptDataset]:
     data = config.data
     sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
-    return {
-        name: PromptDataset.load(source, tokenizer, data)
-        for name, source in {**sources, **data.sets}.items()
-    }
+    sources |= data.sets
+    if config.environment.factory is None:
+        return {
+            name: PromptDataset.load(source, asked.tokenizer, data)
+            for name, source in sources.items()
+        }
+    longest = longest_opening(asked.run, asked.architecture)
+    return {name: EpisodeDataset.read(source, longest) for name, source in sources.items()}
 
 
 def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -> dict[str, Any]:
@@ -126,9 +144,22 @@ def _answers(name: str, one: Evaluation) -> list[dict[str, Any]]:
             **({"answer": batch["answers"][row]} if "answers" in batch else {}),
             "tokens": lengths[row],
             "is_end": bool(batch["is_end"][row]),
+            **_conversation(batch, row),
         }
         for row in range(batch.size)
     ]
+
+
+def _conversation(batch: BatchedDataDict, row: int) -> dict[str, Any]:
+    """Turns of a conversation, why it ended, and the columns of its row; of a response nothing."""
+    if "turns" not in batch:
+        return {}
+    return {
+        "is_scored": bool(batch["is_scored"][row]),
+        "end_reason": batch["end_reasons"][row],
+        "turns": batch["turns"][row],
+        "columns": batch["columns"][row],
+    }
 
 
 def _table(numbers: dict[str, Any]) -> Table:

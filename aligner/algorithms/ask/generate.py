@@ -160,8 +160,8 @@ class Chat:
         decoder = IncrementalDecoder(self._asked.tokenizer, ids)
         ends, drawn, shown = set(self._asked.tokenizer.end_ids), [], []
 
-        def listen(row: int, token: int) -> None:
-            del row
+        def listen(row: int, token: int, logprob: float = 0.0) -> None:
+            del row, logprob
             drawn.append(token)
             if token not in ends:
                 shown.append(decoder.push(token))

@@ -38,7 +38,7 @@ from aligner.models.handle import RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
-from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
+from aligner.observe.diagnostics import count_updates, gap_warnings, idle_roles, update_metrics
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
@@ -110,6 +110,7 @@ class PPOTrainer:
         """One PPO step: a rollout, then ``ppo_epochs`` passes of critic and policy over it."""
         ppo = self.config.model.ppo
         trains_policy = step > self.config.trainer.ppo.critic_warmup_steps
+        is_untrained = self.policy_updates == 0
 
         # 1. and 2. Generate responses to the next prompts and score them.
         batch, metrics = self._scored_rollout(step, timers)
@@ -151,7 +152,12 @@ class PPOTrainer:
         }
         shown = self.config.exp_manager.samples_per_step
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
-        return StepResult(metrics, samples_of(batch, step, "train", shown), idle)
+        warnings: tuple[str, ...] = ()
+        # Without an update between sampling and the measurement, which is the updates' own where
+        # the sampler stands for the old policy.
+        if is_untrained and not (self.starts_at_sampler and self.policy_updates > 1):
+            warnings = gap_warnings(metrics, self.config.trainer.precision)
+        return StepResult(metrics, samples_of(batch, step, "train", shown), idle, warnings)
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Sample responses to the validation prompts, as in ``validation``, and score them."""

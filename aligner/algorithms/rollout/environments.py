@@ -81,8 +81,9 @@ class EnvironmentRollouts:
         ``data``: of `aligner.algorithms.rollout.rollout.prompts_batch`, whose sample ids and
         columns are used; ``per_prompt`` adjacent rows have environments with one seed. Besides the
         columns of a single-turn rollout it has ``turn_ids`` int64 [B, S], ``turn_rewards`` float32
-        [B, S] and ``is_scored`` float32 [B], and the lists ``responses``, ``turns``,
-        ``reward_parts``, ``end_reasons`` and ``failures``.
+        [B, S] and ``is_scored`` float32 [B], where conversations may fork ``position_ids`` int64
+        [B, S], and the lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks``
+        and ``failures``.
 
         Raises:
             EnvironmentCallError: more conversations failed than ``environment.retries``, or none
@@ -116,10 +117,15 @@ class EnvironmentRollouts:
         ids, lengths = pad_right([row.ids for row in rows], self._tokenizer.pad_id)
         width = ids.shape[1]
         turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
+        positions: dict[str, Tensor] = {}
+        if self._config.rewritten_history == "fork":
+            each = [row.positions for row in rows]
+            positions["position_ids"] = _padded(each, width, torch.int64)
         return BatchedDataDict(
             {
                 "input_ids": ids,
                 "input_lengths": lengths,
+                **positions,
                 "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
                 "sample_ids": data["sample_ids"],
                 "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
@@ -136,6 +142,7 @@ class EnvironmentRollouts:
                 "turns": [row.turns for row in rows],
                 "reward_parts": [row.parts for row in rows],
                 "end_reasons": [row.end_reason for row in rows],
+                "forks": [row.forks for row in rows],
                 "failures": [row.failures for row in rows],
                 "ground_truths": data["ground_truths"],
                 "columns": data["columns"],
@@ -165,6 +172,7 @@ class EnvironmentReward:
                 "turns": data["turn_ids"].amax(1).float().mean().item(),
                 **{f"ended_{reason}": ends[reason] / rows for reason in END_REASONS},
                 **{f"failed_{reason}": failed[reason] for reason in FAILURE_REASONS},
+                "forks": sum(data["forks"]),
                 "unscored_samples": int((data["is_scored"] == 0).sum()),
             },
         )
@@ -178,11 +186,13 @@ class Trajectory:
     prompt_length: int
     ids: list[int]
     turn_ids: list[int]
+    positions: list[int]
     logprobs: list[float]
     rewards: list[float]
     is_scored: bool
     parts: dict[str, float]
     end_reason: EndReason
+    forks: int
     text: str
     turns: list[dict[str, Any]]
     failures: list[str]
@@ -246,13 +256,13 @@ class _Conversations:
         if not (self._waiting or self._active):
             return None
         self._begin()
-        return [one.talk.ids for one in self._active], [one.engine_id for one in self._active]
+        return [one.talk.sequence for one in self._active], [one.engine_id for one in self._active]
 
     def answered(self, output: BatchedDataDict) -> None:
         """Take the responses to `prompts`, in the same order, and ask the environments."""
         calls = []
         for index, one in enumerate(self._active):
-            begin = len(one.talk.ids)
+            begin = len(one.talk.sequence)
             end = int(output["unpadded_sequence_lengths"][index])
             message = one.talk.answered(
                 output["output_ids"][index, begin:end].tolist(),
@@ -383,11 +393,13 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         prompt_length=talk.prompt_length,
         ids=talk.ids[:length],
         turn_ids=talk.turn_ids[:length],
+        positions=talk.positions,
         logprobs=talk.logprobs[:length],
         rewards=rewards,
         is_scored=any(turn.reward is not None for turn in talk.turns),
         parts=dict(parts),
         end_reason=reason,
+        forks=talk.forks,
         text=transcript(talk),
         turns=[vars(turn).copy() for turn in talk.turns],
         failures=one.failures,

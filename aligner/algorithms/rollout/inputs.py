@@ -1,6 +1,7 @@
 """Inputs of a run that samples: its prompts, and the engine that answers them."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from aligner.algorithms.rollout.environments import EnvironmentRollouts
@@ -8,11 +9,14 @@ from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_lengths, check_validation_lengths, dropped_note
+from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingRunConfig
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset
+from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import on_rank_zero
+from aligner.environments.calls import form_of
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
@@ -69,14 +73,8 @@ def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
 
 def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
     """Rows of a run over conversations; a prompt may be as long as leaves room for a response."""
-    config, environment = run.config, run.config.environment
-    positions = run.architecture.max_position_embeddings
-    if environment.max_tokens > positions:
-        raise ConfigError(
-            f"environment.max_tokens={environment.max_tokens}: the model has {positions} "
-            "positions; lower it"
-        )
-    longest = environment.max_tokens - config.model.rollout.length_params.max_length
+    config = run.config
+    longest = longest_opening(config, run.architecture)
     check_longest_sequence(config, longest)
     held_out = config.data.validation
     return Prompts(
@@ -89,31 +87,59 @@ def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
     )
 
 
+def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) -> int:
+    """Tokens that a prompt of a conversation may have, of any turn: a response fits behind it."""
+    environment, positions = config.environment, architecture.max_position_embeddings
+    if environment.max_tokens > positions:
+        raise ConfigError(
+            f"environment.max_tokens={environment.max_tokens}: the model has {positions} "
+            "positions; lower it"
+        )
+    return environment.max_tokens - config.model.rollout.length_params.max_length
+
+
 def load_environments(
     run: Run[SamplingRunConfig], columns: frozenset[str]
 ) -> EnvironmentRollouts | None:
-    """The environments of a run, their processes started on rank 0; None: it has none.
+    """The environments of a run; see `open_environments`. They end with the run."""
+    return open_environments(run.config, run.tokenizer, columns, run.closing)
 
-    ``columns``: of the data. They end with the run. A dry run has none: its responses are as long
+
+def open_environments(
+    config: SamplingRunConfig,
+    tokenizer: Tokenizer,
+    columns: frozenset[str],
+    closing: ExitStack,
+) -> EnvironmentRollouts | None:
+    """Environments, their processes started on rank 0; None: the configuration has none.
+
+    ``columns``: of the data. ``closing`` ends them. A dry run has none: its responses are as long
     as a conversation may be.
 
     Raises:
         ConfigError: the class cannot be imported, or cannot be made of the columns.
     """
-    config, environment = run.config, run.config.environment
+    environment = config.environment
     if environment.factory is None or config.dry_run:
         return None
     factory, pools = environment.factory, []
 
     def start() -> None:
-        pools.append(EnvironmentPool(factory, environment.kwargs, columns, environment.memory_mb))
-        run.closing.callback(pools[0].close)
+        pool = EnvironmentPool(
+            factory,
+            environment.kwargs,
+            columns,
+            form=form_of(tokenizer),
+            memory_mb=environment.memory_mb,
+        )
+        pools.append(pool)
+        closing.callback(pool.close)
 
     on_rank_zero(start)
     return EnvironmentRollouts(
         environment,
         pools[0] if pools else None,
-        run.tokenizer,
+        tokenizer,
         response_length=config.model.rollout.length_params.max_length,
         add_bos=config.data.add_bos,
     )

@@ -78,7 +78,8 @@ class Evaluation:
 
     ``metrics``: of the rollout, without a prefix. ``estimates``: mean@n, pass@k and maj@k; of
     single responses only ``accuracy`` and ``rewards``. ``batch``: the scored rollout, with
-    ``answers`` where there are several responses to a prompt.
+    ``answers`` where there are several responses to a prompt. A conversation that was not scored is
+    in no mean of ``accuracy`` and ``rewards``, and not right in the others.
     """
 
     metrics: dict[str, float]
@@ -112,12 +113,16 @@ class Judge:
         metrics = score(self.reward, batch)
         rewards = _rows(batch["rewards"].tolist(), samples_per_prompt)
         right = _rows(batch["is_right"].tolist(), samples_per_prompt)
+        counts = [1.0] * batch.size
+        if "is_scored" in batch:
+            counts = batch["is_scored"].tolist()
+        scored = _rows(counts, samples_per_prompt)
         estimates = {
-            name: mean_over_prompts([sum(row) / len(row) for row in values])
+            name: mean_over_prompts(_scored_means(values, scored))
             for name, values in (("accuracy", right), ("rewards", rewards))
         }
         if samples_per_prompt > 1:
-            batch["answers"] = [self.final_answer(text) for text in batch["responses"]]
+            batch["answers"] = [self.final_answer(text) for text in _last_messages(batch)]
             answers = _rows(batch["answers"], samples_per_prompt)
             estimates |= answer_estimates(right, answers)
         return Evaluation(metrics, estimates, batch, samples_per_prompt)
@@ -186,6 +191,22 @@ def _at_k(estimates: Mapping[str, Estimate]) -> dict[str, float]:
             if estimate.error is not None:
                 metrics[f"{name}_stderr"] = estimate.error
     return metrics
+
+
+def _last_messages(batch: BatchedDataDict) -> list[str]:
+    """Responses; of conversations the policy's last message, without roles and rewards."""
+    if "turns" not in batch:
+        return batch["responses"]
+    return [turns[-1]["content"] for turns in batch["turns"]]
+
+
+def _scored_means(values: list[list[float]], scored: list[list[float]]) -> list[float]:
+    """Mean of each prompt over its responses that were scored; prompts without any are left out."""
+    return [
+        sum(value * one for value, one in zip(row, counts, strict=True)) / sum(counts)
+        for row, counts in zip(values, scored, strict=True)
+        if any(counts)
+    ]
 
 
 def _rows(values: list, samples_per_prompt: int) -> list[list]:

@@ -49,11 +49,13 @@ class StepResult:
     """Result of a step or a validation: metrics under their full names, samples to show.
 
     ``idle_roles``: those whose every update of the step was skipped, for it was not finite.
+    ``warnings``: what the console is to say of the step.
     """
 
     metrics: dict[str, float]
     samples: list[Sample] = field(default_factory=list)
     idle_roles: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Learner(Protocol):
@@ -333,6 +335,8 @@ class RunLoop:
         on_rank_zero(lambda: self.metrics.write(step, metrics))
         on_rank_zero(lambda: self.samples.write(result.samples))
         progress.step(step, metrics)
+        for warning in result.warnings:
+            self._say(f"step {step}: {warning}", "yellow")
         if is_rank_zero() and (step <= 1 or self.schedule.validates(step)):
             print_samples(result.samples, self.console)  # samples.jsonl has those of every step
         return metrics
@@ -412,4 +416,5 @@ def _joined(first: StepResult, second: StepResult) -> StepResult:
         {**first.metrics, **second.metrics},
         [*first.samples, *second.samples],
         (*first.idle_roles, *second.idle_roles),
+        (*first.warnings, *second.warnings),
     )

@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from pydantic import StrictBool, StrictStr
 
 from aligner.config.algorithms.trainer import ProcessConfig, RSTrainerConfig
 from aligner.config.cluster import ClusterConfig
 from aligner.config.data import AnsweredColumns, DataConfig, PromptSourceConfig
+from aligner.config.environment import EnvironmentConfig
 from aligner.config.experiment import ExpManagerConfig
-from aligner.config.fields import Count, FilePath, Function, Natural, not_empty
+from aligner.config.fields import (
+    Count,
+    FilePath,
+    Function,
+    Integer,
+    Natural,
+    Seconds,
+    not_empty,
+)
 from aligner.config.generation import GenerationConfig
 from aligner.config.reward import RewardConfig
 from aligner.config.roles.model import RSModelConfig
@@ -20,6 +30,7 @@ from aligner.config.roles.peft import PeftConfig
 from aligner.config.roles.policy import BackendConfig, check_policy_backend
 from aligner.config.roles.sampling import PolicyRSConfig
 from aligner.config.rules.cluster import check_cluster
+from aligner.config.rules.environment import check_environment
 from aligner.config.rules.generation import check_generation
 from aligner.config.rules.reward import check_reward
 from aligner.config.run import RSRunConfig
@@ -77,12 +88,51 @@ class AskedDataConfig(AnsweredColumns):
     """Further sets of prompts, `NAME: {source, arguments, limit}`."""
 
 
+@dataclass(frozen=True)
+class ServedDataConfig:
+    """Prompts of requests."""
+
+    system_prompt: StrictStr | None = None
+    """Put before chat messages that bring none; null: nothing."""
+
+    add_bos: StrictBool = False
+    """Begin with the BOS token, unless the text already does."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Address of a server, and what requests can take of it."""
+
+    host: Annotated[StrictStr, not_empty("an address to listen on")] = "127.0.0.1"
+    """Address to listen on; `0.0.0.0`: all of the machine's."""
+
+    port: Annotated[Integer, Interval(ge=0, le=65535)] = 8000
+    """Port; 0: any that is free."""
+
+    token_env: StrictStr | None = None
+    """Environment variable that holds the bearer token; null: none."""
+
+    token_file: FilePath | None = None
+    """Or a file that holds it, written with a new one where there is none.
+
+    With neither a new token is made and printed.
+    """
+
+    model_name: Annotated[StrictStr, not_empty("a name")] | None = None
+    """Name of the model in requests; null: that of its file or directory."""
+
+    max_waiting: Count = 1024
+    """Answers that may wait; further requests are asked to come later."""
+
+    timeout_s: Seconds = 600.0
+    """Longest wait of a request for its whole answer, in seconds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AskConfig:
     """Options of every command that generates from a model."""
 
     model: AskedModelConfig
-    data: AskedDataConfig = field(default_factory=AskedDataConfig)
     sampling: AnswerSamplingConfig = field(default_factory=AnswerSamplingConfig)
     seed: Natural = 1234
     """Seed of sampling."""
@@ -98,7 +148,22 @@ class AskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(AskConfig):
+class PromptedConfig(AskConfig):
+    """Options of commands that read prompts."""
+
+    data: AskedDataConfig = field(default_factory=AskedDataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(AskConfig):
+    """All options of serving a model over HTTP."""
+
+    data: ServedDataConfig = field(default_factory=ServedDataConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(PromptedConfig):
     """All options of generating."""
 
     prompt: tuple[StrictStr, ...] = ()
@@ -112,10 +177,11 @@ class GenerateConfig(AskConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(AskConfig):
+class EvaluateConfig(PromptedConfig):
     """All options of an evaluation."""
 
     reward: RewardConfig
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     final_answer: Function = FINAL_ANSWER
     """Function that finds a response's final answer.
 
@@ -132,20 +198,42 @@ class EvaluateConfig(AskConfig):
 def check_ask(config: AskConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     sampling = config.sampling
-    check_samples_differ("sampling", sampling.samples_per_prompt, sampling.use_greedy)
-    check_sets("data.sets", config.data.sets)
     if sampling.min_length > sampling.max_length:
         raise ConfigError(
             f"sampling.min_length={sampling.min_length} is more than "
             f"sampling.max_length={sampling.max_length}; lower the one or raise the other"
         )
     _check_unread(config)
+    if isinstance(config, PromptedConfig):
+        _check_prompted(config)
+    elif sampling.samples_per_prompt != 1:
+        raise ConfigError(
+            f"sampling.samples_per_prompt={sampling.samples_per_prompt}: a request says how many "
+            "answers it wants (n); set it to 1"
+        )
+
+
+def _check_prompted(config: PromptedConfig) -> None:
+    sampling = config.sampling
+    check_samples_differ("sampling", sampling.samples_per_prompt, sampling.use_greedy)
+    check_sets("data.sets", config.data.sets)
+    if isinstance(config, EvaluateConfig):
+        _check_room(config)
     if isinstance(config, GenerateConfig):
         _check_generate(config)
     elif config.data.prompts is None and not config.data.sets:
         raise ConfigError(
             "data.prompts.source: not given, and no data.sets; name a .jsonl or .parquet file or a "
             "generator function (package.module:function)"
+        )
+
+
+def _check_room(config: EvaluateConfig) -> None:
+    environment, response = config.environment, config.sampling.max_length
+    if environment.factory is not None and environment.max_tokens <= response:
+        raise ConfigError(
+            f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt before a "
+            f"response of sampling.max_length={response}; raise the one, or lower the other"
         )
 
 
@@ -193,11 +281,16 @@ def as_run(
     layout |= {"restore_from_path": restore_from_path, "peft": peft}
     layout["tokenizer"] = config.model.tokenizer or tokenizer
     reward, folder = RewardConfig(function=FINAL_ANSWER), "."  # nobody asks it
+    environment = EnvironmentConfig()
     if isinstance(config, EvaluateConfig):
-        reward, folder = config.reward, config.output
+        reward, folder, environment = config.reward, config.output, config.environment
     process = {one.name: getattr(config.trainer, one.name) for one in fields(ProcessConfig)}
-    data = dataclasses.asdict(config.data)
-    del data["prompts"], data["sets"]
+    data: dict[str, Any] = {}
+    source = None
+    if isinstance(config, PromptedConfig):
+        data = dataclasses.asdict(config.data)
+        del data["prompts"], data["sets"]
+        source = config.data.prompts
     run = RSRunConfig(
         model=RSModelConfig(
             **layout,
@@ -215,7 +308,8 @@ def as_run(
         policy=config.policy,
         generation=config.generation,
         reward=reward,
-        data=DataConfig(train=config.data.prompts or PromptSourceConfig(source=""), **data),
+        environment=environment,
+        data=DataConfig(train=source or PromptSourceConfig(source=""), **data),
         exp_manager=ExpManagerConfig(explicit_log_dir=folder),
     )
     check_policy_backend(run.policy.backend, run.model)
@@ -223,4 +317,5 @@ def as_run(
     check_generation(run)
     if isinstance(config, EvaluateConfig):
         check_reward(run)
+        check_environment(run)
     return run

@@ -8,6 +8,7 @@ from aligner.errors import ConfigError
 
 MODEL = {"--model": "model.restore_from_path"}
 ASKING = {**MODEL, "--prompts": "data.prompts.source", "--output": "output"}
+SERVING = {**MODEL, "--token-file": "server.token_file"}
 
 
 def as_overrides(

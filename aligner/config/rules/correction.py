@@ -94,6 +94,11 @@ def check_recorded(config: "RunConfig") -> None:
         )
     if backend != "megatron":
         raise ConfigError(
-            f"{named}: generation.backend={backend} does not say which tokens it kept; set it to "
-            "0, or generation.backend=megatron"
+            f"{named}: generation.backend={backend} does not say with each token which others it "
+            "kept; set it to 0, or generation.backend=megatron"
+        )
+    if config.environment.factory is not None:
+        raise ConfigError(
+            f"{named}: environment.factory={config.environment.factory} is set, and of "
+            "conversations nothing is recorded; set it to 0"
         )

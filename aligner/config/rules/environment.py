@@ -14,6 +14,11 @@ def check_environment(config: SamplingRunConfig) -> None:
         )
     if isinstance(config, RunConfig):
         _check_credit(config)
+    if environment.factory is None and environment.chat_template is not None:
+        raise ConfigError(
+            f"environment.chat_template={environment.chat_template} is for conversations, and "
+            "environment.factory is null; leave it out"
+        )
     if environment.factory is None:
         return
     response = rollout.length_params.max_length

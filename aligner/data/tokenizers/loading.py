@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, Tokenizer, generation_ends
-from aligner.errors import CheckpointNotFoundError, ConfigError, TokenizerError
+from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, TokenizerError
 from aligner.importing import check_call, load_function
 
 # Text that a tokenizer and the one its files make must encode alike.
@@ -124,6 +124,45 @@ def tokenizer_from_files(
         f"{origin} holds no tokenizer; looked for tokenizer.json, one *.model, or vocab.json with "
         f"merges.txt and found {sorted(files) or 'nothing'}"
     )
+
+
+def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> Tokenizer:
+    """The same tokenizer with the chat template of a Jinja file in place of its own, if any.
+
+    Raises:
+        ConfigError: the file cannot be read, the tokenizer can have no template, or it does not
+            render what a user and the assistant say; the message begins with ``key``.
+    """
+    what = f"{key}={path}"
+    try:
+        template = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what}: it cannot be read as text: {error}") from error
+    files = tokenizer.files()
+    if "tokenizer.json" not in files:
+        raise ConfigError(
+            f"{what}: a SentencePiece model has no place for a chat template; give a Hugging Face "
+            "tokenizer in model.tokenizer"
+        )
+    files.pop("chat_template.jinja", None)
+    config = {**json.loads(files.get("tokenizer_config.json", b"{}")), "chat_template": template}
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    found = tokenizer_from_files(files, origin=what)
+    said = {"user": "a question", "assistant": "an answer"}
+    try:
+        shown = found.apply_chat_template(
+            [{"role": role, "content": text} for role, text in said.items()],
+            add_generation_prompt=False,
+        )
+    except (DataError, TokenizerError) as error:
+        raise ConfigError(f"{what}: {error}; mend the template") from error
+    lost = [role for role, text in said.items() if text not in shown]
+    if lost:
+        raise ConfigError(
+            f"{what}: it shows nothing of what the {lost[0]} says, but {shown[:60]!r}; mend the "
+            "template"
+        )
+    return found
 
 
 def as_tokenizer(tokenizer: Any) -> Any:

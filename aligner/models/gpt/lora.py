@@ -64,7 +64,13 @@ class TokenDropout:
         self._keys: Tensor | None = None
 
     @contextlib.contextmanager
-    def of_pass(self, input_ids: Tensor, lengths: Tensor, held: Tensor) -> Iterator[None]:
+    def of_pass(
+        self,
+        input_ids: Tensor,
+        lengths: Tensor,
+        held: Tensor,
+        positions: Tensor | None = None,
+    ) -> Iterator[None]:
         """The block in which a forward pass drops out.
 
         Args:
@@ -72,12 +78,16 @@ class TokenDropout:
             lengths: int64 ``[b]``.
             held: int64 ``[n, L]``, index into ``b * S`` of the token that stands there in the
                 model, negative where none does.
+            positions: int64 ``[b, S]``, from 0 in every sequence of a row; None: rows have one.
         """
-        position = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        inside = position < lengths[:, None]
-        tokens = counter_hash(self._seed, position, input_ids) * inside
+        column = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        position = column if positions is None else positions
+        tokens = counter_hash(self._seed, position, input_ids) * (column < lengths[:, None])
         # Of the tokens up to each one: sequences that begin alike drop alike there.
         prefixes = tokens.cumsum(dim=1) + self.update
+        if positions is not None:  # less what stands before the sequence in its row
+            first = column - position
+            prefixes = prefixes - (prefixes - tokens).gather(1, first) + self.update
         keys = combine(prefixes, position).flatten()
         if keys.numel() == 0:  # a micro-batch without sequences still goes through the model
             keys = keys.new_zeros(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aligner.checkpoint.durable import atomic_file
-from aligner.observe.diagnostics import ROUNDING_GAP
+from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
 from aligner.observe.metric_names import describe
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report.chart import (
@@ -54,8 +54,6 @@ _HEADLINES = (
     _Headline("train_rollouts/init_policy_kl", "KL to the initial policy", 0),
     _Headline("train_rollouts/generation_length", "Response length (tokens)", 0),
 )
-
-_PRECISIONS = {"32": "float32", "bf16": "bf16"}
 
 _MOST_ROWS = 12  # of a table of samples
 
@@ -221,19 +219,13 @@ def _gap(series: Mapping[str, Series], precision: str) -> _Gap | None:
     measured |= {"this run, largest": max(gaps.values)}
     rows = {name: short_number(value) for name, value in measured.items()}
     rows |= {
-        f"rounding in {_PRECISIONS[name]}": f"below {short_number(limit)}"
-        for name, limit in ROUNDING_GAP.items()
+        f"rounding in {rounding.name}": f"below {short_number(rounding.limit)}"
+        for rounding in ROUNDING_GAPS.values()
     }
     lead = "Mean absolute difference of their log-probs of the same tokens, in nats."
-    if precision in ROUNDING_GAP:
-        within = gaps.values[0] <= ROUNDING_GAP[precision]
-        rounding = f"rounding in {_PRECISIONS[precision]}"
-        lead += (
-            f" At the beginning it is what {rounding} gives."
-            if within
-            else f" At the beginning it is more than {rounding} gives: the engines disagree. "
-            "docs/logprobs.md says where to look, docs/corrections.md what corrects."
-        )
+    verdict = gap_verdict(gaps.values[0], precision)
+    if verdict is not None:
+        lead += f" At the beginning it is {verdict.text}"
     return _Gap(lead, rows)
 
 

@@ -13,7 +13,6 @@ import os
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,17 +31,17 @@ from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import ConfigError, DataError, RewardServerError
+from aligner.http import JSON_TYPE, MAX_BYTES
+from aligner.http.messages import parse
+from aligner.http.tokens import read_token
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.interface import ScoredResponses, check_finite
 from aligner.rewards.sequences import response_texts, scored_texts
 from aligner.rewards.server.wire import (
     HEALTH,
-    JSON_TYPE,
-    MAX_BYTES,
     SCORE,
     HealthAnswer,
     WireSample,
-    parse,
     parse_error,
     parse_rewards,
 )
@@ -81,7 +80,8 @@ class RewardClient:
     def __init__(self, config: RewardServerConfig) -> None:
         """Read the token; nothing is sent yet."""
         self.config = config
-        url, token = _checked_url(config.url), read_token(config)
+        url = _checked_url(config.url)
+        token = read_token(config.token_env, config.token_file, "the reward server")
         headers = {"Content-Type": JSON_TYPE, "Accept": JSON_TYPE, "Accept-Encoding": "identity"}
         headers["Connection"] = "close"
         if token is not None:
@@ -256,30 +256,6 @@ class RemoteReward:
             responses, weighted(scores, self.weights), attribute_parts(scores, self.attributes)
         )
         return check_finite(scored, data["prompts"], f"the reward server {self._client.config.url}")
-
-
-def read_token(config: RewardServerConfig) -> str | None:
-    """The bearer token from the configured place; it is never shown anywhere."""
-    if config.token_env is not None:
-        token, source = os.environ.get(config.token_env), f"token_env={config.token_env}"
-    elif config.token_file is not None:
-        path = Path(config.token_file).expanduser()
-        token, source = _content(path), f"token_file={path}"
-    else:
-        return None
-    token = (token or "").strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(
-            f"{source} holds no token of the reward server; it must be one line of printable ASCII"
-        )
-    return token
-
-
-def _content(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _checked_url(url: str) -> httpx.URL:

@@ -4,52 +4,47 @@ event loop (a thread): token, bytes ─► threads: JSON, tokens ─► Waiting 
                   ▲                                                           │
                   └─────────────────── rewards or failure ◄───────────────────┘
 
-What a sender can take of the server is bounded: connections, the time until its request is there,
-bytes of requests that are worked on, sequences that wait, and the turn of a large request, which is
-scored in slices between the others'.
+What a sender can take of the server is bounded: by `aligner.http.listening`, and by the sequences
+that wait and the turn of a large request, which is scored in slices between the others'.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
-import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import NamedTuple
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aligner.errors import AlignerError
+from aligner.http import JSON_TYPE
+from aligner.http.listening import (
+    Bodies,
+    check_bearer,
+    disconnected,
+    listening,
+    plain_refusal,
+)
+from aligner.http.messages import parse
 from aligner.rewards.server.wire import (
     HEALTH,
-    JSON_TYPE,
-    MAX_BYTES,
     SCORE,
     HealthAnswer,
     ScoreRequest,
     WireSample,
-    parse,
 )
 
 Ids = list[int]
 Rewards = list[list[float]]
 GATHER_S = 0.005  # a batch waits so long for more requests
-MOST_CONNECTIONS = 512
-ARRIVAL_S = 60.0  # of a whole request, headers and body, from the moment it is connected
-MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
-_PIECE = 2**12  # of what came, for h11
 
 
 @dataclass
@@ -142,7 +137,7 @@ class RewardService:
     waiting: Waiting
     timeout_s: float
     token: str | None = None
-    _bytes: int = 0  # of bodies that are worked on
+    _bodies: Bodies = field(default_factory=Bodies)
     # JSON takes many times its bytes: one request at a time.
     _parsing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -152,33 +147,13 @@ class RewardService:
 
     async def score(self, request: Request) -> Response:
         """Rewards of the samples."""
-        if self.token is not None:
-            given = request.headers.get("Authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-                raise HTTPException(401, "the bearer token is missing or wrong")
-        body = bytearray()
-        try:
-            await self._read(request, body)
+        check_bearer(request, self.token)
+        async with self._bodies.read(request) as body:
             sequences = await run_in_threadpool(self._sequences, body)
             rewards = await self._rewards(request, sequences) if sequences else []
-        finally:
-            self._bytes -= len(body)
         plain = [row[0] if len(row) == 1 else row for row in rewards]
         # Not JSONResponse, which takes no NaN: the client tells its user of one.
         return Response(json.dumps({"rewards": plain}), media_type=JSON_TYPE)
-
-    async def _read(self, request: Request, body: bytearray) -> None:
-        """Append what comes to ``body``, as far as there is room for it."""
-        length = request.headers.get("Content-Length")
-        if length is None or "Transfer-Encoding" in request.headers:
-            raise HTTPException(411, "Content-Length is missing")
-        if int(length) > MAX_BYTES:
-            raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
-        async for piece in request.stream():
-            if self._bytes + len(piece) > MOST_BYTES_IN_FLIGHT:
-                raise HTTPException(503, "too many bytes are being worked on; try again later")
-            self._bytes += len(piece)
-            body += piece
 
     def _sequences(self, body: bytearray) -> list[Ids]:
         """The tokens of all samples."""
@@ -217,8 +192,7 @@ class RewardService:
 
 
 async def _cancel_when_left(request: Request, job: Job) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    await disconnected(request)
     job.rewards.cancel()
 
 
@@ -227,60 +201,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     cause = error.detail
     if error.status_code in (404, 405):
         cause += f": {request.method} {request.url.path[:80]!r}; GET {HEALTH} or POST {SCORE}"
-    return JSONResponse({"error": cause}, error.status_code)
-
-
-class _Connection(H11Protocol):
-    """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, unless there are as many connections as may be."""
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(ARRIVAL_S, self._expire)
-        if len(self.connections) > MOST_CONNECTIONS:
-            self._refuse(503, "too many connections; try again later")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End the wait."""
-        self._deadline.cancel()
-        super().connection_lost(exc)
-
-    def on_response_complete(self) -> None:
-        """Wait until the answer is taken."""
-        self._deadline.cancel()
-        self._deadline = self.loop.call_later(ARRIVAL_S, self.transport.abort)
-        super().on_response_complete()
-
-    def data_received(self, data: bytes) -> None:
-        """Parse in pieces: headers of any size would pass h11's limit if they came at once."""
-        for start in range(0, len(data), _PIECE):
-            if not self.transport.is_closing():
-                super().data_received(data[start : start + _PIECE])
-
-    def eof_received(self) -> None:
-        """Refuse a body that ends early; asyncio closes the connection."""
-        if self.cycle is not None and self.cycle.more_body:
-            self.conn.receive_data(b"")
-            self.handle_events()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what h11 has raised an error for."""
-        error = sys.exception()
-        self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
-
-    def _expire(self) -> None:
-        if self.cycle is None or self.cycle.more_body:
-            self._refuse(408, f"the request did not arrive within {ARRIVAL_S:g} s")
-
-    def _refuse(self, status: int, cause: str) -> None:
-        """Answer in place of the application."""
-        body = json.dumps({"error": cause}).encode()
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"
-            f"Content-Type: {JSON_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+    return JSONResponse(plain_refusal(error.status_code, cause), error.status_code)
 
 
 @contextlib.contextmanager
@@ -295,26 +216,5 @@ def http_server(address: tuple[str, int], service: RewardService) -> Iterator[tu
     )
     app.add_api_route(HEALTH, service.health)
     app.add_api_route(SCORE, service.score, methods=["POST"])
-    config = uvicorn.Config(
-        app,
-        http=_Connection,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        # Requests are not logged: headers hold the token, bodies are people's texts.
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        headers=[("Connection", "close")],
-        timeout_graceful_shutdown=1,
-    )
-    with socket.create_server(address) as listener:
-        server = uvicorn.Server(config)
-        # A daemon, and so are the threads that it starts: none of them outlives the process.
-        thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
-        thread.start()
-        try:
-            yield listener.getsockname()[:2]
-        finally:
-            server.should_exit = True
-            thread.join(10)
+    with listening(app, address) as place:
+        yield place

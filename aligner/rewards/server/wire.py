@@ -11,18 +11,16 @@ gives one number for comparisons. ``docs/reward.md`` describes it in full.
 Lists fail fast: a body may hold millions of mistakes.
 """
 
-import reprlib
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, FailFast, Field
 from pydantic_core import from_json
 
 from aligner.errors import DataError
+from aligner.http.messages import parse
 
 HEALTH, SCORE = "/health", "/score"
-JSON_TYPE = "application/json"
-MAX_BYTES = 64 * 2**20  # of a request, and of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +56,6 @@ class HealthAnswer(BaseModel):
 
     status: Literal["ok"]
     attributes: Annotated[list[str], FailFast()] = []
-
-
-Message = TypeVar("Message", bound=BaseModel)
-
-
-def parse(kind: type[Message], body: bytes | bytearray) -> Message:
-    """The message that ``body`` holds; `DataError` with the first thing that is wrong with it."""
-    try:
-        return kind.model_validate(from_json(body))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        raise DataError(f"{place}: {first['msg']}; found {reprlib.repr(first['input'])}") from error
-    except ValueError as error:
-        raise DataError(f"not JSON: {bytes(body[:80])!r} ({error})") from error
 
 
 def parse_rewards(body: bytes | bytearray, count: int, width: int) -> list[list[float]]:

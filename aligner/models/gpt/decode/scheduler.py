@@ -31,8 +31,8 @@ from aligner.models.gpt.decode.sampling import check_finite
 _PREFILL_TOKENS = 8192  # most tokens (padding included) of one prefill pass, if it has two prompts
 
 
-# Called with a row of the prompts and the token just sampled for it.
-TokenListener = Callable[[int, int], None]
+# Called with a row of the prompts, the token just sampled for it, and its log-prob.
+TokenListener = Callable[[int, int, float], None]
 
 
 class WideNucleusError(AlignerError):
@@ -233,13 +233,13 @@ class Rollout:
                 if bool(wide):
                     raise WideNucleusError("top-p keeps more tokens than a step looks at")
             ended = []
-            for sample, made, token in zip(
-                sampled.samples, sampled.made, tokens.tolist()[: len(sampled.samples)], strict=True
-            ):
+            heard = [] if self._listener is None else logprobs.tolist()
+            steps = zip(sampled.samples, sampled.made, tokens.tolist(), strict=False)
+            for place, (sample, made, token) in enumerate(steps):
                 if sample in self._ended:
                     continue
                 if self._listener is not None:
-                    self._listener(sample, token)
+                    self._listener(sample, token, heard[place])
                 if self._ends(sample, token):
                     ended.append((sample, made))
             self._end(ended)

@@ -28,7 +28,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from aligner.batches.prefix_tree import shared_prefixes
+from aligner.batches.prefix_tree import IntArray, PrefixTree, shared_prefixes
+from aligner.batches.sequences import Sequences
 from aligner.distributed import accelerator
 from aligner.logprobs.output_layer import (
     OutputLayerBypass,
@@ -139,15 +140,20 @@ def split_microbatches(
     """Cut a batch into micro-batches, each as long as it needs to be.
 
     Per-token tensors ``[B, S]`` are trimmed to the longest sequence of the micro-batch, which
-    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``, and
-    for the token ids where prefixes are shared.
+    ``input_lengths`` gives. The host waits for the device once, for lengths and ``token_mask``, for
+    ``position_ids`` where rows may hold several sequences, and for the token ids where prefixes are
+    shared.
     """
     length = batch["input_ids"].shape[1]
-    mask = [batch["token_mask"]] if "token_mask" in batch else []
-    ids = [batch["input_ids"]] if rules.shared_prefixes else []
-    wanted = accelerator.HostCopy(batch["input_lengths"], *ids, *mask)
-    lengths, *copies = (copy.numpy() for copy in wanted.wait())
-    selected = copies[-1] != 0 if mask else np.zeros(batch["input_ids"].shape, np.bool_)
+    wanted = ["input_lengths", *(name for name in ("token_mask", "position_ids") if name in batch)]
+    if rules.shared_prefixes:
+        wanted.append("input_ids")
+    copies = accelerator.HostCopy(*(batch[name] for name in wanted)).wait()
+    host = {name: copy.numpy() for name, copy in zip(wanted, copies, strict=True)}
+    lengths = host["input_lengths"]
+    selected = np.zeros(batch["input_ids"].shape, np.bool_)
+    if "token_mask" in host:
+        selected = host["token_mask"] != 0
     microbatches = []
     for start, end in bounds:
         longest = int(lengths[start:end].max(initial=1))
@@ -157,13 +163,25 @@ def split_microbatches(
             else value[start:end]
             for key, value in batch.items()
         }
-        part = lengths[start:end]
+        part, sequences = lengths[start:end], None
+        if "position_ids" in host:
+            sequences = Sequences.find(host["position_ids"][start:end, :longest], part)
         tree = None
         if rules.shared_prefixes:
-            tree = shared_prefixes(copies[0][start:end, :longest], part, rules.sequence_multiple)
-        layout = build_layout(columns["input_ids"], part, rules, tree)
+            ids = host["input_ids"][start:end, :longest]
+            tree = _tree(ids, part, sequences, rules.sequence_multiple)
+        layout = build_layout(columns["input_ids"], part, rules, tree, sequences)
         microbatches.append(Microbatch(columns, layout, selected[start:end, :longest]))
     return microbatches
+
+
+def _tree(
+    ids: IntArray, lengths: IntArray, sequences: Sequences | None, multiple: int
+) -> PrefixTree | None:
+    """The tree of the sequences in rows ``[b, S]``; None where it saves too little."""
+    if sequences is not None:
+        ids, lengths = sequences.cut(ids), sequences.lengths
+    return shared_prefixes(ids, lengths, multiple)
 
 
 def forward_step(
@@ -269,5 +287,7 @@ def dropped_out(gpt: GPTModel, microbatch: Microbatch) -> Iterator[None]:
         return
     columns, layout = microbatch.columns, microbatch.layout
     held = torch.from_numpy(layout.held).to(layout.input_ids.device).view_as(layout.input_ids)
-    with cast(TokenDropout, dropout).of_pass(columns["input_ids"], columns["input_lengths"], held):
+    known = cast(TokenDropout, dropout)
+    positions = columns.get("position_ids")
+    with known.of_pass(columns["input_ids"], columns["input_lengths"], held, positions):
         yield

@@ -7,7 +7,8 @@ tokens of this rank without the padding:
     frame [b, S] ─held tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
 
 Where sequences share prefixes (`aligner.batches.prefix_tree`), the one long row has each run of
-tokens once, and its rows stand at several places of the frame.
+tokens once, and its rows stand at several places of the frame. Where rows of the frame hold several
+sequences (`aligner.batches.sequences`), each stands for itself in the one long row.
 
 A row's hidden state predicts the token after it, which may be held by another rank: every rank
 fills in what it knows and the frames are added up.
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aligner.batches.prefix_tree import PrefixTree
+from aligner.batches.sequences import Sequences
 from aligner.config import ParallelConfig
 from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
 from aligner.distributed.parallel import ParallelState
@@ -79,7 +81,7 @@ class TokenLayout:
     longest: int  # positions are below it
     held: IntArray  # [n * L]: index into b * S of a token in each row, or PADDING
     ends: BoolArray  # [b * S]: no token of the sequence follows
-    segments: Segments | None  # None: every batch row is a sequence
+    segments: Segments | None  # None: every row of the model is a sequence
     cp_group: dist.ProcessGroup | None
     also: tuple[IntArray, IntArray] | None = None  # further rows and places: a row has several
 
@@ -126,7 +128,11 @@ class TokenLayout:
 
 
 def build_layout(
-    input_ids: Tensor, lengths: IntArray, rules: LayoutRules, tree: PrefixTree | None = None
+    input_ids: Tensor,
+    lengths: IntArray,
+    rules: LayoutRules,
+    tree: PrefixTree | None = None,
+    sequences: Sequences | None = None,
 ) -> TokenLayout:
     """Lay out a micro-batch.
 
@@ -134,14 +140,14 @@ def build_layout(
         input_ids: int64 ``[b, S]``, right-padded.
         lengths: int64 ``[b]``, at most ``S``.
         rules: see `LayoutRules`.
-        tree: of these sequences: each of its runs stands in the model once; None: each sequence
+        tree: of the sequences: each of its runs stands in the model once; None: each sequence
             stands for itself.
+        sequences: those of rows that hold several; None: every row is one.
     """
-    if tree is not None:
-        return _packed(input_ids, lengths, tree, rules)
-    if rules.packed or not len(lengths):
-        return _packed(input_ids, lengths, _unshared(lengths), rules)
     rows, width = input_ids.shape
+    if tree is not None or sequences is not None or rules.packed or not len(lengths):
+        found = sequences or Sequences.rows(lengths, width)
+        return _packed(input_ids, found, tree or _unshared(found.lengths), rules)
     length = round_up(width, rules.row_multiple)
     column = np.arange(length)
     inside = column < lengths[:, None]
@@ -154,14 +160,14 @@ def build_layout(
         positions=positions.expand(rows, length),
         longest=length,
         held=np.where(inside, index, PADDING).ravel(),
-        ends=_ends(lengths, width),
+        ends=_ends(Sequences.rows(lengths, width), rows * width),
         segments=None,
         cp_group=None,
     )
 
 
 def _packed(
-    input_ids: Tensor, lengths: IntArray, runs: PrefixTree, rules: LayoutRules
+    input_ids: Tensor, sequences: Sequences, runs: PrefixTree, rules: LayoutRules
 ) -> TokenLayout:
     rows, width = input_ids.shape
     device = input_ids.device
@@ -178,7 +184,7 @@ def _packed(
     inside = offset < runs.lengths[run]
     position = runs.starts[run] + offset
     held = np.full(total, PADDING)
-    held[:used] = np.where(inside, runs.examples[run] * width + position, PADDING)
+    held[:used] = np.where(inside, sequences.places[runs.examples[run]] + position, PADDING)
     positions = np.zeros(total, np.int64)
     positions[:used] = np.minimum(position, width - 1)
     index = torch.from_numpy(held.clip(0)).to(device, non_blocking=True)
@@ -189,7 +195,7 @@ def _packed(
         positions=torch.from_numpy(positions).to(device, non_blocking=True)[None],
         longest=max(1, width),
         held=held,
-        ends=_ends(lengths, width),
+        ends=_ends(sequences, rows * width),
         segments=build_segments(
             padded,
             total,
@@ -201,17 +207,17 @@ def _packed(
             cp_group=rules.cp_group,
         ),
         cp_group=rules.cp_group,
-        also=_further_places(runs, local, inside, position, width),
+        also=_further_places(runs, local, inside, position, sequences.places),
     )
 
 
 def _further_places(
-    runs: PrefixTree, local: IntArray, inside: BoolArray, position: IntArray, width: int
+    runs: PrefixTree, local: IntArray, inside: BoolArray, position: IntArray, first_places: IntArray
 ) -> tuple[IntArray, IntArray] | None:
     """Rows of the sequences that are no run's example, and their places in the frame.
 
     ``local``: rows of each run. ``inside`` and ``position``: of each row, whether it holds a token,
-    and its position in a sequence.
+    and its position in a sequence. ``first_places``: of each sequence, where it begins.
     """
     others = runs.owners != runs.examples[runs.owned]
     if not others.any():
@@ -220,7 +226,7 @@ def _further_places(
     counts = local[owned]
     first = (np.cumsum(local) - local)[owned]
     rows = np.arange(counts.sum()) + (first - (np.cumsum(counts) - counts)).repeat(counts)
-    places = owners.repeat(counts) * width + position[rows]
+    places = first_places[owners].repeat(counts) + position[rows]
     return rows[inside[rows]], places[inside[rows]]
 
 
@@ -242,5 +248,7 @@ def round_up(value: Number, multiple: int) -> Number:
     return -(-value // multiple) * multiple
 
 
-def _ends(lengths: IntArray, width: int) -> BoolArray:
-    return (np.arange(width) >= lengths[:, None] - 1).ravel()
+def _ends(sequences: Sequences, size: int) -> BoolArray:
+    ends = np.zeros(size, np.bool_)
+    ends[sequences.places + sequences.lengths.clip(1) - 1] = True
+    return ends

@@ -1,0 +1,1 @@
+"""Environments of other libraries as ours, one module a library (docs/environments_adapters.md)."""

@@ -1,0 +1,182 @@
+"""Environments of gymnasium: observations become text, messages become actions.
+
+By default an observation is shown as it is, or as JSON; an action is the last number of a message
+(`Discrete` spaces), the last of the names that ``actions`` gives, or the message itself (`Text`
+spaces). Functions of one's own do otherwise: ``observation`` and ``action``.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aligner.environments.adapters.foreign import as_text, check_names, imported, loaded
+from aligner.environments.protocol import Start, Turn
+from aligner.errors import ConfigError
+
+_INTEGER = re.compile(r"-?\d+")
+_HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[\d;]+m(.*?)\x1b\[0m", re.S)
+_ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+Parser = Callable[[str], Any]
+
+
+class GymnasiumEnv:
+    """An environment of ``gymnasium.make``.
+
+    A message is an action, and earns the reward of its step. One in which no action is found moves
+    nothing, is answered with what an action looks like, and earns ``invalid_reward``.
+    ``terminated`` and ``truncated`` end the conversation.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        id: str,
+        make: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        instructions: str | None = None,
+        actions: Sequence[str] | None = None,
+        action: str | None = None,
+        observation: str | None = None,
+        invalid_reward: float = 0.0,
+        **columns: Any,
+    ) -> None:
+        """Make the environment.
+
+        Args:
+            seed: of ``reset``.
+            id: of ``gymnasium.make``; ``module:Name-v0`` imports the module that registers it.
+            make: further arguments of ``gymnasium.make``.
+            options: of ``reset``.
+            instructions: text before the first observation; None: what an action looks like.
+            actions: names of a `Discrete` space's actions, in their order.
+            action: function that turns (text, action space) into an action, or None where there
+                is none.
+            observation: function that turns (observation, info) into text; ``render``: the text
+                that the environment draws, with highlights in brackets.
+            invalid_reward: of a message without an action. Lower than what play earns, or the
+                policy learns to say nothing.
+            columns: of the row; not used.
+        """
+        del columns
+        gymnasium = imported("gymnasium", "gymnasium")
+        drawn = {"render_mode": "ansi"} if observation == "render" else {}
+        self._env = gymnasium.make(id, **{**drawn, **(make or {})})
+        self._seed, self._options = seed, None if options is None else dict(options)
+        self._instructions, self._invalid_reward = instructions, float(invalid_reward)
+        self._parse, self._help = action_parser(self._env.action_space, actions, action)
+        self._shows = None
+        if observation not in (None, "render"):
+            self._shows = loaded(str(observation), "observation")
+        self._is_drawn = observation == "render"
+
+    @classmethod
+    def check_kwargs(cls, kwargs: Mapping[str, Any]) -> None:
+        """Refuse what makes no environment, before the run begins."""
+        gymnasium = imported("gymnasium", "gymnasium")
+        check_names(kwargs, "action")
+        if kwargs.get("observation") != "render":
+            check_names(kwargs, "observation")
+        if "id" not in kwargs:
+            return
+        try:
+            made = cls(seed=0, **kwargs)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"environment.kwargs.id={kwargs['id']!r}: {error}") from error
+        made.close()
+
+    def init(self) -> Start:
+        """Reset the environment and show the first observation."""
+        observation, info = self._env.reset(seed=self._seed, options=self._options)
+        head = self._help if self._instructions is None else self._instructions
+        text = self._text(observation, info)
+        return Start([{"role": "user", "content": "\n".join(filter(None, [head, text]))}])
+
+    def step(self, message: Mapping[str, Any]) -> Turn:
+        """Take the action of a message."""
+        action = self._parse(message["content"])
+        if action is None:
+            said = self._help or "There is no action in this message."
+            return Turn(
+                [{"role": "user", "content": said}], self._invalid_reward, info={"invalid": True}
+            )
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        return Turn(
+            [{"role": "user", "content": self._text(observation, info)}],
+            float(reward),
+            done=bool(terminated or truncated),
+            info={**info, "truncated": bool(truncated)},
+        )
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _text(self, observation: Any, info: Mapping[str, Any]) -> str:
+        if self._is_drawn:
+            return without_colours(str(self._env.render()))
+        if self._shows is not None:
+            return str(self._shows(observation, info))
+        return as_text(observation)
+
+
+def action_parser(
+    space: Any, names: Sequence[str] | None = None, function: str | None = None
+) -> tuple[Parser, str]:
+    """Parser of messages for ``space``, and the words that ask for an action.
+
+    The parser returns None for a message without an action.
+
+    Raises:
+        ConfigError: the space has no parser of its own, or not as many actions as names.
+    """
+    if function is not None:
+        parse = loaded(function, "action")
+        return lambda text: parse(text, space), ""
+    kind = type(space).__name__
+    if kind == "Text":
+        return lambda text: text.strip() if space.contains(text.strip()) else None, ""
+    if kind != "Discrete":
+        raise ConfigError(
+            f"environment.kwargs.id: its actions are {space}; messages become actions of Discrete "
+            "and Text spaces by themselves, so name a function (text, space) -> action as "
+            "environment.kwargs.action"
+        )
+    first, count = int(space.start), int(space.n)
+    if names is None:
+        return _last_number(range(first, first + count)), (
+            f"Answer with a number from {first} to {first + count - 1}."
+        )
+    if len(names) != count:
+        raise ConfigError(
+            f"environment.kwargs.actions={list(names)} has {len(names)} names, and the "
+            f"environment {count} actions"
+        )
+    return _last_name(names, first), f"Answer with one of: {', '.join(names)}."
+
+
+def without_colours(drawn: str) -> str:
+    """Text of a terminal without its colours: what they highlight stands in brackets."""
+    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawn)).strip("\n")
+
+
+def _last_number(allowed: range) -> Parser:
+    def parse(text: str) -> int | None:
+        found = _INTEGER.findall(text)
+        if not found or len(found[-1]) > 18 or int(found[-1]) not in allowed:
+            return None
+        return int(found[-1])
+
+    return parse
+
+
+def _last_name(names: Sequence[str], first: int) -> Parser:
+    numbers = {name.lower(): first + at for at, name in enumerate(names)}
+    longest_first = sorted(numbers, key=len, reverse=True)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", re.I)
+
+    def parse(text: str) -> int | None:
+        found = pattern.findall(text)
+        return numbers[found[-1].lower()] if found else None
+
+    return parse

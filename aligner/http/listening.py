@@ -1,0 +1,183 @@
+"""Listening of the library's servers: uvicorn, within limits that one sender cannot pass.
+
+Bounded are connections, the time until a request is there and until its answer is taken, and the
+bytes of requests that are worked on. The application brings its own limits.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from aligner.http import JSON_TYPE, MAX_BYTES
+
+MOST_CONNECTIONS = 512
+ARRIVAL_S = 60.0  # of a whole request, headers and body, from the moment it is connected
+MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
+_PIECE = 2**12  # of what came, for h11
+
+# Body of a refusal: from its status and its cause.
+Refusal = Callable[[int, str], Any]
+
+
+def plain_refusal(status: int, cause: str) -> dict[str, Any]:
+    """``{"error": cause}``."""
+    del status
+    return {"error": cause}
+
+
+def check_bearer(request: Request, token: str | None) -> None:
+    """Refuse a request without ``token``, with status 401; None lets everybody ask."""
+    if token is None:
+        return
+    given = request.headers.get("Authorization", "").encode()
+    if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        raise HTTPException(401, "the bearer token is missing or wrong")
+
+
+class Bodies:
+    """Bodies of the requests that are worked on, with a bound on their bytes together."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self._bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """The body of a request; its bytes count until the block ends.
+
+        Raises:
+            HTTPException: 411, 413 or 503, for the sender.
+        """
+        body = bytearray()
+        try:
+            await self._append(request, body)
+            yield body
+        finally:
+            self._bytes -= len(body)
+
+    async def _append(self, request: Request, body: bytearray) -> None:
+        length = request.headers.get("Content-Length")
+        if length is None or "Transfer-Encoding" in request.headers:
+            raise HTTPException(411, "Content-Length is missing")
+        if int(length) > MAX_BYTES:
+            raise HTTPException(413, f"the body has {length} bytes, at most {MAX_BYTES} are taken")
+        async for piece in request.stream():
+            if self._bytes + len(piece) > MOST_BYTES_IN_FLIGHT:
+                raise HTTPException(503, "too many bytes are being worked on; try again later")
+            self._bytes += len(piece)
+            body += piece
+
+
+async def disconnected(request: Request) -> None:
+    """Wait until the sender of a request, whose body was read, has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Connection(H11Protocol):
+    """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
+
+    @staticmethod
+    def refusal(status: int, cause: str) -> Any:
+        """Body of a refusal; a server may have another one."""
+        return plain_refusal(status, cause)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, unless there are as many connections as may be."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(ARRIVAL_S, self._expire)
+        if len(self.connections) > MOST_CONNECTIONS:
+            self._refuse(503, "too many connections; try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Wait until the answer is taken."""
+        self._deadline.cancel()
+        self._deadline = self.loop.call_later(ARRIVAL_S, self.transport.abort)
+        super().on_response_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse in pieces: headers of any size would pass h11's limit if they came at once."""
+        for start in range(0, len(data), _PIECE):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + _PIECE])
+
+    def eof_received(self) -> None:
+        """Refuse a body that ends early; asyncio closes the connection."""
+        if self.cycle is not None and self.cycle.more_body:
+            self.conn.receive_data(b"")
+            self.handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what h11 has raised an error for."""
+        error = sys.exception()
+        self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
+
+    def _expire(self) -> None:
+        if self.cycle is None or self.cycle.more_body:
+            self._refuse(408, f"the request did not arrive within {ARRIVAL_S:g} s")
+
+    def _refuse(self, status: int, cause: str) -> None:
+        """Answer in place of the application."""
+        body = json.dumps(self.refusal(status, cause)).encode()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nConnection: close\r\n"
+            f"Content-Type: {JSON_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+@contextlib.contextmanager
+def listening(
+    app: FastAPI, address: tuple[str, int], refusal: Refusal = plain_refusal
+) -> Iterator[tuple[str, int]]:
+    """Answer requests in a thread until the block ends; the host and port that it listens on.
+
+    Args:
+        app: answers them.
+        address: host and port; port 0: any that is free.
+        refusal: body of what is refused before the application sees it.
+
+    Raises:
+        OSError: it cannot listen at ``address``.
+    """
+    config = uvicorn.Config(
+        app,
+        http=type("Connection", (_Connection,), {"refusal": staticmethod(refusal)}),
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        # Requests are not logged: headers hold the token, bodies are people's texts.
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        headers=[("Connection", "close")],
+        timeout_graceful_shutdown=1,
+    )
+    with socket.create_server(address) as listener:
+        server = uvicorn.Server(config)
+        # A daemon, and so are the threads that it starts: none of them outlives the process.
+        thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[:2]
+        finally:
+            server.should_exit = True
+            thread.join(10)

@@ -1,0 +1,1 @@
+"""A policy behind OpenAI's HTTP interface, for whichever engine samples for it."""

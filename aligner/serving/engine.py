@@ -1,0 +1,157 @@
+"""The engine's side of a server: requests that wait are generated in batches, in the main thread.
+
+All ranks of a run take part; rank 0 has the requests, and the others wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import SamplingOptions
+from aligner.data.prompts import pad_right
+from aligner.distributed.collectives import from_rank_zero, is_rank_zero
+from aligner.errors import WorkerError
+from aligner.models.interfaces import GenerationInterface
+from aligner.serving.queue import EndKind, Slot, Waiting, batch_options
+
+# The other ranks wait for rank 0 in a collective; it ends an idle wait this often.
+_HEARTBEAT_S = 0.5
+
+
+_Listener = Callable[[int, int, float], None]
+
+
+class _Batch(NamedTuple):
+    """Rows as every rank needs to know them."""
+
+    prompts: list[list[int]]
+    sample_ids: list[int]
+    options: SamplingOptions | None  # None: of no rows
+
+
+class _NobodyWaitsError(Exception):
+    """Nobody waits for the batch any more, or the server is to stop."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings by which an engine is asked.
+
+    ``rows``: most answers of a batch. ``positions``: of the model. ``seed``: of the random numbers,
+    which depend on it, the prompt and the sample id only. ``end_ids``: tokens that end an answer.
+    ``listens``: the engine tells of every token as it is sampled. ``has_peers``: other ranks take
+    part, so a batch that has begun must be brought to its end.
+    """
+
+    rows: int
+    positions: int
+    pad_id: int
+    end_ids: frozenset[int]
+    seed: int
+    listens: bool
+    has_peers: bool
+
+
+class ServingEngine:
+    """Answers what waits, with an engine that is ready to generate."""
+
+    def __init__(
+        self, generation: GenerationInterface, waiting: Waiting, settings: EngineSettings
+    ) -> None:
+        """Nothing is asked yet."""
+        self._generation, self._waiting, self._settings = generation, waiting, settings
+
+    def serve(self, is_stopping: Callable[[], bool]) -> None:
+        """Answer until ``is_stopping`` on rank 0; collective.
+
+        A batch that fails is reported to those who asked. Where there are other ranks their state
+        is then unknown, and an engine whose worker died answers nobody: the error is raised.
+        """
+        most, positions = self._settings.rows, self._settings.positions
+        while True:
+            slots: list[Slot] = []
+            stops = is_stopping()
+            if is_rank_zero() and not stops:
+                slots = self._waiting.take(most, positions, _HEARTBEAT_S)
+            batch = from_rank_zero(None if stops else _batch_of(slots))
+            if batch is None:
+                return
+            if batch.prompts:
+                self._answer(batch, slots, is_stopping)
+
+    def _answer(self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]) -> None:
+        try:
+            output = self._generated(batch, slots, is_stopping)
+        except _NobodyWaitsError:
+            _fail(slots, ConnectionAbortedError("the server is ending; try again later"))
+        except Exception as error:
+            _fail(slots, error)
+            if self._settings.has_peers or isinstance(error, WorkerError):
+                raise
+        else:
+            for number, slot in enumerate(slots):
+                _finish(slot, output, number)
+
+    def _generated(
+        self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]
+    ) -> BatchedDataDict:
+        ids, lengths = pad_right(batch.prompts, self._settings.pad_id)
+        columns = {"input_ids": ids, "input_lengths": lengths}
+        columns["sample_ids"] = torch.tensor(batch.sample_ids)
+        further: dict[str, Any] = {}
+        if self._settings.listens:
+            # On every rank, for an engine with a listener goes another way on a GPU.
+            further["listener"] = self._listener(slots, is_stopping)
+        output = self._generation.generate(
+            BatchedDataDict(columns),
+            seed=self._settings.seed,
+            sampling_options=batch.options,
+            **further,
+        )
+        return output.to("cpu")
+
+    def _listener(self, slots: list[Slot], is_stopping: Callable[[], bool]) -> _Listener:
+        ends, may_leave = self._settings.end_ids, not self._settings.has_peers
+        longest = max((slot.row.longest for slot in slots), default=0)
+        is_cut = any(slot.row.longest < longest for slot in slots)
+
+        def listen(number: int, token: int, logprob: float) -> None:
+            if not slots:  # another rank
+                return
+            slot = slots[number]
+            end: EndKind | None = "length" if slot.made + 1 >= slot.row.longest else None
+            slot.tell([token], [logprob], "stop" if token in ends else end)
+            if not may_leave or (not is_cut and all(each.is_ended for each in slots)):
+                return  # it comes to its end by itself
+            if is_stopping() or not any(each.is_wanted for each in slots):
+                raise _NobodyWaitsError
+
+        return listen
+
+
+def _batch_of(slots: Sequence[Slot]) -> _Batch:
+    rows = [slot.row for slot in slots]
+    options = batch_options(rows) if rows else None
+    return _Batch([row.prompt for row in rows], [row.sample_id for row in rows], options)
+
+
+def _finish(slot: Slot, output: BatchedDataDict, number: int) -> None:
+    """Tell a row of what it has not heard, and of its end; longer answers are cut."""
+    begin, longest = len(slot.row.prompt), slot.row.longest
+    whole = int(output["unpadded_sequence_lengths"][number]) - begin
+    new = slice(begin + slot.made, begin + min(whole, longest))
+    stopped = whole <= longest and bool(output["is_end"][number])
+    slot.tell(
+        output["output_ids"][number, new].tolist(),
+        output["logprobs"][number, new].tolist(),
+        "stop" if stopped else "length",
+    )
+
+
+def _fail(slots: Sequence[Slot], error: Exception) -> None:
+    for slot in slots:
+        if not slot.is_ended:
+            slot.job.tell(error)

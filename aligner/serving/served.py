@@ -1,0 +1,89 @@
+"""The model behind a server: prompts in its tokens, and the sampling of its answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from aligner.config import SamplingOptions
+from aligner.data.chat import check_all_used, parse_messages, render, with_system
+from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.environments.calls import Form, form_of
+from aligner.errors import DataError
+from aligner.serving.requests import ChatRequest, CompletionRequest, chat_messages
+from aligner.serving.tools import in_text
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model behind a server.
+
+    ``positions``: prompt and answer together. ``vocab_size``: of the model. ``defaults``: of what a
+    request does not say; its length is shortened where the prompt leaves less room.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    positions: int
+    vocab_size: int
+    defaults: SamplingOptions
+    system_prompt: str | None = None
+    add_bos: bool = False
+
+    @cached_property
+    def form(self) -> Form:
+        """Form of calls, by the chat template."""
+        return form_of(self.tokenizer)
+
+    def encoded(self, text: str) -> list[int]:
+        """Tokens of a prompt."""
+        ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
+        return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
+
+    def completion(self, prompt: str | list[int]) -> list[int]:
+        """Tokens of a prompt that is text or tokens."""
+        return self.encoded(prompt) if isinstance(prompt, str) else prompt
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse ids outside the vocabulary; `DataError`."""
+        size = self.vocab_size
+        if any(token >= size for token in ids):
+            raise DataError(f"a token of {max(ids)} is outside the vocabulary of {size}")
+
+    def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
+        """Tokens of a chat and of the opening of its answer.
+
+        Raises:
+            DataError: the messages are none, or the template ignores a part of them.
+            TokenizerError: there is no chat template.
+        """
+        messages = with_system(parse_messages(chat_messages(given)), self.system_prompt)
+        speaks_of_tools = tools or any(
+            message["role"] == "tool" or "tool_calls" in message for message in messages
+        )
+        shown = tools or None
+        if speaks_of_tools and self.form == "plain":
+            messages, shown = in_text(messages, tools), None
+        check_all_used(self.tokenizer, messages, shown)
+        return self.encoded(render(self.tokenizer, messages, shown))
+
+    def options(
+        self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]
+    ) -> SamplingOptions:
+        """Sampling of an answer to a prompt in tokens.
+
+        Raises:
+            DataError: it does not fit the model, in length or in ids.
+        """
+        if not prompt:
+            raise DataError("the prompt is empty: it has no token")
+        self.check_ids(prompt)
+        room = self.positions - len(prompt)
+        longest = request.longest or min(room, self.defaults.length.max_length)
+        if room < 1 or longest > room:
+            more = f"and {request.longest}" if request.longest else "and an answer's"
+            raise DataError(
+                f"the prompt's {len(prompt)} tokens {more} do not fit the model's {self.positions} "
+                "positions; shorten the prompt, or ask for fewer with max_tokens"
+            )
+        return request.sampling_options(self.defaults, longest)

@@ -1,0 +1,53 @@
+"""Conversations with the environments of docs/environments_adapters.md, as it names them."""
+
+import re
+
+from documented import blocks, commands
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from aligner.environments.pool import Call, EnvironmentPool
+
+PAGE = "docs/environments_adapters.md"
+ADAPTERS = "aligner.environments.adapters"
+
+
+def write_files(folder):
+    """The files that the page shows, under their names."""
+    for block in blocks():
+        named = re.match(r"# (\w+\.py)\n", block.text)
+        if block.page == PAGE and named:
+            (folder / named[1]).write_text(block.text)
+
+
+def kwargs_of(module):
+    """``environment.kwargs`` of the page's command with that module."""
+    (command,) = (one for one in commands() if one.page == PAGE and f".{module}:" in one.text)
+    (given,) = (word for word in command.words if word.startswith("environment.kwargs="))
+    return OverridesParser.create().parse_override(given).value()
+
+
+class Game:
+    """One conversation with an environment in its process; a context manager."""
+
+    def __init__(self, name, kwargs, columns=None, seed=1):
+        self.columns, self.seed = columns or {}, seed
+        self.pool = EnvironmentPool(f"{ADAPTERS}.{name}", kwargs, self.columns)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.pool.close()
+
+    def call(self, what, argument=None, limit_s=60.0):
+        return self.pool.call([Call(0, what, argument, limit_s)])[0]
+
+    def begin(self):
+        answer = self.call("begin", (self.seed, self.columns))
+        assert hasattr(answer, "value"), answer
+        return answer.value
+
+    def say(self, text):
+        answer = self.call("step", {"role": "assistant", "content": text})
+        assert hasattr(answer, "value"), answer
+        return answer.value

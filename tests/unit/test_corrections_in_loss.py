@@ -1,0 +1,352 @@
+"""Corrections in the loss, and in the PPO step.
+
+1. In the loss they depend neither on micro-batches nor on what does not count, at every level, nor
+   on what stands between the turns of a conversation.
+2. The configuration refuses what cannot be, and a step makes the passes that a correction needs.
+3. Of conversations the sampled tokens are corrected, those of conversations that count.
+"""
+
+import math
+
+import pytest
+import torch
+from loss_checks import check_garbage, check_micro_batches, check_nothing_counts, evaluate, row
+from test_environment_rollout import MOST, TOKENIZER, Babble, HerePool
+from test_ppo_trainer import names, trainer
+from user_environments import Does
+
+from aligner.algorithms.ppo.trainer import make_policy_loss
+from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.config import CorrectionConfig, parse_config
+from aligner.config.environment import EnvironmentConfig
+from aligner.errors import ConfigError
+from aligner.losses.corrections import second_moment_mask, second_moment_masks
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.observe.diagnostics import update_metrics
+from aligner.observe.metric_names import check_names
+from aligner.observe.metrics import PhaseTimers
+from aligner.types import Denominators, TokenOutputs
+
+# In the loss --------------------------------------------------------------------------------------
+
+KINDS = {
+    "token": {"weights": "token", "bounds": (0.5, 1.2)},
+    "icepop": {"weights": "token", "bounds": (0.8, 1.2), "outside": "mask"},
+    "sequence": {"weights": "sequence", "bounds": (0.0, 1.5)},
+    "geometric": {"geometric_bounds": (0.9, 1.1)},
+    "m2po": {"second_moment": 0.04},
+    "sampler": {"old_logprobs": "sampler", "geometric_bounds": (0.9, 1.1)},
+}
+
+
+def random_batch(rows=6, length=9, spread=0.3):
+    generator = torch.Generator().manual_seed(7)
+
+    def normal():
+        return torch.randn(rows, length, generator=generator, dtype=torch.float64)
+
+    logprobs = normal() * 0.5 - 2
+    batch = {
+        "advantages": normal(),
+        "token_mask": (torch.rand(rows, length, generator=generator) < 0.7).double(),
+        "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64),
+        "prev_logprobs": logprobs + normal() * 0.1,
+        "generation_logprobs": logprobs + normal() * spread,
+    }
+    batch["second_moment_mask"] = second_moment_masks(batch, 0.04, rows).double()
+    return logprobs, batch
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_every_correction_must_pass(kind, surrogate, level):
+    logprobs, batch = random_batch()
+    loss_function = PPOPolicyLoss(
+        correction=CorrectionConfig(**KINDS[kind]),
+        surrogate=surrogate,
+        ratio_level=level,
+        needs_entropy=False,
+    )
+    check_micro_batches(loss_function, logprobs, batch, [1, 2, 4])
+    masked = (batch["token_mask"] * batch["sample_mask"][:, None]) == 0
+    check_garbage(loss_function, logprobs, batch, masked)
+    check_nothing_counts(loss_function, logprobs, batch)
+    plain = PPOPolicyLoss(surrogate=surrogate, ratio_level=level, needs_entropy=False)
+    assert evaluate(loss_function, logprobs, batch)[0] != evaluate(plain, logprobs, batch)[0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversation_is_corrected_as_its_sampled_tokens_alone(kind, level):
+    """With what an environment said between them, and without."""
+    logprobs, batch = random_batch()
+    loss_function = PPOPolicyLoss(
+        correction=CorrectionConfig(**KINDS[kind]), ratio_level=level, needs_entropy=False
+    )
+    order = batch["token_mask"].argsort(dim=1, descending=True, stable=True)
+    closed = {
+        name: value.gather(1, order) if value.ndim == 2 else value for name, value in batch.items()
+    }
+    assert not torch.equal(closed["token_mask"], batch["token_mask"])
+    loss, gradient, metrics = evaluate(loss_function, logprobs, batch)
+    alone, of_alone, metrics_alone = evaluate(loss_function, logprobs.gather(1, order), closed)
+    assert alone == pytest.approx(loss)
+    torch.testing.assert_close(of_alone, gradient.gather(1, order))
+    assert metrics_alone == pytest.approx(metrics)
+
+
+def test_a_masked_token_stays_in_the_denominator():
+    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
+    correction = CorrectionConfig(weights="token", bounds=(0.5, 2.0), outside="mask")
+    loss, gradient, _ = evaluate(
+        PPOPolicyLoss(correction=correction, needs_entropy=False), logprobs, batch
+    )
+    assert loss == pytest.approx(-(0 + 1) / 2)
+    torch.testing.assert_close(gradient, row(0.0, -0.5))
+
+
+def test_the_cap_is_a_correction():
+    logprobs, batch = random_batch()
+    for level in ("token", "sequence"):
+        cap = PPOPolicyLoss(importance_cap=1.2, ratio_level=level, needs_entropy=False)
+        section = CorrectionConfig(weights=level, bounds=(0.0, 1.2))
+        same = PPOPolicyLoss(correction=section, ratio_level=level, needs_entropy=False)
+        assert evaluate(cap, logprobs, batch)[2] == evaluate(same, logprobs, batch)[2]
+
+
+def test_without_old_logprobs_the_gap_is_of_the_weights_that_are_trained():
+    """The first update of a step: its own log-probs, detached, are the trainer's."""
+    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 0.5])
+    del batch["prev_logprobs"]
+    correction = CorrectionConfig(weights="token", bounds=(0.0, 2.0))
+    loss, gradient, metrics = evaluate(
+        PPOPolicyLoss(correction=correction, needs_entropy=False), logprobs, batch
+    )
+    assert loss == pytest.approx(-(2 + 0.5) / 2)
+    torch.testing.assert_close(gradient, row(-2.0, -0.5) / 2)
+    assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
+
+
+def test_the_samplers_log_probs_as_the_old_policys():
+    """Ratio 4 of the sampler: clipped at 1.2, and the gap is that of the policy now."""
+    logprobs, batch = hand_batch([1.0, 1.0], [4.0, 1.0])
+    batch["prev_logprobs"] = batch["generation_logprobs"].clone()
+    correction = CorrectionConfig(old_logprobs="sampler")
+    loss, gradient, metrics = evaluate(
+        PPOPolicyLoss(correction=correction, needs_entropy=False), logprobs, batch
+    )
+    assert loss == pytest.approx(-(1.2 + 1) / 2)
+    torch.testing.assert_close(gradient, row(0.0, -0.5))
+    assert metrics["logprob_gap_max"] == pytest.approx(math.log(4))
+
+
+def hand_batch(ratios, gaps):
+    """One response: ratios of the loss; ratios of the trainer over the sampler; advantages 1."""
+    logprobs = row(*(math.log(ratio) - 1 for ratio in ratios))
+    batch = {
+        "advantages": torch.ones_like(logprobs),
+        "token_mask": torch.ones_like(logprobs),
+        "sample_mask": torch.ones(1, dtype=torch.float64),
+        "prev_logprobs": torch.full_like(logprobs, -1.0),
+        "generation_logprobs": row(*(-1 - math.log(gap) for gap in gaps)),
+    }
+    return logprobs, batch
+
+
+def test_the_gradient_is_the_samplers_expectation_made_the_trainers():
+    """A bandit of five actions: averaged over the sampler's draws, the weighted gradient is the
+    policy gradient on the trainer's own draws; unweighted it is not."""
+    generator = torch.Generator().manual_seed(2)
+    policy = torch.randn(5, generator=generator, dtype=torch.float64)
+    sampler = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(0)
+    reward = torch.arange(5.0, dtype=torch.float64)
+    leaf = policy.clone().requires_grad_()
+    (leaf.softmax(0) * reward).sum().backward()
+    wanted = -leaf.grad
+    for correction, is_unbiased in [
+        (CorrectionConfig(), False),
+        (CorrectionConfig(weights="token", bounds=(0.0, 100.0)), True),
+        (CorrectionConfig(weights="sequence", bounds=(0.0, 100.0)), True),
+    ]:
+        loss_function = PPOPolicyLoss(correction=correction, needs_entropy=False)
+        leaf = policy.clone().requires_grad_()
+        for action in range(5):
+            batch = {
+                "advantages": reward[action].reshape(1, 1),
+                "token_mask": row(1.0),
+                "sample_mask": torch.ones(1, dtype=torch.float64),
+                "generation_logprobs": sampler[action].reshape(1, 1),
+            }
+            counts = Denominators(torch.tensor(1.0), torch.tensor(1.0))
+            logprob = leaf.log_softmax(0)[action].reshape(1, 1)
+            loss, _ = loss_function(TokenOutputs(logprob), batch, counts)
+            (sampler[action].exp() * loss).backward()
+        assert torch.allclose(leaf.grad, wanted) is is_unbiased
+
+
+# Configuration and step ---------------------------------------------------------------------------
+
+
+def configured(**ppo):
+    return parse_config(
+        {
+            "model": {"restore_from_path": "m.nemo", "ppo": ppo},
+            "reward": {"function": "a:b"},
+            "data": {"train": {"source": "x.jsonl"}},
+        }
+    )
+
+
+def test_the_section_reaches_the_loss():
+    config = configured(correction={"weights": "token", "bounds": [0.5, 5], "outside": "mask"})
+    assert make_policy_loss(config).correction == CorrectionConfig("token", (0.5, 5.0), "mask")
+    assert config.model.ppo.correction.is_on
+    assert not configured().model.ppo.correction.is_on
+
+
+@pytest.mark.parametrize(
+    ("ppo", "message"),
+    [
+        ({"correction": {"weights": "tokens"}}, r"correction.weights: must be one of none, token"),
+        ({"correction": {"weight": "token"}}, r"correction.weight.*did you mean.*weights"),
+        ({"correction": {"weights": "token", "bounds": [2, 0.5]}}, r"bounds=\[2,0.5\].*low <= 1"),
+        ({"correction": {"weights": "token", "bounds": [-1, 2]}}, r"correction.bounds.*at least 0"),
+        ({"correction": {"weights": "token", "bounds": [0.5, 0.9]}}, r"must lie between them"),
+        ({"correction": {"geometric_bounds": [1.1, 2]}}, r"geometric_bounds=\[1.1,2\]"),
+        ({"correction": {"bounds": [0.5, 5]}}, r"bounds=\[0.5,5\] is of the weights"),
+        ({"correction": {"outside": "mask"}}, r"outside=mask is of the weights"),
+        ({"correction": {"second_moment": 0}}, r"second_moment.*greater than 0"),
+        (
+            {"correction": {"weights": "token"}, "truncated_importance_sampling": 2},
+            r"truncated_importance_sampling=2 is model.ppo.correction.weights=token.*leave one",
+        ),
+        (
+            {"correction": {"weights": "token"}, "ratio_level": "sequence"},
+            r"weights=token with model.ppo.ratio_level=sequence.*set .*weights=sequence",
+        ),
+        (
+            {"correction": {"weights": "token", "old_logprobs": "sampler"}},
+            r"old_logprobs=sampler.*nothing is left for model.ppo.correction.weights=token",
+        ),
+        (
+            {"correction": {"old_logprobs": "sampler"}, "truncated_importance_sampling": 2},
+            r"nothing is left for model.ppo.truncated_importance_sampling=2",
+        ),
+        (
+            {"correction": {"old_logprobs": "sampler", "second_moment": 0.04}},
+            r"second_moment=0.04 compares.*set model.ppo.correction.old_logprobs=trainer",
+        ),
+    ],
+)
+def test_refusals(ppo, message):
+    with pytest.raises(ConfigError, match=message):
+        configured(**ppo)
+
+
+def test_the_samplers_log_probs_need_no_pass():
+    log = []
+    ppo = {"correction": {"old_logprobs": "sampler"}, "ppo_epochs": 2}
+    t = trainer(log, loop={"initial_policy_kl_penalty": 0.1}, ppo=ppo)
+    metrics = t.step(1, PhaseTimers()).metrics
+    assert "logprobs" not in names(log)
+    assert [entry for entry in log if entry[0] == "train_policy"] == [("train_policy", 2, True)] * 2
+    assert (t.policy.trained["prev_logprobs"] == t.policy.trained["generation_logprobs"]).all()
+    # The KL in the reward is of the policy that sampled: k1 = -1.25 - -1.5.
+    assert metrics["train_rollouts/init_policy_kl"] == pytest.approx(0.25)
+
+
+def test_the_second_moment_needs_all_log_probs_before_training():
+    log = []
+    t = trainer(log, ppo={"correction": {"second_moment": 0.04}})
+    t.step(1, PhaseTimers())
+    assert ("logprobs", 2) in log
+    # Every token is off by 0.25, whose square is above the limit: none is left.
+    assert t.policy.trained["second_moment_mask"].sum() == 0
+    log = []
+    t = trainer(log, ppo={"correction": {"second_moment": 0.07}})
+    t.step(1, PhaseTimers())
+    mask = t.policy.trained["second_moment_mask"]
+    assert (mask == t.policy.trained["token_mask"]).all()
+
+
+def test_other_corrections_cost_no_pass():
+    log = []
+    ppo = {"correction": {"weights": "token", "geometric_bounds": [0.9, 1.1]}}
+    trainer(log, ppo=ppo).step(1, PhaseTimers())
+    assert ("logprobs", 1) in log  # the second mini-batch alone, as without
+    assert [entry for entry in log if entry[0] == "train_policy"] == [
+        ("train_policy", 1, False),
+        ("train_policy", 1, True),
+    ]
+
+
+# Conversations ------------------------------------------------------------------------------------
+
+
+class Talker(Babble):
+    def weights_changed(self):
+        pass
+
+
+def conversed(log, **ppo):
+    """A step over two conversations, of which the second is not scored."""
+    config = EnvironmentConfig(factory="here", max_tokens=400)
+    t = trainer(
+        log,
+        prompts=2,
+        columns=[{"turns": 3}, {"turns": 2, "what": "is_not_scored"}],
+        ppo=ppo,
+        generation=Talker(),
+        environments=EnvironmentRollouts(config, HerePool(Does), TOKENIZER, response_length=MOST),
+    )
+    t.reward = EnvironmentReward()
+    t.step(1, PhaseTimers())
+    assert t.policy.trained["token_mask"].sum(1).min() > 1
+    return t.policy.trained
+
+
+def test_the_second_moment_is_of_sampled_tokens_of_scored_conversations():
+    """Where the environment speaks log-probs differ by 1, more than at any sampled token."""
+    trained = conversed([], correction={"second_moment": 0.1})
+    log_ratio = trained["prev_logprobs"] - trained["generation_logprobs"]
+    sampled = trained["token_mask"][0].bool()
+    assert log_ratio[0][~sampled].abs().min() == 1
+    of_sampled = log_ratio[:1, sampled]
+    left = second_moment_mask(of_sampled, torch.ones_like(of_sampled).bool(), 0.1)[0]
+    assert 0 < left.sum() < len(left)
+    found = trained["second_moment_mask"]
+    assert found[0][sampled].tolist() == left.tolist()
+    assert found[0][~sampled].sum() == found[1].sum() == 0
+
+
+def test_the_sampler_of_conversations_as_the_old_policy():
+    log = []
+    trained = conversed(log, correction={"old_logprobs": "sampler"})
+    assert "logprobs" not in names(log)
+    assert torch.equal(trained["prev_logprobs"], trained["generation_logprobs"])
+    assert torch.equal(trained["generation_logprobs"] != 0, trained["token_mask"].bool())
+    assert trained["sample_mask"].tolist() == [1, 0]
+
+
+# Metrics ------------------------------------------------------------------------------------------
+
+
+def test_every_metric_is_explained():
+    _, batch = random_batch()
+    logprobs = batch["prev_logprobs"]
+    groups = ("sampler", "train_optim")
+    for kind in KINDS.values():
+        loss = PPOPolicyLoss(correction=CorrectionConfig(**kind), needs_entropy=False)
+        _, _, metrics = evaluate(loss, logprobs, batch)
+        found = update_metrics([{"all_mb_metrics": {key: [v] for key, v in metrics.items()}}])
+        for name in found:
+            assert any(_is_known(f"{group}/{name}") for group in groups), name
+
+
+def _is_known(name):
+    try:
+        check_names([name])
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,398 @@
+"""Environments of other libraries, as far as none of their packages is needed."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from played import ADAPTERS, Game, kwargs_of, write_files
+
+from aligner.environments.adapters.foreign import LoopThread, as_text
+from aligner.environments.adapters.gymnasium import (
+    GymnasiumEnv,
+    action_parser,
+    without_colours,
+)
+from aligner.environments.adapters.mcp import MCPEnv, result_text
+from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward_of
+from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv
+from aligner.environments.adapters.trl import TRLEnv
+from aligner.environments.tools import json_schema
+from aligner.environments.worker import load_factory
+from aligner.errors import ConfigError, DataError
+
+HERE = __name__
+
+
+def say(text):
+    return {"role": "assistant", "content": text}
+
+
+class Log:
+    """A class of TRL's form; the first call takes longer than the second."""
+
+    def __init__(self, name="log"):
+        self._name = name
+
+    @property
+    def title(self):
+        return self._name
+
+    def reset(self, seed, **columns):
+        self._seed, self._columns, self._lines = seed, columns, []
+
+    def write(self, line: str) -> str:
+        """Write a line.
+
+        Args:
+            line: The line.
+        """
+        time.sleep(0.1 if line == "a" else 0)
+        self._lines.append(line)
+        return f"{len(self._lines)} of {self._name}"
+
+    def fail(self) -> str:
+        """Fail."""
+        raise RuntimeError("it fails")
+
+    def _hidden(self):
+        raise AssertionError
+
+
+def scored(prompts, completions, environments, ground_truth, **columns):
+    assert prompts[0] == "q"
+    return [float(environments[0]._lines == ground_truth[0]) if completions[0] != "pass" else None]
+
+
+class Meeting:
+    """Coroutines of TRL's form that wait for one another."""
+
+    async def reset(self, **columns):
+        await asyncio.sleep(0)
+        self._barrier = threading.Barrier(2, timeout=20)
+        return "meet"
+
+    async def meet(self) -> str:
+        """Meet."""
+        self._barrier.wait()
+        return "met"
+
+    async def get_reward(self):
+        return {"done": 1}["done"]
+
+
+class Odd:
+    def reset(self, **columns):
+        return 3
+
+
+class NoReset:
+    pass
+
+
+def make(name, **kwargs):
+    return TRLEnv(seed=5, **{"environment": f"{HERE}:{name}", "form": "plain", **kwargs})
+
+
+def test_the_page_s_counter(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Game("trl:TRLEnv", kwargs_of("trl"), {"prompt": "abcd", "label": 1}) as game:
+        (first,) = game.begin().messages
+        assert first["content"] == "add(number): Add a number to the total.\nabcd\nCount to 4."
+        turn = game.say('call add {"number": 3}\ncall add {"number": "x"}\ncall sub {}')
+        added, refused, unknown = turn.messages[0]["content"].splitlines()
+        assert (added, turn.score, turn.done) == ("result of add: 3", None, False)
+        assert "error: TypeError" in refused
+        assert "there is no tool 'sub'; there are add" in unknown
+        game.say('call add {"number": 1}')
+        last = game.say("done")
+        assert (last.score, last.done) == (1.0, True)
+
+
+def test_calls_of_plain_methods_are_made_in_order_and_coroutines_at_the_same_time():
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    log = make("Log", prompt=chat, reward=f"{HERE}:scored", arguments={"name": "book"})
+    start = log.init()
+    assert start.messages[0] == chat[0]
+    assert start.messages[1]["content"] == "fail(): Fail.\nwrite(line): Write a line.\nq"
+    turn = log.step(say('call write {"line": "a"}\ncall write {"line": "b"}\ncall fail'))
+    assert turn.messages[0]["content"].splitlines() == [
+        "result of write: 1 of book",
+        "result of write: 2 of book",
+        "result of fail: error: RuntimeError: it fails",
+    ]
+    meeting = make("Meeting", prompt="Please ")
+    assert meeting.init().messages[0]["content"].endswith("\nPlease meet")
+    (message,) = meeting.step(say("call meet\ncall meet")).messages
+    assert message["content"] == "result of meet: met\nresult of meet: met"
+    assert meeting.step(say("over")).score == 1.0
+
+
+@pytest.mark.parametrize(("last", "score"), [("over", 1.0), ("pass", None)])
+def test_a_reward_function_of_trls_form(last, score):
+    log = make("Log", prompt="q", ground_truth=["a"], reward=f"{HERE}:scored")
+    assert log._environment._seed == 5
+    assert log._environment._columns == {"prompt": "q", "ground_truth": ["a"]}
+    log.step(say('call write {"line": "a"}'))
+    end = log.step(say(last))
+    assert (end.score, end.done) == (score, True)
+
+
+def half(prompts, completions, **columns):
+    assert completions[0][0] == say("over")
+    return [0.5]
+
+
+def test_rewards_of_the_class_and_of_a_function_are_added():
+    chat = [{"role": "user", "content": "q"}]
+    env = make("Meeting", prompt=chat, reward=f"{HERE}:half")
+    assert env.messages == [{"role": "user", "content": "qmeet"}]
+    assert chat[0]["content"] == "q"  # the row stays
+    assert env.step(say("over")).score == 1.5
+
+
+def test_a_function_may_bring_its_schema():
+    def call(**arguments):
+        raise AssertionError
+
+    call.json_schema = {"type": "function", "function": {"name": "f"}}
+    assert json_schema(call) == call.json_schema
+
+
+def test_calls_beyond_the_limit_end_the_conversation():
+    log = make(
+        "Log",
+        prompt="q",
+        reward=f"{HERE}:scored",
+        ground_truth=["b"],
+        max_tool_calling_iterations=1,
+    )
+    assert not log.step(say('call write {"line": "b"}')).done
+    end = log.step(say('call write {"line": "c"}'))
+    assert (end.done, end.score) == (True, 1.0)
+
+
+def test_classes_that_are_not_of_trls_form_are_refused():
+    with pytest.raises(ConfigError, match="Log' has no method get_reward; name a reward"):
+        TRLEnv.check_kwargs({"environment": f"{HERE}:Log"})
+    with pytest.raises(ConfigError, match="NoReset' has no method reset"):
+        TRLEnv.check_kwargs({"environment": f"{HERE}:NoReset"})
+    with pytest.raises(ConfigError, match=r"environment.kwargs.environment='nowhere:Class'"):
+        load_factory(f"{ADAPTERS}.trl:TRLEnv", {"environment": "nowhere:Class"}, [])
+    TRLEnv.check_kwargs({"environment": f"{HERE}:Log", "reward": f"{HERE}:scored"})
+    with pytest.raises(DataError, match="reset returned int; TRL's form is text or None"):
+        make("Odd", prompt="q")
+    with pytest.raises(DataError, match="give the data a column prompt"):
+        make("Log")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("gymnasium:GymnasiumEnv", "gymnasium", "gymnasium"),
+        ("mcp:MCPEnv", "mcp", "mcp"),
+        ("skyrl_gym:SkyRLGymEnv", "skyrl_gym", "skyrl-gym"),
+        ("openenv:OpenEnvEnv", "openenv.core.generic_client", "openenv"),
+        ("verifiers:VerifiersEnv", "verifiers", "'verifiers<0.4'"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_command(name, module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    given = {"command": ["a"], "id": "x", "base_url": "u", "environment": "e"}
+    with pytest.raises(ConfigError, match=rf"environment.factory=.*{name}.*pip install {package}$"):
+        load_factory(f"{ADAPTERS}.{name}", given, ["prompt"])
+
+
+class Discrete:
+    def __init__(self, n, start=0):
+        self.n, self.start = n, start
+
+
+class Text:
+    def contains(self, text):
+        return text.isalpha()
+
+
+class Box:
+    def __repr__(self):
+        return "Box(-1, 1)"
+
+
+def second_word(text, space):
+    words = text.split()
+    return space.n * int(words[1]) if len(words) > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("space", "options", "said", "action"),
+    [
+        (Discrete(4), {}, "not 0 but 3.", 3),
+        (Discrete(4), {}, "4", None),
+        (Discrete(4), {}, "-1", None),
+        (Discrete(3, start=-1), {}, "I take -1", -1),
+        (Discrete(4), {}, "none", None),
+        (Discrete(4), {}, "9" * 30, None),
+        (Discrete(2), {"names": ["left", "left up"]}, "left, no: Left Up!", 1),
+        (Discrete(2, start=1), {"names": ["go", "stop"]}, "stop going, go", 1),
+        (Discrete(2), {"names": ["go", "stop"]}, "going", None),
+        (Text(), {}, " abc\n", "abc"),
+        (Text(), {}, "1", None),
+        (Discrete(5), {"function": f"{HERE}:second_word"}, "a 2", 10),
+        (Discrete(5), {"function": f"{HERE}:second_word"}, "a", None),
+    ],
+)
+def test_actions_of_messages(space, options, said, action):
+    parse, _ = action_parser(space, **options)
+    assert parse(said) == action
+
+
+def test_spaces_without_a_parser_are_refused():
+    with pytest.raises(ConfigError, match=r"Box\(-1, 1\).* as environment.kwargs.action"):
+        action_parser(Box())
+    with pytest.raises(ConfigError, match=r"actions=\['a'\] has 1 names, and the .* 2 actions"):
+        action_parser(Discrete(2), ["a"])
+    assert action_parser(Discrete(3, start=1))[1] == "Answer with a number from 1 to 3."
+    assert action_parser(Discrete(2), ["a", "b"])[1] == "Answer with one of: a, b."
+    assert "columns" in GymnasiumEnv.__init__.__annotations__  # any row can be given
+
+
+def test_observations_become_text():
+    class Array:
+        def tolist(self):
+            return [1, 2]
+
+    assert as_text("as it is") == "as it is"
+    assert as_text({"board": Array(), 3: (True, None)}) == '{"board": [1, 2], "3": [true, null]}'
+    assert without_colours("\n\x1b[43m\x1b[34;1mR\x1b[0m\x1b[0mF\x1b[41mG\x1b[0m\n") == "[R]F[G]"
+
+
+def test_the_page_s_class_of_nemo_rl(tmp_path, monkeypatch):
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with Game("nemo_rl:NeMoRLEnv", kwargs_of("nemo_rl"), {"prompt": None}) as game:
+        assert game.begin().messages == [{"role": "user", "content": "Say cat."}]
+        turn = game.say("cat")
+        assert turn.messages == [{"role": "user", "content": "again"}]
+        assert (turn.score, turn.done) == (1.0, False)
+        last = game.say("dog")
+        assert (last.score, last.done) == (0.0, True)
+
+
+class Returned:
+    """What a step returns, of which only some is looked at."""
+
+    def __init__(self, log, metadata):
+        self.observations = [{"role": "environment", "content": str(len(log[0]))}]
+        self.metadata = [None]
+        self.rewards, self.terminateds = [[0.5, 0.25]], [False]
+        self.answers = [metadata[0]["x"]]
+
+
+class Coroutine:
+    def __init__(self, config):
+        self.config = config
+
+    async def step(self, log, metadata):
+        return Returned(log, metadata)
+
+
+def test_nemo_rls_interface_in_full():
+    env = NeMoRLEnv(
+        seed=0,
+        environment=f"{HERE}:Coroutine",
+        config={"a": 1},
+        prompt="q",
+        x=7,
+        observation_role="tool",
+    )
+    for length in (2, 4):  # metadata that is None leaves the last one
+        turn = asyncio.run(env.step(say("w")))
+        assert turn.messages == [{"role": "tool", "content": str(length)}]
+        assert turn.reward == {"reward": 0.75, "reward1": 0.5, "reward2": 0.25}
+        assert turn.info == {"answer": 7}
+    assert env._environment.config == {"a": 1}
+    env.close()
+    with pytest.raises(DataError, match="begins with no message"):
+        NeMoRLEnv(seed=0, environment=f"{HERE}:Coroutine", config={})
+    with pytest.raises(ConfigError, match="NoReset' has no method step"):
+        NeMoRLEnv.check_kwargs({"environment": f"{HERE}:NoReset"})
+
+
+def test_rewards_and_actors_of_nemo_rl():
+    import ray
+    import torch
+
+    assert reward_of(torch.tensor([0.5])) == 0.5
+    assert reward_of(torch.tensor([[1.0, 2.0]])) == {"reward": 3, "reward1": 1, "reward2": 2}
+    assert reward_of({"form": torch.tensor([0.5]), "right": [1]}) == {
+        "reward": 1.5,
+        "form": 0.5,
+        "right": 1.0,
+    }
+    assert actor_class(ray.remote(Coroutine)) is Coroutine
+    assert actor_class(Coroutine) is Coroutine
+
+
+def test_results_of_mcp_become_text():
+    text = {"type": "text", "text": "42"}
+    assert result_text({"content": [text, {"type": "image"}]}) == "42\n[image]"
+    assert result_text({"content": [text], "isError": True}) == "error: 42"
+    assert result_text({"structuredContent": {"a": 1}}) == "{'a': 1}"
+
+
+def test_servers_without_a_command_or_a_reward_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", asyncio)  # any module
+    with pytest.raises(ConfigError, match=r"environment.kwargs.command='python s.py' must be a"):
+        MCPEnv.check_kwargs({"command": "python s.py"})
+    with pytest.raises(ConfigError, match=r"environment.kwargs.reward is not set"):
+        MCPEnv.check_kwargs({"command": ["python"]})
+    MCPEnv.check_kwargs({"command": ["python"], "reward": "aligner.rewards.exact_number:reward"})
+
+
+def test_a_name_of_skyrl_gym_is_needed():
+    with pytest.raises(ConfigError, match=r"environment.kwargs.id is not set, and the data has no"):
+        SkyRLGymEnv(seed=0, prompt="q")
+
+
+def test_a_context_is_entered_and_left_in_one_task():
+    tasks = []
+
+    @asynccontextmanager
+    async def context():
+        tasks.append(asyncio.current_task())
+        yield len(tasks)
+        tasks.append(asyncio.current_task())
+
+    @asynccontextmanager
+    async def fails():
+        raise OSError("no")
+        yield
+
+    async def twice(number):
+        await asyncio.sleep(0.001)
+        return 2 * number
+
+    loop = LoopThread()
+    assert loop.enter(context()) == 1
+    assert loop.run(twice(4)) == 8
+    with pytest.raises(OSError, match="no"):
+        loop.enter(fails())
+    loop.close()
+    loop.close()
+    assert len(tasks) == 2
+    assert tasks[0] is tasks[1]
+
+
+def test_processes_of_these_environments_stay_light():
+    program = (
+        "import sys, aligner.environments.worker;"
+        "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, openenv;"
+        "from aligner.environments.adapters import skyrl_gym, trl, verifiers;"
+        "heavy = {'torch', 'numpy', 'transformers', 'ray', 'omegaconf'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,254 @@
+"""A row of several sequences is computed and learned as if each stood in a row of its own.
+
+1. Where the sequences stand, by hand.
+2. Scores, loss and gradient of policy and critic, however micro-batches are formed.
+3. Conversations whose template drops thinking: their columns, their credit, their metric.
+"""
+
+import numpy as np
+import pytest
+import torch
+from test_chat_data import R1, chatml
+from test_environment_rollout import Babble, HerePool
+from test_token_layout import ROLES, assert_same, load, loss_and_gradient
+
+from aligner.algorithms.ppo.credit import Credit
+from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.batches.sequences import Sequences
+from aligner.cluster.dispatch import columns_of
+from aligner.config import TrainerPPOConfig
+from aligner.config.environment import EnvironmentConfig
+from aligner.data.prompts import Prompt, collate_prompts
+from aligner.environments import Start, Turn
+from aligner.environments.conversation import ChatRenderer, Conversation
+from aligner.errors import DataError
+from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
+from aligner.models.gpt.lora import TokenDropout
+
+# Rows of 3, 1 and 2 sequences.
+LENGTHS = [[5, 40, 38], [12], [60, 7]]
+WIDTH = 96
+
+
+def positions():
+    found = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.int64)
+    for row, lengths in enumerate(LENGTHS):
+        each = torch.cat([torch.arange(length) for length in lengths])
+        found[row, : len(each)] = each
+    return found
+
+
+def test_sequences_of_rows_by_hand():
+    totals = np.array([sum(lengths) for lengths in LENGTHS])
+    found = Sequences.find(positions().numpy(), totals)
+    assert found.places.tolist() == [0, 5, 45, 96, 192, 252]
+    assert found.lengths.tolist() == [5, 40, 38, 12, 60, 7]
+    ids = np.arange(3 * WIDTH).reshape(3, WIDTH)
+    assert found.cut(ids)[3, :13].tolist() == [*range(96, 108), 0]
+    assert Sequences.find(positions().numpy()[1:2], totals[1:2]) is None
+    layout = build_layout(torch.from_numpy(ids), totals, LayoutRules(False, 1, 1), None, found)
+    rows, tokens = layout.predicted_tokens()
+    assert layout.positions[0, rows].tolist() == [
+        at for lengths in LENGTHS for length in lengths for at in range(length - 1)
+    ]
+    assert not {0, 5, 45, 96, 192, 252} & set(tokens.tolist())  # nothing predicts a first token
+
+
+def batches():
+    """Rows of several sequences, and the same with a row for each sequence."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 250, (len(LENGTHS), WIDTH), generator=generator)
+    ids[0, 45:80] = ids[0, 5:40]  # shared by three sequences, two of them of one row
+    ids[2, :36] = ids[0, 5:41]
+    where = positions()
+    inside = torch.arange(WIDTH) < torch.tensor([[sum(each)] for each in LENGTHS])
+    noise = torch.randn(ids.shape, generator=generator)
+    joined = {
+        "input_ids": ids,
+        "input_lengths": inside.sum(1),
+        "position_ids": where,
+        "token_mask": ((where > 1) & inside).float(),
+        "sample_mask": torch.ones(len(LENGTHS)),
+        "advantages": noise,
+        "returns": noise.flip(0),
+        "values": torch.zeros_like(noise),
+        "prev_logprobs": torch.full_like(noise, -5.5),
+    }
+    bounds = [
+        (row, sum(lengths[:number]), length)
+        for row, lengths in enumerate(LENGTHS)
+        for number, length in enumerate(lengths)
+    ]
+    apart = {"input_lengths": torch.tensor([length for *_, length in bounds])}
+    apart["sample_mask"] = torch.ones(len(bounds))
+    for name, column in joined.items():
+        if column.dim() == 2 and name != "position_ids":
+            apart[name] = torch.zeros(len(bounds), WIDTH, dtype=column.dtype)
+            for index, (row, start, length) in enumerate(bounds):
+                apart[name][index, :length] = column[row, start : start + length]
+    return joined, apart, bounds
+
+
+SETTINGS = {
+    "padded": {},
+    "packed": {"sequence_packing": True},
+    "unshared": {"shared_prefixes": False},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ROLES)
+def test_a_forked_row_is_worth_its_sequences(name, settings, tiny_nemo):
+    role = load(name, tiny_nemo, **SETTINGS[settings])
+    joined, apart, bounds = batches()
+    expected = role.infer_tokens(apart, len(bounds))
+    for mbs in (1, 3):
+        found = role.infer_tokens(joined, mbs)
+        for index, (row, start, length) in enumerate(bounds):
+            one = found[row, start : start + length]
+            assert torch.allclose(one, expected[index, :length], atol=1e-5)
+        assert_same(loss_and_gradient(role, joined, mbs), loss_and_gradient(role, apart, 6))
+    other = {**joined, "position_ids": torch.zeros_like(joined["position_ids"])}
+    other["position_ids"][:] = torch.arange(WIDTH)
+    assert (role.infer_tokens(other, 3) - role.infer_tokens(joined, 3)).abs().max() > 1e-3
+
+
+def test_adapters_drop_out_by_the_sequence():
+    joined, apart, bounds = batches()
+    dropout = TokenDropout(0.5, seed=3)
+
+    def dropped(batch, positions=None):
+        ids = batch["input_ids"]
+        held = torch.arange(ids.numel())[None]
+        with dropout.of_pass(ids, batch["input_lengths"], held, positions):
+            hidden = dropout(torch.ones(ids.numel(), 1, 8), 0, part=0, parts=1, first=0)
+        return hidden.view(*ids.shape, 8)
+
+    one, other = dropped(joined, joined["position_ids"]), dropped(apart)
+    for index, (row, start, length) in enumerate(bounds):
+        assert torch.equal(one[row, start : start + length], other[index, :length])
+    assert not torch.equal(one[0, 5:45], dropped(joined)[0, 5:45])
+
+
+def test_positions_go_where_token_ids_go():
+    joined, *_ = batches()
+    batch = BatchedDataDict(joined)
+    assert "position_ids" in columns_of(batch, ("input_ids", "input_lengths"))
+    assert "position_ids" not in columns_of(batch, ("input_lengths", "advantages"))
+
+
+# Conversations ------------------------------------------------------------------------------------
+
+TOKENIZER = chatml(R1)  # drops thinking of earlier turns
+
+
+class Thinks(Babble):
+    """An engine that thinks before every answer."""
+
+    def _row(self, ids, key, most):
+        thought = [*TOKENIZER.encode("hm</think>"), ord("0") + len(self.calls), 258]
+        return ids + thought, [0.0] * len(ids) + [-0.5] * len(thought), True
+
+
+class Ask:
+    """Asks ``turns`` times; the rewards are 1, 2, ..."""
+
+    def __init__(self, seed, turns=3):
+        self.turns, self.said = turns, 0
+
+    def init(self):
+        return Start([{"role": "user", "content": "q"}])
+
+    def step(self, message):
+        self.said += 1
+        done = self.said == self.turns
+        return Turn([] if done else [{"role": "user", "content": "r"}], float(self.said), done)
+
+
+def collected(**settings):
+    config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
+    rollouts = EnvironmentRollouts(config, HerePool(Ask), TOKENIZER, response_length=16)
+    rows = [Prompt(index, "", [], None, {"turns": turns}) for index, turns in enumerate((3, 1))]
+    data = prompts_batch(collate_prompts(rows, 0), 0, 1)
+    return rollouts.collect(Thinks(), data, seed=3, per_prompt=1)
+
+
+def test_a_conversation_forks_where_thinking_is_dropped():
+    batch = collected()
+    ids, where, mask = batch["input_ids"], batch["position_ids"], batch["token_mask"]
+    length = int(batch["input_lengths"][0])
+    starts = (where[0, :length] == 0).nonzero().flatten().tolist()
+    texts = [
+        TOKENIZER.decode(ids[0, start:end].tolist())
+        for start, end in zip(starts, [*starts[1:], length], strict=True)
+    ]
+    first = "<U>q<A><think>\nhm</think>1<|im_end|>"
+    second = "<U>q<A>1<|im_end|><U>r<A><think>\nhm</think>2<|im_end|>"
+    third = "<U>q<A>1<|im_end|><U>r<A>2<|im_end|><U>r<A><think>\nhm</think>3<|im_end|>"
+    assert texts == [first, second, third]
+    said = [TOKENIZER.decode(ids[0][batch["turn_ids"][0] == turn].tolist()) for turn in (1, 2, 3)]
+    assert said == [f"hm</think>{turn}<|im_end|>" for turn in (1, 2, 3)]
+    assert torch.equal(batch["generation_logprobs"], -0.5 * mask)
+    ends = [starts[1] - 1, starts[2] - 1, length - 1]
+    assert batch["turn_rewards"][0].nonzero().flatten().tolist() == ends
+    assert batch["turn_rewards"][0][ends].tolist() == [1, 2, 3]
+    assert torch.equal(
+        where[1, : batch["input_lengths"][1]], torch.arange(batch["input_lengths"][1])
+    )
+    assert batch["forks"] == [2, 0]
+    metrics = score(EnvironmentReward(), batch)
+    assert metrics["forks"] == 2
+    # Of what was said: 10 n-grams a turn, 8 of them those of the turn before.
+    assert metrics["repeated_ngram_fraction"] == pytest.approx((16 / 30 + 0) / 2)
+    assert batch["rewards"].tolist() == [6.0, 1.0]
+
+
+def test_what_is_not_forked_is_refused_or_kept():
+    with pytest.raises(DataError, match=r"rewrites earlier turns.*rewritten_history=fork"):
+        collected(rewritten_history="refuse")
+    kept = collected(rewritten_history="keep")
+    assert kept["forks"] == [0, 0]
+    assert "position_ids" not in kept
+    assert TOKENIZER.decode(kept["input_ids"][0].tolist()).count("hm</think>") == 3
+
+
+def test_forks_count_against_the_tokens_of_a_conversation():
+    whole = collected()["input_lengths"][0]
+    cut = collected(max_tokens=int(whole) - 1)
+    assert cut["end_reasons"] == ["max_tokens", "done"]
+    assert cut["input_lengths"][0] < whole
+    assert cut["forks"] == [1, 0]  # what nobody answered is no sequence
+
+
+def test_a_fork_behind_the_last_answer_is_none():
+    talk = Conversation(ChatRenderer(TOKENIZER), Start([{"role": "user", "content": "q"}]))
+    thought = [*TOKENIZER.encode("hm</think>4"), 258]
+    talk.answered(thought, [-1.0] * len(thought), True)
+    talk.follow(Turn([{"role": "user", "content": "r"}]), goes_on=True)
+    assert len(talk.starts) == 2
+    assert (talk.forks, talk.length) == (0, talk.starts[1])
+    assert talk.positions == list(range(talk.length))
+
+
+@pytest.mark.parametrize("timestep", ["token", "turn"])
+def test_credit_is_that_of_one_trajectory(timestep):
+    """Advantages and returns of what was sampled are those of the conversation that was kept."""
+    found = []
+    for how in ("fork", "keep"):
+        batch = collected(rewritten_history=how)
+        score(EnvironmentReward(), batch)
+        sampled = batch["token_mask"] > 0
+        values = torch.zeros(sampled.shape)
+        values[sampled] = torch.linspace(-1, 1, int(sampled.sum()))
+        batch["values"] = values + 9.0 * ~sampled  # of other tokens nobody reads values
+        trainer = TrainerPPOConfig(
+            normalize_advantages=False, discount_factor=0.9, gae_lambda=0.8, timestep=timestep
+        )
+        credit = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=2, max_length=16)
+        credit.shape(batch)
+        credit.assign(batch, 0.0)
+        found.append((batch["advantages"][sampled], batch["returns"][sampled]))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)

@@ -1,0 +1,305 @@
+"""A model behind OpenAI's HTTP interface: one server with the tiny model, and a client over HTTP.
+
+1. Greedy answers are those of `generate`, and an answer does not depend on what it came with.
+2. A stream says what the whole answer says, in pieces.
+3. What cannot be answered is refused in OpenAI's form, with the key at fault.
+"""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import chain
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from aligner.algorithms.ask.generate import generate
+from aligner.algorithms.ask.serve import start_server
+from aligner.config import GenerateConfig, ServeConfig, parse_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.errors import ConfigError
+
+TOKENIZER = byte_level_tokenizer()
+PROMPTS = ["12+3=", "hello", "1"]
+MOST = 12
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def served(tiny_nemo, tmp_path_factory):
+    """The server, and what `generate` answers to `PROMPTS`."""
+    folder = tmp_path_factory.mktemp("served")
+    model = {"model": {"restore_from_path": str(tiny_nemo)}}
+    greedy = {"use_greedy": True, "max_length": MOST}
+    values = {**model, "prompt": PROMPTS, "sampling": greedy, "output": str(folder / "answers")}
+    generate(parse_config(values, GenerateConfig))
+    lines = (folder / "answers").read_text().splitlines()
+    server = {"port": 0, "token_file": str(folder / "token")}
+    config = parse_config(
+        {**model, "server": server, "sampling": {"max_length": MOST}}, ServeConfig
+    )
+    said, stopping = [], threading.Event()
+    with ExitStack() as closing:
+        engine = start_server(config, closing, said.append)
+        thread = threading.Thread(target=engine.serve, args=(stopping.is_set,))
+        thread.start()
+        url = said[-1].split()[2].removesuffix("/v1")
+        token = (folder / "token").read_text().strip()
+        key = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=url, headers=key, timeout=30) as client:
+            answers = [json.loads(line) for line in lines]
+            yield SimpleNamespace(
+                client=client, url=url, said=said, answers=answers, token=folder / "token"
+            )
+        stopping.set()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def ask(served, path, **body):
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(served, path, body, **options):
+    answer = served.client.post(path, content=body, **options)
+    assert set(answer.json()) == {"error"}
+    return answer.status_code, answer.json()["error"]
+
+
+def streamed(served, path, **body):
+    """The pieces of a stream, which ends as it should."""
+    with served.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_greedy_answers_are_those_of_generate(served):
+    answer = ask(served, TEXT, prompt=PROMPTS, temperature=0, return_token_ids=True, logprobs=0)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert len(answer["choices"]) == len(PROMPTS)
+    for number, (choice, line) in enumerate(zip(answer["choices"], served.answers, strict=True)):
+        assert choice["index"] == number
+        assert choice["text"] == line["response"]
+        assert len(choice["token_ids"]) == line["tokens"] <= MOST
+        assert choice["finish_reason"] == ("stop" if line["is_end"] else "length")
+        assert choice["prompt_token_ids"] == TOKENIZER.encode(PROMPTS[number])
+        found = choice["logprobs"]["token_logprobs"]
+        assert len(found) == line["tokens"]
+        assert all(logprob < 0 for logprob in found)
+    made = sum(line["tokens"] for line in served.answers)
+    asked = sum(len(choice["prompt_token_ids"]) for choice in answer["choices"])
+    total = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    assert answer["usage"] == total
+    tokens = [TOKENIZER.encode(prompt) for prompt in PROMPTS]
+    same = ask(served, TEXT, prompt=tokens, temperature=0)
+    assert [one["text"] for one in same["choices"]] == [one["text"] for one in answer["choices"]]
+
+
+def test_a_chat_is_rendered_by_the_template(served):
+    answer = ask(
+        served, CHAT, messages=USER, max_completion_tokens=3, logprobs=True, return_token_ids=True
+    )
+    rendered = TOKENIZER.encode(TOKENIZER.apply_chat_template(USER))
+    assert answer["prompt_token_ids"] == rendered
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert 1 <= len(choice["token_ids"]) <= 3
+    told = choice["logprobs"]["content"]
+    assert [one["token"] for one in told] == [TOKENIZER.decode([t]) for t in choice["token_ids"]]
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "hel"}] * 2}, *USER]
+    tokens = ask(served, "/tokenize", messages=parts)
+    system = [{"role": "system", "content": "helhel"}, *USER]
+    assert tokens["tokens"] == TOKENIZER.encode(TOKENIZER.apply_chat_template(system))
+    assert tokens["count"] == len(tokens["tokens"])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_stream_says_what_the_whole_answer_says(served, path):
+    asked = {"messages": USER} if path == CHAT else {"prompt": ["1+1=", "2"]}
+    asked |= {"n": 2, "seed": 3, "return_token_ids": True, "logprobs": path == CHAT or 0}
+    whole = ask(served, path, **asked)
+    pieces = streamed(served, path, **asked, stream_options={"include_usage": True})
+    assert pieces[-1]["usage"] == whole["usage"]
+    assert pieces[-1]["choices"] == []
+    assert len(pieces) > MOST  # token by token
+    assert {piece["id"] for piece in pieces} == {pieces[0]["id"]}
+    for choice in whole["choices"]:
+        parts = [
+            part
+            for piece in pieces
+            for part in piece["choices"]
+            if part["index"] == choice["index"]
+        ]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert [*chain(*(part.get("token_ids", []) for part in parts))] == choice["token_ids"]
+        told = [part["logprobs"] for part in parts if part.get("logprobs")]
+        if path == CHAT:
+            said = "".join(part["delta"].get("content", "") for part in parts)
+            assert said == choice["message"]["content"]
+            assert parts[0]["delta"]["role"] == "assistant"
+            assert [*chain(*(one["content"] for one in told))] == choice["logprobs"]["content"]
+        else:
+            assert "".join(part["text"] for part in parts) == choice["text"]
+            found = [*chain(*(one["token_logprobs"] for one in told))]
+            assert found == choice["logprobs"]["token_logprobs"]
+
+
+def test_answers_do_not_depend_on_what_they_came_with(served):
+    asked = [
+        {
+            "prompt": "x" * (1 + n),
+            "seed": n % 3,
+            "max_tokens": 2 + n,
+            "temperature": [0, 0.5][n % 2],
+        }
+        for n in range(12)
+    ]
+    alone = [ask(served, TEXT, **one)["choices"] for one in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(lambda one: ask(served, TEXT, **one)["choices"], asked))
+    assert together == alone
+    assert len({choices[0]["text"] for choices in alone}) > 6
+
+
+def test_seeds(served):
+    def texts(**more):
+        choices = ask(served, TEXT, prompt="1+1=", n=2, **more)["choices"]
+        return [choice["text"] for choice in choices]
+
+    first, second = texts(seed=5)
+    assert first != second
+    assert texts(seed=5) == [first, second]
+    assert texts(seed=6) != [first, second]
+    assert texts() != texts()
+
+
+def test_a_stop_string_ends_an_answer_and_is_left_out(served):
+    for seed in range(50):
+        asked = {"prompt": "1+1=", "seed": seed, "return_token_ids": True}
+        (whole,) = ask(served, TEXT, **asked)["choices"]
+        place = next((n for n, c in enumerate(whole["text"]) if n > 1 and " " < c < "\x7f"), None)
+        if place is not None:
+            break
+    stop = whole["text"][place]
+    before = whole["text"][: whole["text"].index(stop)]
+    (cut,) = ask(served, TEXT, **asked, stop=["never", stop])["choices"]
+    assert cut["text"] == before
+    assert cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+    assert TOKENIZER.decode(cut["token_ids"]).endswith(stop)
+    pieces = streamed(served, TEXT, **asked, stop=stop)
+    assert "".join(part["text"] for piece in pieces for part in piece["choices"]) == before
+
+
+def test_an_answer_that_is_given_up_leaves_the_engine_as_it_was(served):
+    body = {"prompt": "x", "max_tokens": 240, "min_tokens": 240, "n": 8, "stream": True}
+    with served.client.stream("POST", TEXT, json=body) as answer:
+        next(answer.iter_lines())
+    same = ask(served, TEXT, prompt=PROMPTS, temperature=0)["choices"]
+    assert [one["text"] for one in same] == [line["response"] for line in served.answers]
+
+
+def test_the_model_and_its_tokens(served):
+    (model,) = served.client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny"
+    assert model["max_model_len"] == 256
+    assert served.client.get("/v1/models/tiny").json() == model
+    tokens = ask(served, "/tokenize", prompt="1+1=")["tokens"]
+    assert tokens == TOKENIZER.encode("1+1=")
+    assert ask(served, "/detokenize", tokens=tokens)["prompt"] == "1+1="
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    room = ask(served, TEXT, prompt="x" * 250, temperature=0)  # 6 tokens are left, not 12
+    assert room["usage"]["completion_tokens"] <= 6
+
+
+@pytest.mark.parametrize(
+    "key", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}]
+)
+def test_a_wrong_token_is_refused(served, key):
+    body = {"prompt": "1"}
+    for answer in (
+        httpx.post(f"{served.url}{TEXT}", json=body, headers=key),
+        httpx.get(f"{served.url}/v1/models", headers=key),
+    ):
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert served.token.stat().st_mode & 0o777 == 0o600
+    assert not any(served.token.read_text().strip() in line for line in served.said)
+
+
+BAD = [
+    (TEXT, "{", 400, "not JSON", None),
+    (TEXT, "[]", 400, "must be a JSON object", None),
+    (TEXT, {}, 400, "prompt: Field required", "prompt"),
+    (TEXT, {"prompt": ""}, 400, "the prompt is empty", None),
+    (TEXT, {"prompt": []}, 400, "an empty list", "prompt"),
+    (TEXT, {"prompt": [1, "x"]}, 400, "must be text, tokens, or a list", "prompt"),
+    (TEXT, {"prompt": [[-1]]}, 400, "must be text, tokens, or a list", "prompt"),
+    (TEXT, {"prompt": [[999]]}, 400, "999 is outside the vocabulary of 259", None),
+    (TEXT, {"prompt": "x" * 300}, 400, "300 tokens and an answer's do not fit", None),
+    (TEXT, {"prompt": "x", "max_tokens": 256}, 400, "1 tokens and 256 do not fit", None),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "greater than or equal to 1", "max_tokens"),
+    (TEXT, {"prompt": "x", "temperature": 1e-9}, 400, "0, or between 0.001", "temperature"),
+    (TEXT, {"prompt": "x", "top_p": 0}, 400, "greater than 0", "top_p"),
+    (TEXT, {"prompt": "x", "n": "2"}, 400, "valid integer", "n"),
+    (TEXT, {"prompt": "x", "logprobs": 5}, 400, "less than or equal to 0", "logprobs"),
+    (TEXT, {"prompt": "x", "stop": ""}, 400, "an empty text", "stop"),
+    (TEXT, {"prompt": "x", "frequency_penalty": 0.5}, 400, "not offered", "frequency_penalty"),
+    (TEXT, {"prompt": "x", "max_new_tokens": 5}, 400, "not permitted", "max_new_tokens"),
+    (TEXT, {"prompt": "x", "model": "gpt"}, 404, "there is no 'gpt'; 'tiny' is served", None),
+    (TEXT, {"prompt": ["x"] * 200, "n": 200}, 413, "40000 answers, at most 1024", None),
+    (CHAT, {"messages": []}, 400, "chat messages is empty", None),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "role and content must be text", None),
+    (CHAT, {"messages": [{"content": "x", "role": "assistant"}]}, 400, "the assistant's", None),
+    (CHAT, {"messages": USER, "tools": [{"name": "f"}]}, 400, "must be of the form", "tools.0"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "'none' or 'auto'", "tool_choice"),
+    ("/tokenize", {}, 400, "missing, and messages too", "prompt"),
+    ("/detokenize", {"tokens": [-1]}, 400, "greater than or equal to 0", "tokens.0"),
+    ("/v1/embeddings", {}, 404, "there are GET /health, GET /v1/models, POST", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words", "key"), BAD)
+def test_bad_requests_are_refused_in_openais_form(served, path, body, status, words, key):
+    content = body if isinstance(body, str) else json.dumps(body)
+    found, error = refused(served, path, content)
+    assert (found, error["param"]) == (status, key), error
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_values_that_change_nothing_are_accepted(served):
+    asked = {"prompt": "1", "max_tokens": 2, "user": "me", "echo": False, "presence_penalty": 0.0}
+    ask(served, TEXT, **asked, suffix=None, best_of=1, model="tiny", logit_bias={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"sampling": {"samples_per_prompt": 2}},
+            r"sampling\.samples_per_prompt=2: a request says",
+        ),
+        ({"server": {"port": 70000}}, r"server\.port"),
+        ({"sampling": {"max_length": 256}}, r"sampling\.max_length=256"),
+        (
+            {"server": {"token_env": "NOT_THERE"}},
+            "token_env=NOT_THERE holds no token of this server",
+        ),
+        ({"server": {"host": "256.0.0.1"}}, r"server\.host=256\.0\.0\.1 .*cannot listen"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(tiny_nemo, changes, words):
+    values = {"model": {"restore_from_path": str(tiny_nemo)}, "sampling": {"max_length": MOST}}
+    values |= changes
+    with ExitStack() as closing, pytest.raises(ConfigError, match=words):
+        start_server(parse_config(values, ServeConfig), closing, print)

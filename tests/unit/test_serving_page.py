@@ -1,0 +1,108 @@
+"""docs/serving.md as it stands: the server is started, asked with curl and in Python, and ended."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from documented import blocks, commands
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def page(tiny_nemo, tmp_path_factory):
+    """Folder, address and process of the page's command, on a port that is free."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "MODEL").symlink_to(tiny_nemo)
+    [command] = [
+        one for one in commands() if one.page == "docs/serving.md" and "--model" in one.text
+    ]
+    words = [*command.words[1:], "server.port=0", "server.model_name=tiny"]
+    words.append("sampling.max_length=64")  # the tiny model has 256 positions
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aligner.commands", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    watchdog = threading.Timer(240, process.kill)
+    watchdog.start()
+    try:
+        for line in process.stdout:
+            if found := re.search(r"tiny at (http://[\d.:]+)/v1", line):
+                break
+        yield folder, found[1], process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait(10)
+
+
+def typed(page, *command):
+    """What a command of the page prints; its port is the server's."""
+    folder, url, _ = page
+    command = [part.replace("http://127.0.0.1:8000", url) for part in command]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_curl(page):
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    [command] = [one for one in commands() if one.page == "docs/serving.md" and "curl" in one.text]
+    assert '"object":"chat.completion"' in typed(page, "bash", "-c", command.text)
+
+
+def test_python(page):
+    [block] = [
+        one for one in blocks() if one.page == "docs/serving.md" and one.language == "python"
+    ]
+    assert re.search(r"\[\d+.*\] (length|stop)\n$", typed(page, sys.executable, "-c", block.text))
+
+
+@pytest.mark.extended
+def test_the_openai_package(page):
+    openai = pytest.importorskip("openai", reason="the package openai is not installed")
+    folder, url, _ = page
+    key = (folder / "serve.token").read_text().strip()
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
+    [model] = client.models.list()
+    messages = [{"role": "user", "content": "1+1="}]
+    asked = {"model": model.id, "messages": messages, "max_tokens": 8, "seed": 1}
+    whole = client.chat.completions.create(**asked, logprobs=True)
+    pieces = client.chat.completions.create(**asked, stream=True)
+    said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert said == whole.choices[0].message.content
+    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_ctrl_c_ends_it_in_seconds(page):
+    """Last of this server's tests: with a request in flight, and status 0."""
+    folder, url, process = page
+    key = {"Authorization": f"Bearer {(folder / 'serve.token').read_text().strip()}"}
+    body = {"prompt": "x", "max_tokens": 240, "min_tokens": 240, "n": 64, "stream": True}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=key, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert time.monotonic() - started < 6
+        assert "the server is ending" in "".join(lines)
