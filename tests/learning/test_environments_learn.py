@@ -73,7 +73,8 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
     assert "[user] " in (tmp_path / "report.html").read_text()
 
 
-def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo):
+@pytest.fixture
+def forking(tmp_path):
     """A template that shows the last two messages only: every further turn is another sequence."""
     template = tmp_path / "last_two.jinja"
     template.write_text(
@@ -81,18 +82,46 @@ def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo):
         "'<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    lines = run(
-        tmp_path / "run",
-        tiny_nemo,
-        *short("ppo"),
-        *("critic.global_batch_size=8", "critic.micro_batch_size=4", "data.validation=null"),
-        *(f"environment.chat_template={template}", "environment.max_tokens=250"),
-    )
+    return [f"environment.chat_template={template}", "environment.max_tokens=250"]
+
+
+def check_forks(lines):
     assert len(lines) == 3  # before the first step, and two
     for line in lines[1:]:
-        assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
-        assert line["sampler/logprob_gap_max"] < 1e-4
         assert line["train_rollouts/ended_done"] == 1
+        if "sampler/logprob_gap_max" in line:
+            assert line["sampler/logprob_gap_max"] < 1e-4
+
+
+def test_conversations_that_fork_are_learned(tmp_path, tiny_nemo, forking):
+    critic = ["critic.global_batch_size=8", "critic.micro_batch_size=4", "data.validation=null"]
+    lines = run(tmp_path / "run", tiny_nemo, *short("ppo"), *critic, *forking)
+    check_forks(lines)
+    for line in lines[1:]:
+        assert line["train_rollouts/forks"] == 8 * (line["train_rollouts/turns"] - 1) > 0
+
+
+@pytest.mark.parametrize("credit", ["turn", "trajectory"])
+def test_forks_without_a_critic(credit, tmp_path, tiny_nemo, forking):
+    options = [
+        *("trainer.ppo.advantage.estimator=grpo", f"trainer.ppo.advantage.credit={credit}"),
+        "model.sequence_packing.enabled=true",
+    ]
+    script = "gpt_reinforce"
+    lines = run(
+        tmp_path / "run", tiny_nemo, *GAME, *short("ppo"), *options, *forking, script=script
+    )
+    check_forks(lines)
+    assert lines[-1]["train_rollouts/forks"] > 0
+
+
+def test_forks_of_the_best_conversations(tmp_path, tiny_nemo, forking):
+    options = ["model.rs.num_rollouts_per_prompt=4", "model.global_batch_size=4", *forking]
+    folder = tmp_path / "run"
+    game = [*GAME, *short("rs", 16), *options]
+    lines = run(folder, tiny_nemo, *game, script="gpt_rs", root=RSRunConfig)
+    check_forks(lines)
+    assert lines[-1]["train_rollouts/forks"] > 0
 
 
 def test_without_a_critic_turns_are_compared(tmp_path, tiny_nemo):
