@@ -51,6 +51,11 @@ class Async(Echo):
         self.loop = None
 
 
+def open_files():
+    """Numbers of the process's open files but for the three standard ones."""
+    return sorted(int(name) for name in os.listdir("/dev/fd") if int(name) > 2)
+
+
 class Does(Echo):
     """Does in ``step`` what the row's column ``what`` says, beginning with turn ``at``."""
 
@@ -104,18 +109,18 @@ class Does(Echo):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def closes_its_pipe(self, turn):
-        os.closerange(3, 100)
+        os.closerange(3, max(open_files()) + 1)
         return turn
 
     def writes_half_an_answer(self, turn):
         """The header of an answer, and nothing behind it."""
-        for number in range(3, 100):
+        for number in open_files():
             with contextlib.suppress(OSError):
                 os.write(number, struct.pack("!4sQ", b"\x93ALN", 1000))
         time.sleep(600)
 
     def writes_everywhere(self, turn):
-        for number in range(3, 100):
+        for number in open_files():
             with contextlib.suppress(OSError):
                 os.write(number, b"junk that is no answer")
         return turn
