@@ -67,6 +67,20 @@ def validated(tiny_nemo, folder):
     return {key.removeprefix(prefix): one for key, one in line.items() if key.startswith(prefix)}
 
 
+def test_a_chat_template_of_ones_own(tiny_nemo, tmp_path):
+    """It shows the last two messages only, so that every further turn is a fork."""
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages[-2:] %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    game = {**GAME, "chat_template": str(template)}
+    sets, lines = evaluated(tiny_nemo, tmp_path, environment=game)
+    assert sets["prompts"]["metrics"]["forks"] > 0
+    assert all(line["prompt"].startswith("<user>") for line in lines)
+    assert all(line["prompt"].endswith("<assistant>") for line in lines)
+
+
 def test_the_numbers_are_those_of_validation(tiny_nemo, tmp_path):
     sets, lines = evaluated(tiny_nemo, tmp_path)
     asked, expected = sets["prompts"], validated(tiny_nemo, tmp_path)
