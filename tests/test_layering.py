@@ -167,7 +167,7 @@ ONE_IMPORTER = {
     "aligner.serving.sessions": "what was sampled, which knows nothing of HTTP",
     "aligner.serving.engine": "the engine's side; its importer is a command",
 }
-# What a role is asked to do. A handle declares it (`aligner.cluster.dispatch`): definitions are
+# What a role is asked to do. A handle declares it (`phase`, `scored_rows`): definitions are
 # an interface's, a worker's and a role model's, or another engine's.
 VERBS = [
     "train",

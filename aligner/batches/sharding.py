@@ -302,6 +302,13 @@ class SequencePackingArgs(TypedDict):
     logprob_mb_tokens: NotRequired[int | None]  # likewise
 
 
+class MicroBatching(TypedDict, total=False):
+    """Formation of micro-batches by tokens: one of these, or neither."""
+
+    dynamic_batching_args: DynamicBatchingArgs
+    sequence_packing_args: SequencePackingArgs
+
+
 def dynamic_plan(
     columns: Mapping[str, Any], args: DynamicBatchingArgs, batches: Sequence[range], shards: int
 ) -> list[ShardPlan]:

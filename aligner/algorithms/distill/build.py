@@ -30,10 +30,9 @@ from aligner.algorithms.supervised.build import (
 )
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.dispatch import columns_of
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
 from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset, Split

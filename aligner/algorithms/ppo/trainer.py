@@ -23,8 +23,7 @@ from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.dispatch import columns_of
+from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig, TrainerPPOConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset

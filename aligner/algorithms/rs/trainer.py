@@ -17,7 +17,7 @@ from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
-from aligner.cluster.dispatch import columns_of
+from aligner.batches.batched_data_dict import columns_of
 from aligner.config import RSRunConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
