@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss, needs_reference
+from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows_scored_by_training
+from aligner.algorithms.ppo.trainer import PPOTrainer
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
@@ -214,7 +215,7 @@ def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
     ],
 )
 def test_rows_that_training_itself_scores(ppo, loop, rows):
-    assert trainer(ppo=ppo, loop=loop).rows_scored_by_training() == rows
+    assert rows_scored_by_training(trainer(ppo=ppo, loop=loop).config) == rows
 
 
 def test_the_reference_is_needed_by_either_kl_term():

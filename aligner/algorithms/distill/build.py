@@ -18,7 +18,6 @@ from aligner.algorithms.rollout.rollout import (
     prompts_batch,
     rollout_of,
 )
-from aligner.algorithms.rs.trainer import TRAIN_COLUMNS
 from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room, total_steps
@@ -41,6 +40,7 @@ from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.errors import ConfigError
 from aligner.losses.distillation import DistillationLoss
+from aligner.models.handle import TRAINED_COLUMNS
 from aligner.models.policy.lm_policy import Policy
 
 
@@ -82,7 +82,7 @@ def _respond(student: Policy, batch: BatchedDataDict, seed: int, consumed: int |
         seed += VALIDATION_SEED_OFFSET
     batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
     rollout = rollout_of(batch, generate(student, batch, seed=seed))
-    batch.data = columns_of(rollout, TRAIN_COLUMNS).data
+    batch.data = columns_of(rollout, TRAINED_COLUMNS).data
 
 
 def train_distill(config: DistillRunConfig) -> None:
@@ -114,7 +114,8 @@ def train_distill(config: DistillRunConfig) -> None:
                 )
                 frozen = {"teacher": architecture}
                 summary = supervised_summary(config, attempt, examples, steps, longest, frozen)
-                attempt.fit(trainer, steps, summary)
+                with attempt.loop(trainer, steps, summary) as loop:
+                    loop.run()
 
 
 def shared_vocabulary(
