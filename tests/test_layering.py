@@ -96,6 +96,7 @@ PUBLISHED_SIGNATURES = {
 ONE_IMPORTER = {
     "aligner.algorithms.distill.build": "an algorithm; its importers are commands",
     "aligner.algorithms.ppo.credit": "advantages and returns of a rollout",
+    "aligner.algorithms.ppo.trainer": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.build": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.reference_logprobs": "a pass over a data set, and its file",
     "aligner.batches.columns": "columns, which know nothing of batches",
@@ -142,6 +143,7 @@ ONE_IMPORTER = {
     "aligner.models.gpt.dtensor.build": "twin of megatron's; its importer is the model",
     "aligner.models.gpt.dtensor.critic": "a role; its importer is a worker",
     "aligner.models.gpt.dtensor.state": "twin of megatron's; its importer is the model",
+    "aligner.models.gpt.layers.layer_spec": "modules of a layer; its importer builds models",
     "aligner.models.gpt.layers.varlen": "kernels of a GPU, found at run time",
     "aligner.models.gpt.megatron.loading": "a published function over all roles",
     "aligner.models.gpt.megatron.state": "twin of dtensor's; its importer is the model",

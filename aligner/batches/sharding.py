@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.batches.packing import SequencePacker, bin_count, get_packer, split_fullest
-from aligner.batches.prefix_tree import RowGroup, prefix_groups
+from aligner.batches.sequences import RowGroup, prefix_groups
 from aligner.errors import ConfigError, DataError
 
 

@@ -251,7 +251,7 @@ class RunLoop:
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)
-        elif self.store.is_saving:
+        elif self._unannounced is not None:  # it is being written
             with timers("save"):
                 self.store.check()
             self._announce()
