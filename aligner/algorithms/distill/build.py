@@ -14,9 +14,8 @@ from typing import Any
 
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
-    generate,
+    SingleTurn,
     prompts_batch,
-    rollout_of,
 )
 from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
@@ -81,7 +80,7 @@ def _respond(student: Policy, batch: BatchedDataDict, seed: int, consumed: int |
     if consumed is None:
         seed += VALIDATION_SEED_OFFSET
     batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
-    rollout = rollout_of(batch, generate(student, batch, seed=seed))
+    rollout = SingleTurn().collect(student, batch, seed=seed)
     batch.data = columns_of(rollout, TRAINED_COLUMNS).data
 
 
@@ -114,8 +113,8 @@ def train_distill(config: DistillRunConfig) -> None:
                 )
                 frozen = {"teacher": architecture}
                 summary = supervised_summary(config, attempt, examples, steps, longest, frozen)
-                with attempt.loop(trainer, steps, summary) as loop:
-                    loop.run()
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 def shared_vocabulary(

@@ -29,7 +29,6 @@ from aligner.algorithms.ppo.build import (
 )
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.inputs import (
     generation_note,
     load_environments,
@@ -39,7 +38,13 @@ from aligner.algorithms.rollout.inputs import (
 )
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.reward_source import load_reward
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import (
+    RolloutSource,
+    fill_with_varied_groups,
+    prefixed,
+    samples_of,
+    score,
+)
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
@@ -95,7 +100,7 @@ def train_ppo(config: RunConfig) -> None:
                     generation=engines,
                     total_steps=steps,
                     val_sets=prompts.sets,
-                    environments=environments,
+                    rollout_source=environments,
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )
@@ -104,8 +109,8 @@ def train_ppo(config: RunConfig) -> None:
                 summary = summary_of(
                     config, attempt, prompts.train, steps, frozen=reward.memory(), notes=notes
                 )
-                with attempt.loop(trainer, steps, summary) as loop:
-                    loop.run()
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 class PPOTrainer:
@@ -125,7 +130,7 @@ class PPOTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
-        environments: EnvironmentRollouts | None = None,
+        rollout_source: RolloutSource | None = None,
         policy_loss: LossFunction,
         estimator: UserEstimator | None,
     ) -> None:
@@ -135,7 +140,7 @@ class PPOTrainer:
         ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
         ``generation`` samples the responses; default ``policy`` itself. No rollout is begun for
         a step beyond ``total_steps`` (None: not known). ``val_sets``: further validation prompts.
-        ``environments``: of a run over conversations. ``policy_loss``, ``estimator``: of
+        ``rollout_source``: of a run over conversations. ``policy_loss``, ``estimator``: of
         `make_policy_loss` and `make_estimator`.
         """
         self.config = config
@@ -146,7 +151,7 @@ class PPOTrainer:
         self.generation = generation or policy
         self.total_steps = total_steps
         self.rollouts = Rollouts(
-            config, self.generation, train_prompts, sampler, pad_id, environments
+            config, self.generation, train_prompts, sampler, pad_id, rollout_source
         )
         self.kl_controller = make_kl_controller(config.trainer.ppo)
         self.kl_in_reward = kl_in_reward(config)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.inputs import (
     generation_note,
     load_environments,
@@ -22,7 +21,7 @@ from aligner.algorithms.rollout.inputs import (
 )
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.reward_source import load_reward
-from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import RolloutSource, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
@@ -69,7 +68,7 @@ def train_rs(config: RSRunConfig) -> None:
                     generation=engines,
                     total_steps=steps,
                     val_sets=prompts.sets,
-                    environments=environments,
+                    rollout_source=environments,
                 )
                 attempt.closing.callback(trainer.rollouts.close)
                 learned = (
@@ -86,8 +85,8 @@ def train_rs(config: RSRunConfig) -> None:
                     restores=["policy", "optimizer", "schedule", "data position"],
                     notes=[learned, *prompts.notes(), *generation_note(engines)],
                 )
-                with attempt.loop(trainer, steps, summary) as loop:
-                    loop.run()
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 class RSTrainer:
@@ -108,7 +107,7 @@ class RSTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
-        environments: EnvironmentRollouts | None = None,
+        rollout_source: RolloutSource | None = None,
     ) -> None:
         """Arguments as in `aligner.algorithms.ppo.trainer.PPOTrainer`."""
         self.config = config
@@ -118,7 +117,7 @@ class RSTrainer:
         self.generation = generation or policy
         self.total_steps = total_steps
         self.rollouts = Rollouts(
-            config, self.generation, train_prompts, sampler, pad_id, environments
+            config, self.generation, train_prompts, sampler, pad_id, rollout_source
         )
         self.loss = NegativeLogLikelihoodLoss()
         self.consumed_samples = 0

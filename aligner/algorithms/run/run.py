@@ -7,8 +7,8 @@
         for attempt in run.attempts():     once; on Ray again after a worker died
             with attempt:
                 policy = attempt.start_policy(...)
-                with attempt.loop(PPOTrainer(...), ...) as loop:
-                    loop.run()
+                with attempt.loop(PPOTrainer(...), ...) as run_loop:
+                    run_loop.run()
 """
 
 import time
