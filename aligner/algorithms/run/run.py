@@ -27,13 +27,12 @@ from aligner.algorithms.run import dry_run
 from aligner.algorithms.run.directory import RunDirectory, RunIdentity, log_dir
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
 from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
-from aligner.algorithms.run.startup import Summary, describe_model, startup_summary
+from aligner.algorithms.run.startup import Summary, describe_model_of, startup_summary
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
+from aligner.config import BaseRunConfig, check_layout
 from aligner.config.defaults import defaults_of
-from aligner.data.tokenizers.loading import with_chat_template
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import (
     gather_objects,
@@ -95,10 +94,7 @@ class Run(Generic[Config_co]):
             callbacks = Callbacks.load(config.trainer.callbacks)
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
-            tokenizer, architecture = describe_model(config.model)
-            if isinstance(config, SamplingRunConfig) and config.environment.chat_template:
-                template = config.environment.chat_template
-                tokenizer = with_chat_template(tokenizer, template, key="environment.chat_template")
+            tokenizer, architecture = describe_model_of(config)
             check_layout(architecture, config.model.parallel, engine.worlds[0])
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
