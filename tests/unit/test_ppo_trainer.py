@@ -7,7 +7,6 @@
 5. The state brings back counters, data position and KL coefficient.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -119,14 +118,16 @@ def result(rows, **metrics):
     return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
 
 
-def trainer(log=None, *, prompts=4, ppo=None, loop=None, columns=None, **options):
+def trainer(
+    log=None, *, prompts=4, ppo=None, loop=None, columns=None, global_batch_size=1, **options
+):
     log = [] if log is None else log
     samples = {"num_rollout_samples": 2, **(ppo or {})}
     config = parse_config(
         {
             "model": {
                 "restore_from_path": "m.nemo",
-                "global_batch_size": 1,
+                "global_batch_size": global_batch_size,
                 "micro_batch_size": 1,
                 "ppo": samples,
             },
@@ -188,10 +189,7 @@ def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_i
 
 
 def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
-    t = trainer()
-    t.config = dataclasses.replace(
-        t.config, model=dataclasses.replace(t.config.model, global_batch_size=2)
-    )
+    t = trainer(global_batch_size=2)
     log = t.policy.log
     t.step(1, PhaseTimers())
     assert "logprobs" not in names(log)
