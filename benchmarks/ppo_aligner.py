@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from aligner.algorithms.ppo.build import start_roles
-from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss
+from aligner.algorithms.ppo.build import make_policy_loss, start_roles
+from aligner.algorithms.ppo.trainer import PPOTrainer
 from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.architecture import GPTArchitecture

@@ -77,7 +77,7 @@ def readings(model: Path, recipe: str) -> dict[str, float]:
         job = read_json(sys.executable, "benchmarks.startup", arguments, timeout_s=300)
     return {
         "help_cpu_s": processor_seconds([str(SCRIPT), "--help"]),
-        "import_cpu_s": processor_seconds(["-c", "import aligner.algorithms.ppo.build"]),
+        "import_cpu_s": processor_seconds(["-c", "import aligner.algorithms.ppo.trainer"]),
         "first_token_s": job["first_token_s"],
     }
 

@@ -60,7 +60,7 @@ def _mean(lines: Sequence[dict[str, Any]], key: str) -> float:
 
 def run(variant: Variant, model: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     """The run's metrics, a line per step and one before the first."""
-    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.ppo.trainer import train_ppo
     from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 
     settings = [

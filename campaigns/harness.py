@@ -26,7 +26,7 @@ import psutil
 import torch
 
 import aligner.algorithms.distill.build
-import aligner.algorithms.ppo.build
+import aligner.algorithms.ppo.trainer
 import aligner.algorithms.preference.build
 import aligner.algorithms.supervised.build
 import aligner.models.gpt  # noqa: F401 - imported for the children

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PRELOADED = [
     "aligner.models.gpt",
-    "aligner.algorithms.ppo.build",
+    "aligner.algorithms.ppo.trainer",
     "aligner.models.gpt.dtensor.actor",
     "transformers.models.llama.modeling_llama",
     "accelerate",

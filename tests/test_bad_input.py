@@ -48,7 +48,7 @@ def run(tmp_path, tiny_nemo):
     (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
     def start(**overrides):
-        from aligner.algorithms.ppo.build import train_ppo
+        from aligner.algorithms.ppo.trainer import train_ppo
 
         settings = {
             "model__restore_from_path": str(tiny_nemo),

@@ -27,7 +27,7 @@ def test_one_side_of_the_ppo_step_is_measured():
 
 
 def test_a_step_goes_through_no_more_code_than_it_did(tiny_nemo):
-    """Marks to lower as the way becomes shorter; the aim is 12 frames in 9 files, and 45 files."""
+    """Marks to lower as the way becomes shorter; of files a step executes the aim is 45."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.step_trace", "--json", "--model", str(tiny_nemo)],
         cwd=ROOT,
@@ -39,10 +39,10 @@ def test_a_step_goes_through_no_more_code_than_it_did(tiny_nemo):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["frames"][0].startswith("examples/train_gpt_ppo.py:")
     assert "/optimizer.py:" in found["frames"][-1]
-    assert len(found["frames"]) <= 14
-    assert found["frames_in_files"] <= 12
+    assert len(found["frames"]) <= 12
+    assert found["frames_in_files"] <= 9
     assert {"aligner/losses/policy.py", "aligner/losses/advantages.py"} <= set(found["files"])
-    assert len(found["files"]) <= 85  # 83 here; other CPUs take other kernels
+    assert len(found["files"]) <= 76  # 74 here; other CPUs take other kernels
 
 
 @pytest.mark.extended

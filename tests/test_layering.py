@@ -96,11 +96,11 @@ PUBLISHED_SIGNATURES = {
 ONE_IMPORTER = {
     "aligner.algorithms.distill.build": "an algorithm; its importers are commands",
     "aligner.algorithms.ppo.credit": "advantages and returns of a rollout",
+    "aligner.algorithms.ppo.trainer": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.build": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.reference_logprobs": "a pass over a data set, and its file",
     "aligner.batches.columns": "columns, which know nothing of batches",
     "aligner.batches.packing": "a family of packers",
-    "aligner.batches.sharding": "plans, which know nothing of batches",
     "aligner.checkpoint.fingerprint": "a hash that reads a part of a file",
     "aligner.checkpoint.gathered_weights": "canonical weights from all ranks",
     "aligner.checkpoint.hf.gguf": "a format of files",
@@ -142,6 +142,7 @@ ONE_IMPORTER = {
     "aligner.models.gpt.dtensor.build": "twin of megatron's; its importer is the model",
     "aligner.models.gpt.dtensor.critic": "a role; its importer is a worker",
     "aligner.models.gpt.dtensor.state": "twin of megatron's; its importer is the model",
+    "aligner.models.gpt.layers.layer_spec": "modules of a layer; its importer builds models",
     "aligner.models.gpt.layers.varlen": "kernels of a GPU, found at run time",
     "aligner.models.gpt.megatron.loading": "a published function over all roles",
     "aligner.models.gpt.megatron.state": "twin of dtensor's; its importer is the model",
@@ -157,7 +158,6 @@ ONE_IMPORTER = {
     "aligner.plan.search": "the search; its importer is a command",
     "aligner.plan.supervised": "roles of runs that do not sample",
     "aligner.plan.work": "arithmetic of a layer",
-    "aligner.rewards.function.processes": "processes that are killed in time",
     "aligner.rewards.function.runner": "a reward function, ready to score",
     "aligner.rewards.server.client": "one end of the wire",
     "aligner.rewards.server.http": "requests and answers, which know nothing of models",
@@ -166,7 +166,7 @@ ONE_IMPORTER = {
     "aligner.serving.sessions": "what was sampled, which knows nothing of HTTP",
     "aligner.serving.engine": "the engine's side; its importer is a command",
 }
-# What a role is asked to do. A handle declares it (`aligner.cluster.dispatch`): definitions are
+# What a role is asked to do. A handle declares it (`phase`, `scored_rows`): definitions are
 # an interface's, a worker's and a role model's, or another engine's.
 VERBS = [
     "train",

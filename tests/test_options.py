@@ -10,7 +10,7 @@ from documented import ROOT
 from aligner.config.commands.pipeline import PipelineConfig, StageConfig
 from aligner.config.commands.plan import PlanConfig
 from aligner.config.elsewhere.nemo_rl import PolicyConfig
-from aligner.config.parse import arms_of, build, field_types, section_in
+from aligner.config.parse import arms_of, build, keys_below
 from aligner.errors import ConfigError
 
 TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "options.py"))
@@ -55,19 +55,12 @@ def test_a_table_has_all_keys_below_a_section():
     assert keys[-1][1:] == ("`k3`", "As `a.b.estimator`.")
 
 
-def types_below(cls, prefix=""):
-    for name, hint in field_types(cls).items():
-        yield f"{prefix}{name}", hint
-        if section_in(hint) is not None:
-            yield from types_below(section_in(hint), f"{prefix}{name}.")
-
-
 @pytest.mark.parametrize("cls", [*KINDS, PolicyConfig], ids=lambda cls: cls.__name__)
 def test_no_value_is_taken_for_one_of_another_kind(cls):
     """Not where Python or pydantic would: "8" is no number, "yes" and 1 are no booleans."""
     values = (("yes", str), ("8", str), (b"8", bytes), (True, bool), (1, int), (1.5, float))
     taken, refusals = [], []
-    for key, hint in types_below(cls):
+    for key, hint in keys_below(cls):
         kinds = set(arms_of(hint))
         kinds |= {int} if float in kinds else set()
         for value, kind in values:

@@ -1,5 +1,5 @@
 """NeMo-RL's place of `TrainingSamplingParams`."""
 
-from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 
 __all__ = ["TrainingSamplingParams"]

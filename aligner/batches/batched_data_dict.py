@@ -1,7 +1,7 @@
 """A batch: named columns of equal length, with methods to cut, join and reorder it."""
 
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -347,3 +347,47 @@ def _check_even(batch_size: int, shards: int) -> None:
             f"a batch of {batch_size} rows cannot be shared evenly by {shards} shards; "
             "change the batch size or pass allow_uneven_shards=True"
         )
+
+
+def columns_of(data: BatchedDataDict, names: Sequence[str]) -> BatchedDataDict:
+    """The named columns, so that no worker is sent what it does not read.
+
+    Where ``token_mask`` is absent every token but a row's first is meant; where ``sample_ids`` is
+    absent the rows are samples 0, 1, 2, ... ``position_ids`` go where ``input_ids`` go.
+
+    Raises:
+        DataError: another column is absent, or ``data`` is no `BatchedDataDict`.
+    """
+    check_columns(data, [name for name in names if name not in _DERIVED])
+    if "input_ids" in names and "position_ids" in data:
+        names = [*names, "position_ids"]
+    return BatchedDataDict(
+        {name: data[name] if name in data else _DERIVED[name](data) for name in names}
+    )
+
+
+def check_columns(data: BatchedDataDict, names: Sequence[str]) -> None:
+    """Refuse what is no batch, or lacks one of the named columns."""
+    if not isinstance(data, BatchedDataDict):
+        raise DataError(
+            f"data is a {type(data).__name__}; give an "
+            "aligner.batches.batched_data_dict.BatchedDataDict"
+        )
+    missing = [name for name in names if name not in data]
+    if missing:
+        raise DataError(
+            f"{', '.join(missing)}: required and not in the batch, which has "
+            f"{', '.join(sorted(data)) or 'no column'}; add what is missing"
+        )
+
+
+def _every_token(data: BatchedDataDict) -> Tensor:
+    position = torch.arange(data["input_ids"].shape[1])
+    lengths = data["input_lengths"].cpu()
+    return ((position > 0) & (position < lengths[:, None])).float()
+
+
+_DERIVED: Mapping[str, Callable[[BatchedDataDict], Tensor]] = {
+    "token_mask": _every_token,
+    "sample_ids": lambda data: torch.arange(data.size),
+}

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from aligner.batches.packing import SequencePacker, bin_count, get_packer, split_fullest
-from aligner.batches.prefix_tree import RowGroup, prefix_groups
+from aligner.batches.sequences import RowGroup, prefix_groups
 from aligner.errors import ConfigError, DataError
 
 
@@ -300,6 +300,13 @@ class SequencePackingArgs(TypedDict):
     shared_prefixes: NotRequired[bool]  # and those that begin alike; what they share counts once
     train_mb_tokens: NotRequired[int]  # not read: callers set max_tokens_per_microbatch by phase
     logprob_mb_tokens: NotRequired[int | None]  # likewise
+
+
+class MicroBatching(TypedDict, total=False):
+    """Formation of micro-batches by tokens: one of these, or neither."""
+
+    dynamic_batching_args: DynamicBatchingArgs
+    sequence_packing_args: SequencePackingArgs
 
 
 def dynamic_plan(

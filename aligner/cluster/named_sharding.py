@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 
 from aligner.errors import LayoutError
 
+AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+MODEL_AXES = ["pipeline_parallel", "context_parallel", "tensor_parallel"]
+
 
 class NamedSharding:
     """Worker ranks laid out over named axes.
@@ -102,3 +105,9 @@ class NamedSharding:
 
     def __repr__(self) -> str:
         return f"NamedSharding({self.shape}, layout={self._layout.tolist()})"
+
+
+def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
+    """Ranks as megatron-core orders them: tensor fastest, then context, data, pipeline."""
+    ranks = np.arange(pipeline * data * context * tensor)
+    return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)

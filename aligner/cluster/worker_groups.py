@@ -1,4 +1,4 @@
-"""A group of workers behind one interface, in this process, of torchrun, or on Ray.
+"""Groups of workers and calls of their methods, in this process, of torchrun, or on Ray.
 
 A handle (``Policy``, ``Value``) gives a group one shard of data per data-parallel coordinate and
 gets one result per data-parallel coordinate back. In ``LocalWorkerGroup`` this process is one of
@@ -17,107 +17,208 @@ data-parallel group, with the rank's name, once its worker method has returned t
 
 `RayWorkerGroup`, `RayWorkerBuilder` and `MultiWorkerFuture` are the same on Ray, where one driver
 calls workers in processes of their own (`aligner.cluster.ray.worker_group`).
+
+A handle declares what it only hands on: a call of every worker, or on shards of a batch whose rows
+are scored. Name, signature and docstring are the worker method's::
+
+    prepare_for_training = phase(RoleWorker.prepare_for_training)
+    num_parameters = on_all_workers(RoleWorker.num_parameters)
+    get_values = scored_rows(ValueWorker.get_values, ("input_ids", "input_lengths"))
 """
 
+import functools
 import importlib
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from aligner.batches.batched_data_dict import SlicedDataDict
-from aligner.cluster.named_sharding import NamedSharding
+from aligner.batches.batched_data_dict import (
+    BatchedDataDict,
+    SlicedDataDict,
+    columns_of,
+)
+from aligner.batches.sharding import MicroBatching
+from aligner.cluster.interfaces import WorkerFuture, WorkerGroup
+from aligner.cluster.named_sharding import MODEL_AXES, NamedSharding, layout_of
+from aligner.config import TrainedModelConfig
 from aligner.config.layout import ParallelConfig
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
 from aligner.errors import AlignerError, ConfigError, LayoutError, WorkerError
 
-AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
-MODEL_AXES = ["pipeline_parallel", "context_parallel", "tensor_parallel"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class WorkerFuture(Protocol):
-    """A call on many workers that was started."""
+def on_all_workers(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Method of a handle that calls ``method`` on every worker of its ``worker_group``.
 
-    def get_results(self) -> list[Any]:
-        """Wait for the call; one result per group of workers with the same output."""
-        ...
+    The results are the same on all workers; one is returned.
+    """
 
+    @functools.wraps(method)
+    def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return run_on_all(handle.worker_group, method, *args, **kwargs)[0]
 
-class WorkerGroup(Protocol):
-    """Interface of a group of workers, for handles."""
-
-    sharding_annotations: NamedSharding
-    is_whole: bool  # no call has failed: no worker waits for another that does not come
-
-    def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
-        """Call a method with the same arguments on every worker."""
-        ...
-
-    def run_all_workers_sharded_data(
-        self,
-        method_name: str,
-        data: Sequence[SlicedDataDict],
-        in_sharded_axes: Sequence[str],
-        replicate_on_axes: Sequence[str],
-        output_is_replicated: Sequence[str],
-        common_kwargs: Mapping[str, Any] | None = None,
-    ) -> WorkerFuture:
-        """Call a method on every worker with the shard of its coordinates."""
-        ...
-
-    def run_single_worker_single_data(
-        self, method_name: str, worker_idx: int = 0, **kwargs: Any
-    ) -> WorkerFuture:
-        """Call a method on one worker."""
-        ...
-
-    def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
-        """Results of a call, in order of the sharded axis."""
-        ...
-
-    def shutdown(self, cleanup_method: str | None = None) -> bool:
-        """End the workers, calling ``cleanup_method`` on each first."""
-        ...
+    return call
 
 
-class Cluster(Protocol):
-    """Interface of places where workers can be started."""
+def phase(method: Callable[[Any], R]) -> Callable[..., R]:
+    """`on_all_workers` of a method without arguments; a caller's are ignored.
 
-    engine: str  # local | ray
+    NeMo-RL publishes the phases of its handles with ``*args, **kwargs``.
+    """
 
-    @property
-    def use_gpus(self) -> bool:
-        """True if workers compute on GPUs."""
-        ...
+    @functools.wraps(method)
+    def call(handle: Any, /, *args: Any, **kwargs: Any) -> R:
+        del args, kwargs
+        return run_on_all(handle.worker_group, method)[0]
 
-    @property
-    def sharding_annotations(self) -> NamedSharding:
-        """Places of a training group's workers."""
-        ...
-
-    def start_workers(self, worker_class: str, name_prefix: str, **kwargs: Any) -> WorkerGroup:
-        """Construct ``worker_class`` (a dotted path) with ``kwargs`` on every worker.
-
-        Further keywords: ``parallel``, ``workers_per_node`` and ``env_vars``; on Ray ``layout`` and
-        ``python_executable`` make workers of another kind; see
-        `RayVirtualCluster.start_workers`.
-        """
-        ...
-
-    def world_size(self) -> int:
-        """Number of workers."""
-        ...
+    return call
 
 
-def layout_of(pipeline: int, data: int, context: int, tensor: int) -> NamedSharding:
-    """Ranks as megatron-core orders them: tensor fastest, then context, data, pipeline."""
-    ranks = np.arange(pipeline * data * context * tensor)
-    return NamedSharding(ranks.reshape(pipeline, data, context, tensor), AXES)
+def scored_rows(
+    method: Callable[Concatenate[Any, P], BatchedDataDict],
+    columns: Sequence[str],
+    optional: Sequence[str] = (),
+) -> Callable[Concatenate[Any, P], BatchedDataDict]:
+    """Method of a handle that scores the rows of a global batch; the scores are in their order.
+
+    Args:
+        method: of a worker; takes ``data``, its share of ``columns``, and ``micro_batch_size``:
+            sequences per forward pass, default those of the handle's ``model``.
+        columns: those that ``method`` reads, see `columns_of`.
+        optional: those that it reads where they are there.
+    """
+
+    @functools.wraps(method)
+    def call(handle: Any, /, *args: P.args, **kwargs: P.kwargs) -> BatchedDataDict:
+        given = by_name(method, *args, **kwargs)
+        data = given.pop("data")
+        there = [name for name in optional if isinstance(data, Mapping) and name in data]
+        rows = columns_of(data, [*columns, *there])
+        batching = micro_batching(
+            handle.model, training=False, micro_batch_size=given.get("micro_batch_size")
+        )
+        results, order = run_sharded(handle.worker_group, method, rows, batching=batching, **given)
+        scores: BatchedDataDict = BatchedDataDict.from_batches(results)
+        scores.reorder_data(order)
+        return scores
+
+    return call
+
+
+def by_name(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of ``method``, without its first parameter, by their names."""
+    signature = inspect.signature(method)
+    signature.bind(None, *args, **kwargs)  # TypeError here, not in another process
+    return dict(zip(list(signature.parameters)[1:], args, strict=False)) | kwargs
+
+
+def start_on_all(
+    group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+) -> WorkerFuture:
+    """Begin to call a worker method with the same arguments everywhere; the caller waits."""
+    given = by_name(method, *args, **kwargs)
+    return group.run_all_workers_single_data(method.__name__, **given)
+
+
+def run_on_all(
+    group: WorkerGroup, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+) -> list[R]:
+    """Call a worker method with the same arguments everywhere and wait for it."""
+    return group.get_all_worker_results(start_on_all(group, method, *args, **kwargs))
+
+
+def run_sharded(
+    group: WorkerGroup,
+    method: Callable[..., R],
+    data: BatchedDataDict,
+    batch_size: int | None = None,
+    batching: MicroBatching | None = None,
+    **kwargs: Any,
+) -> tuple[list[R], list[int]]:
+    """Call a worker method with each data-parallel rank's share.
+
+    Args:
+        group: the workers.
+        method: the method, of which ``data`` is the first parameter.
+        data: global batches.
+        batch_size: rows of a global mini-batch that every rank must get its share of; None where
+            rows are independent, which also allows shares of different sizes, or empty ones.
+        batching: forms the micro-batches that the shares bring; default nothing.
+        kwargs: passed on to the method.
+
+    Returns:
+        One result per rank, in order; and where the rows of the results, one after the other,
+        stood in ``data``.
+    """
+    # The overloads know a mode by its argument's name, which an unpacked mapping hides.
+    shards: Any = data.shard_by_batch_size(  # type: ignore[call-overload]
+        group.sharding_annotations.get_axis_size("data_parallel"),
+        batch_size=batch_size,
+        allow_uneven_shards=batch_size is None,
+        **(batching or {}),
+    )
+    order = list(range(data.size))
+    if batching:
+        shards, order = shards
+    future = group.run_all_workers_sharded_data(
+        method.__name__,
+        data=shards,
+        in_sharded_axes=["data_parallel"],
+        replicate_on_axes=MODEL_AXES,
+        output_is_replicated=MODEL_AXES,
+        common_kwargs=kwargs,
+    )
+    return group.get_all_worker_results(future), order
+
+
+def micro_batching(
+    model: TrainedModelConfig | None,
+    *,
+    training: bool,
+    micro_batch_size: int | None = None,
+    rows_per_group: int = 1,
+) -> MicroBatching:
+    """The configured way to form micro-batches; none where a caller gives their size.
+
+    ``model``: None for workers that form their own. ``rows_per_group``: number of adjacent rows
+    that stay together.
+    """
+    if model is None or model.token_budgets is None or micro_batch_size is not None:
+        return {}
+    budgets = model.token_budgets
+    tokens = budgets.train_mb_tokens
+    if not training and budgets.logprob_mb_tokens is not None:
+        tokens = budgets.logprob_mb_tokens
+    if model.sequence_packing.enabled:
+        return {
+            "sequence_packing_args": {
+                "max_tokens_per_microbatch": tokens,
+                "input_key": "input_ids",
+                "input_lengths_key": "input_lengths",
+                "algorithm": model.sequence_packing.algorithm,
+                "sequence_length_pad_multiple": model.parallel.sequence_multiple,
+                "rows_per_group": rows_per_group,
+                "shared_prefixes": model.plans_shared_prefixes,
+            }
+        }
+    return {
+        "dynamic_batching_args": {
+            "max_tokens_per_microbatch": tokens,
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "sequence_length_round": model.parallel.row_multiple(model.sequence_length_round),
+            "rows_per_group": rows_per_group,
+            "shared_prefixes": model.plans_shared_prefixes,
+        }
+    }
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from aligner.catalog import imported
 from aligner.config.elsewhere.nemo_aligner import remedy
 from aligner.config.load import Root, load_config
-from aligner.config.parse import field_types, section_in, type_below, unknown_key
+from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
 
@@ -197,21 +197,14 @@ def check_key(key: str, root: type = RunConfig) -> None:
         if below is None and level is not None:
             wrong = key if remedy(key) else f"{prefix}.{name}".lstrip(".")
             known = list(field_types(level))
-            raise ConfigError(unknown_key(wrong, known, prefix, list(_keys(root))))
+            raise ConfigError(
+                unknown_key(wrong, known, prefix, [key for key, _ in keys_below(root)])
+            )
         if below is None:
             raise ConfigError(
                 f"{key}: {prefix} has no keys below it; give its value as {prefix}=..."
             )
         hint, prefix = below, f"{prefix}.{name}".lstrip(".")
-
-
-def _keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key in the tree of dataclasses below ``cls``."""
-    for name, hint in field_types(cls).items():
-        yield f"{prefix}{name}"
-        level = section_in(hint)
-        if level is not None:
-            yield from _keys(level, f"{prefix}{name}.")
 
 
 @contextmanager

@@ -114,6 +114,15 @@ def section_in(hint: Any) -> type | None:
     return next((arm for arm in arms if dataclasses.is_dataclass(arm) or is_typeddict(arm)), None)
 
 
+def keys_below(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key below a dataclass, sections included, and the type of its value."""
+    for name, hint in field_types(cls).items():
+        yield f"{prefix}{name}", hint
+        section = section_in(hint)
+        if section is not None:
+            yield from keys_below(section, f"{prefix}{name}.")
+
+
 def type_below(hint: Any, step: str | int) -> Any:
     """Type of the value at a key or an index of a ``hint``; None: it has no such."""
     for arm in arms_of(hint):

@@ -50,7 +50,7 @@ from aligner.logprobs.published.vocab_topk import (
     distributed_vocab_topk,
     gather_logits_at_global_indices,
 )
-from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_sq2vp, all_to_all_vp2sq
 
 __all__ = [

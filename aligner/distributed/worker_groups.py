@@ -3,18 +3,9 @@
 from typing import Any
 
 from aligner.cluster import worker_groups
-from aligner.cluster.worker_groups import (
-    AXES,
-    MODEL_AXES,
-    Cluster,
-    LocalCluster,
-    LocalFuture,
-    LocalWorkerGroup,
-    WorkerFuture,
-    WorkerGroup,
-    layout_of,
-    to_host,
-)
+from aligner.cluster.interfaces import Cluster, WorkerFuture, WorkerGroup
+from aligner.cluster.named_sharding import AXES, MODEL_AXES, layout_of
+from aligner.cluster.worker_groups import LocalCluster, LocalFuture, LocalWorkerGroup, to_host
 
 __all__ = [
     "AXES",

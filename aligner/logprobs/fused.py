@@ -30,8 +30,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.kernels.linear_product import has_wide_products, wide_mm
-from aligner.logprobs.sampling_params import TrainingSamplingParams
-from aligner.logprobs.top_k_top_p import EXCLUDED, Restriction, restriction_of
+from aligner.logprobs.top_k_top_p import (
+    EXCLUDED,
+    Restriction,
+    TrainingSamplingParams,
+    restriction_of,
+)
 from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
 

@@ -1,4 +1,6 @@
-"""Top-k and top-p (nucleus) filters as one threshold per token.
+"""Sampling that training log-probs must match: top-k and top-p (nucleus) filters, temperature.
+
+Filters are one threshold per token.
 
 The tokens kept are those whose logit is at least the threshold, so a pass over the vocabulary in
 tiles can apply it without sorting again. Tokens of equal logit are kept or dropped together.
@@ -12,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aligner.distributed.collectives import gather_first
+from aligner.errors import ConfigError
 from aligner.kernels.linear_product import wide_mm
-from aligner.logprobs.sampling_params import TrainingSamplingParams
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
@@ -24,6 +26,46 @@ _CHUNK_BYTES_ACCELERATOR = 256 * 2**20
 
 # Stands for a logit that the filter excludes. Not -inf: 0 · -inf would be NaN in the entropy.
 EXCLUDED = -1e30
+
+
+@dataclass(frozen=True)
+class TrainingSamplingParams:
+    """Sampling parameters of a rollout, for log-probs of the same distribution.
+
+    ``top_k``: None, 0 or -1 is off. ``top_p``: 1 is off. ``temperature`` divides the logits here,
+    so logits must not have been divided before.
+
+    ``keep_target``: treatment of a target that the filter excludes. False, the published
+    behaviour: its log-prob is -inf. True, that of this library's own trainers: it counts as kept,
+    so that a token which the filter would exclude by now has a finite log-prob.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float = 1.0
+    keep_target: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"temperature={self.temperature} must be positive: log-probs at temperature 0 do "
+                "not exist; sample greedily and train at temperature 1"
+            )
+        if (self.top_k or 0) < -1 or not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_k={self.top_k} must be None, 0 or -1 (off) or positive, and "
+                f"top_p={self.top_p} in (0, 1] (1: off)"
+            )
+
+    @property
+    def kept_count(self) -> int:
+        """Top-k as a number, 0 where it is off."""
+        return max(self.top_k or 0, 0)
+
+    @property
+    def restricts(self) -> bool:
+        """True if some tokens are left out."""
+        return self.kept_count > 0 or self.top_p < 1.0
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.dispatch import (
-    check_columns,
+from aligner.batches.batched_data_dict import BatchedDataDict, check_columns
+from aligner.cluster.interfaces import WorkerGroup
+from aligner.cluster.worker_groups import (
     micro_batching,
     on_all_workers,
     phase,
     run_on_all,
     run_sharded,
 )
-from aligner.cluster.worker_groups import WorkerGroup
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.accelerator import DeviceInfo, MemoryUse
 from aligner.errors import ConfigError, StorageError

@@ -15,7 +15,7 @@ from aligner.errors import DataError
 
 if TYPE_CHECKING:
     from aligner.batches.batched_data_dict import BatchedDataDict
-    from aligner.cluster.worker_groups import WorkerFuture
+    from aligner.cluster.interfaces import WorkerFuture
     from aligner.config import SamplingOptions
     from aligner.losses.interfaces import LossFunction as PublishedLossFunction
     from aligner.types import LossFunction

@@ -199,7 +199,8 @@ class RoleWorker(Generic[Served]):
     def bring_back(self) -> None:
         """Weights on the device, whatever phase this is."""
         for module in self._modules_with_weights():
-            self.offload_of(module).to_device()
+            if module in self._offloads_by_module:  # it may be parked
+                self.offload_of(module).to_device()
 
     def _park(self) -> None:
         """Move everything to host memory, with ``offload_weights``."""
@@ -336,7 +337,9 @@ class RoleWorker(Generic[Served]):
 
     def offload_of(self, model: nn.Module) -> ModelOffload:
         """The `ModelOffload` of ``model``, which moves its weights."""
-        return self._offloads_by_module.setdefault(model, ModelOffload(model))
+        if model not in self._offloads_by_module:
+            self._offloads_by_module[model] = ModelOffload(model)
+        return self._offloads_by_module[model]
 
     def move_optimizer(self, device: str) -> None:
         """Move the moments to host memory (``"cpu"``) or back to the device."""

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.cluster.dispatch import micro_batching
-from aligner.cluster.worker_groups import LocalCluster
+from aligner.cluster.worker_groups import LocalCluster, micro_batching
 from aligner.config import LengthParams, SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator

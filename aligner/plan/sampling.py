@@ -3,14 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from aligner.algorithms.ppo.trainer import (
-    CRITIC_COLUMNS,
-    POLICY_COLUMNS,
-    TRAIN_COLUMNS,
-    make_policy_loss,
-    needs_reference,
-    sampler_is_exact,
-)
+from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, sampler_is_exact
+from aligner.algorithms.ppo.trainer import CRITIC_COLUMNS, POLICY_COLUMNS
 from aligner.algorithms.rollout.reward_source import frozen_beside
 from aligner.algorithms.run.engine import run_settings
 from aligner.architecture import GPTArchitecture
@@ -24,6 +18,7 @@ from aligner.config import (
 from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.value import PPOValueLoss
+from aligner.models.handle import TRAINED_COLUMNS
 from aligner.models.policy.lm_policy import LOGPROB_COLUMNS, Policy
 from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
 from aligner.models.value.lm_value import VALUE_COLUMNS, Value
@@ -79,7 +74,9 @@ def sampling_roles(
     elif isinstance(config, RSRunConfig):
         kept = rollout.num_rollout_samples // rollout.num_rollouts_per_prompt
         kept *= config.model.rs.top_n_rollouts
-        phases.append(_updates(model, dp, kept, length, TRAIN_COLUMNS, NegativeLogLikelihoodLoss()))
+        phases.append(
+            _updates(model, dp, kept, length, TRAINED_COLUMNS, NegativeLogLikelihoodLoss())
+        )
     vllm = config.generation.vllm
     if engines:
         buffer = int(vllm.refit_buffer_mb * (1 << 20))

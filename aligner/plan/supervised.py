@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from aligner.algorithms.distill.build import teacher_config
-from aligner.algorithms.ppo.trainer import TRAIN_COLUMNS
 from aligner.algorithms.preference.build import preference_loss
 from aligner.algorithms.run.engine import run_settings
 from aligner.architecture import GPTArchitecture
@@ -21,6 +20,7 @@ from aligner.errors import ConfigError
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
+from aligner.models.handle import TRAINED_COLUMNS
 from aligner.models.policy.lm_policy import LOGPROB_COLUMNS, Policy
 from aligner.models.reward.reward_model import RewardModel
 from aligner.plan.roles import (
@@ -51,7 +51,7 @@ class _Learner:
     start: Start
     loss: LossFunction
     name: str = "policy"
-    columns: tuple[str, ...] = TRAIN_COLUMNS
+    columns: tuple[str, ...] = TRAINED_COLUMNS
     trailing: Mapping[str, Shape] = field(default_factory=dict)
     together: int = 1
     before: tuple[Phase, ...] = ()
@@ -136,7 +136,7 @@ def _preferences(config: DPORunConfig, share: int, length: int) -> _Learner:
     return _Learner(
         _start_policy(config),
         preference_loss(loop),
-        columns=(*TRAIN_COLUMNS, "ref_logprobs"),
+        columns=(*TRAINED_COLUMNS, "ref_logprobs"),
         trailing=dict.fromkeys(of_rows, _ROWS),
         together=config.rows_per_example,
         before=before,

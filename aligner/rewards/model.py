@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.dispatch import on_all_workers, phase, run_on_all, scored_rows
+from aligner.cluster.worker_groups import on_all_workers, phase, run_on_all, scored_rows
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.role.settings import RunSettings

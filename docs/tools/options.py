@@ -248,9 +248,9 @@ def written() -> dict[Path, str]:
     return found
 
 
-def stale() -> list[Path]:
-    """Files that say something else of options than the dataclasses."""
-    return [path for path, text in written().items() if path.read_text() != text]
+def stale() -> dict[Path, str]:
+    """Files that say something else of options than the dataclasses, as they should be."""
+    return {path: text for path, text in written().items() if path.read_text() != text}
 
 
 def main() -> None:
@@ -258,12 +258,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the files anew")
     write = parser.parse_args().write
-    stale = {path: text for path, text in written().items() if path.read_text() != text}
-    for path, text in stale.items():
+    found = stale()
+    for path, text in found.items():
         print(path.relative_to(ROOT))
         if write:
             path.write_text(text)
-    if not stale:
+    if not found:
         print("conf/ and docs/ say what aligner/config says")
 
 

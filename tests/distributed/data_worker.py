@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.worker_groups import MODEL_AXES, LocalWorkerGroup
+from aligner.cluster.named_sharding import MODEL_AXES
+from aligner.cluster.worker_groups import LocalWorkerGroup
 from aligner.config import ParallelConfig
 from aligner.errors import AlignerError, DataError
 

@@ -38,8 +38,8 @@ def settings(folder, nemo):
 
 
 def run(folder, nemo, *overrides, script=RECIPE, root=RunConfig):
-    from aligner.algorithms.ppo.build import train_ppo
-    from aligner.algorithms.rs.build import train_rs
+    from aligner.algorithms.ppo.trainer import train_ppo
+    from aligner.algorithms.rs.trainer import train_rs
 
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         composed = compose(script, overrides=[*settings(folder, nemo), *overrides])

@@ -45,7 +45,7 @@ def run(folder, nemo, recipe, root, *overrides):
         *overrides,
     ]
     module, function = {
-        RunConfig: ("ppo.build", "train_ppo"),
+        RunConfig: ("ppo.trainer", "train_ppo"),
         SFTRunConfig: ("supervised.build", "train_sft"),
     }[root]
     train = getattr(importlib.import_module(f"aligner.algorithms.{module}"), function)

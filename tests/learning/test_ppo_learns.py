@@ -16,7 +16,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def accuracy(folder, nemo, *overrides):
-    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.ppo.trainer import train_ppo
 
     settings = [
         f"model.restore_from_path={nemo}",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.reward_model.build import train_reward_model
 from aligner.config import RewardRunConfig, load_config
 from aligner.data.form_pairs import form_pairs

@@ -15,7 +15,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def metrics(folder, nemo, backend, *overrides):
-    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.ppo.trainer import train_ppo
 
     settings = [
         f"model.restore_from_path={nemo}",

@@ -6,7 +6,7 @@ import pytest
 
 PATHS = {
     "aligner.algorithms.logits_sampling_utils": {
-        "TrainingSamplingParams": "aligner.logprobs.sampling_params",
+        "TrainingSamplingParams": "aligner.logprobs.top_k_top_p",
     },
     "aligner.algorithms.losses.interfaces": {"LossFunction": "aligner.losses.interfaces"},
     "aligner.algorithms.losses.policy": {"PPOPolicyLoss": "aligner.losses.policy"},

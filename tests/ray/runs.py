@@ -44,7 +44,7 @@ def settings(folder, nemo, *overrides):
 
 def train(folder, nemo, *overrides, recipe="ppo_tiny_cpu"):
     """The run, driven by this process."""
-    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.ppo.trainer import train_ppo
 
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         tree = compose(f"recipes/{recipe}", overrides=settings(folder, nemo, *overrides))

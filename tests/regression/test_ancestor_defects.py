@@ -12,7 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.run_state.store import RunStateStore

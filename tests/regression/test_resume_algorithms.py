@@ -19,9 +19,9 @@ from aligner.observe.metrics import read_metrics
 
 CONF = Path(__file__).parents[2] / "conf"
 RUNS = {
-    "grpo_tiny_cpu": ("ppo.build", "train_ppo", RunConfig, "ppo"),
-    "ppo_tiny_guessing_cpu": ("ppo.build", "train_ppo", RunConfig, "ppo"),
-    "rs_tiny_cpu": ("rs.build", "train_rs", RSRunConfig, "rs"),
+    "grpo_tiny_cpu": ("ppo.trainer", "train_ppo", RunConfig, "ppo"),
+    "ppo_tiny_guessing_cpu": ("ppo.trainer", "train_ppo", RunConfig, "ppo"),
+    "rs_tiny_cpu": ("rs.trainer", "train_rs", RSRunConfig, "rs"),
     "sft_tiny_cpu": ("supervised.build", "train_sft", SFTRunConfig, "sft"),
     "distill_tiny_cpu": ("distill.build", "train_distill", DistillRunConfig, "distill"),
     "reward_tiny_cpu": (

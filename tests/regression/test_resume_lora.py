@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.supervised.build import train_sft
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import RunConfig, SFTRunConfig, load_config

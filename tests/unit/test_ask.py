@@ -21,7 +21,7 @@ from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.ask.generate import Chat, generate
 from aligner.algorithms.ask.model import find_source, open_asked_model
 from aligner.algorithms.multi_run.comparison import compare_runs
-from aligner.algorithms.rs.build import train_rs
+from aligner.algorithms.rs.trainer import train_rs
 from aligner.checkpoint.convert import convert
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import EvaluateConfig, GenerateConfig, RSRunConfig, load_config, parse_config

@@ -15,7 +15,7 @@ from test_environment_rollout import MOST, TOKENIZER, Babble, HerePool
 from test_ppo_trainer import names, trainer
 from user_environments import Does
 
-from aligner.algorithms.ppo.trainer import make_policy_loss
+from aligner.algorithms.ppo.build import make_policy_loss
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.config import CorrectionConfig, parse_config
 from aligner.config.environment import EnvironmentConfig

@@ -75,7 +75,7 @@ def last_line(folder, nemo, recipe, root, train, *overrides):
 def test_the_ratio_of_a_policy_that_does_not_move_is_one(
     tmp_path, old_nemo, dropout, still, capsys
 ):
-    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.ppo.trainer import train_ppo
 
     line = last_line(
         tmp_path,

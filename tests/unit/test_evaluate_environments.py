@@ -8,7 +8,7 @@ import pytest
 
 from aligner.algorithms.ask.evaluate import evaluate
 from aligner.algorithms.rollout.rollout import VALIDATION_SEED_OFFSET
-from aligner.algorithms.rs.build import train_rs
+from aligner.algorithms.rs.trainer import train_rs
 from aligner.config import EvaluateConfig, RSRunConfig, parse_config
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics

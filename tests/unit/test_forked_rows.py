@@ -15,9 +15,8 @@ from test_token_layout import ROLES, assert_same, load, loss_and_gradient
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.batches.sequences import Sequences
-from aligner.cluster.dispatch import columns_of
 from aligner.config import TrainerPPOConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts

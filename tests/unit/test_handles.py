@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.worker_groups import LocalFuture, layout_of
+from aligner.cluster.named_sharding import layout_of
+from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,

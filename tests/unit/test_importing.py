@@ -13,7 +13,7 @@ UNUSED = ("matplotlib", "scipy", "transformers", "wandb")
 
 def test_training_imports_nothing_that_it_does_not_use():
     code = (
-        "import sys, aligner.algorithms.ppo.build\n"
+        "import sys, aligner.algorithms.ppo.trainer\n"
         f"print([name for name in {UNUSED} if name in sys.modules])\n"
         "import matplotlib.pyplot, scipy.signal, transformers, wandb\n"
         "from lightning.pytorch.loggers.wandb import _WANDB_AVAILABLE\n"

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from aligner.cluster.named_sharding import NamedSharding
-from aligner.cluster.worker_groups import layout_of
+from aligner.cluster.named_sharding import NamedSharding, layout_of
 from aligner.errors import LayoutError
 
 

@@ -7,13 +7,13 @@
 5. The state brings back counters, data position and KL coefficient.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from aligner.algorithms.ppo.trainer import PPOTrainer, make_policy_loss, needs_reference
+from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows_scored_by_training
+from aligner.algorithms.ppo.trainer import PPOTrainer
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
@@ -118,14 +118,16 @@ def result(rows, **metrics):
     return {"loss": metrics["loss"], "all_mb_metrics": {k: [v] for k, v in steps.items()}}
 
 
-def trainer(log=None, *, prompts=4, ppo=None, loop=None, columns=None, **options):
+def trainer(
+    log=None, *, prompts=4, ppo=None, loop=None, columns=None, global_batch_size=1, **options
+):
     log = [] if log is None else log
     samples = {"num_rollout_samples": 2, **(ppo or {})}
     config = parse_config(
         {
             "model": {
                 "restore_from_path": "m.nemo",
-                "global_batch_size": 1,
+                "global_batch_size": global_batch_size,
                 "micro_batch_size": 1,
                 "ppo": samples,
             },
@@ -187,10 +189,7 @@ def test_without_kl_there_is_no_reference_pass_and_the_first_mini_batch_scores_i
 
 
 def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
-    t = trainer()
-    t.config = dataclasses.replace(
-        t.config, model=dataclasses.replace(t.config.model, global_batch_size=2)
-    )
+    t = trainer(global_batch_size=2)
     log = t.policy.log
     t.step(1, PhaseTimers())
     assert "logprobs" not in names(log)
@@ -214,7 +213,7 @@ def test_a_single_mini_batch_needs_no_logprob_pass_at_all():
     ],
 )
 def test_rows_that_training_itself_scores(ppo, loop, rows):
-    assert trainer(ppo=ppo, loop=loop).rows_scored_by_training() == rows
+    assert rows_scored_by_training(trainer(ppo=ppo, loop=loop).config) == rows
 
 
 def test_the_reference_is_needed_by_either_kl_term():

@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.batches.prefix_tree import (
-    LEAST_SAVED,
-    build_prefix_tree,
-    prefix_groups,
-    shared_prefixes,
-)
+from aligner.batches.sequences import LEAST_SAVED, build_prefix_tree, prefix_groups, shared_prefixes
 
 
 def padded(*sequences):

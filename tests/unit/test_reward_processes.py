@@ -11,8 +11,7 @@ from reward_cases import gone, score
 
 from aligner.errors import RewardError
 from aligner.importing import load_function
-from aligner.rewards.function.processes import RewardProcess
-from aligner.rewards.function.runner import RewardFunction
+from aligner.rewards.function.runner import RewardFunction, RewardProcess
 
 module, load = reward_cases.module, reward_cases.load
 

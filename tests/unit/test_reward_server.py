@@ -5,7 +5,6 @@ The servers are processes. One holds a real model; the others are `reward_stub`.
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from servers import started
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
@@ -91,27 +91,11 @@ def rewarding(tiny_nemo, tmp_path_factory):
 def served(rewarding):
     """Address and process of `examples/serve_reward_model.py`."""
     command = [sys.executable, "examples/serve_reward_model.py", "--model", str(rewarding[1])]
-    process = subprocess.Popen(
-        [*command, "--port", "0", "--token-env", "REWARD_TOKEN"],
-        cwd=ROOT,
-        env={**os.environ, "REWARD_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    watchdog = threading.Timer(240, process.kill)
-    watchdog.start()
-    try:
-        url = next(
-            match[1]
-            for line in process.stdout
-            if (match := re.search(r"ready at (http://\S+)", line))
-        )
-        yield url, process
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait(10)
+    command += ["--port", "0", "--token-env", "REWARD_TOKEN"]
+    with started(
+        command, r"ready at (http://\S+)", cwd=ROOT, env={"REWARD_TOKEN": TOKEN}
+    ) as server:
+        yield server
 
 
 @pytest.fixture
@@ -187,7 +171,7 @@ def test_sigterm_ends_the_server(served, with_token):
 
 
 def test_runs_without_a_server_import_none_of_it():
-    code = "import sys; import aligner.algorithms.ppo.build; print(*sys.modules)"
+    code = "import sys; import aligner.algorithms.ppo.trainer; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"fastapi", "httpx", "tenacity", "uvicorn"} & set(done.stdout.split())

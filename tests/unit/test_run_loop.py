@@ -129,10 +129,10 @@ def run(
         **options,
     )
     restored = loop.restore()
-    ended = loop.run(None if restored is None else restored.step)
+    loop.run()
     loop.metrics.close()
     loop.samples.close()
-    return ended, restored
+    return not loop.interrupted, restored
 
 
 def lines(folder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.supervised.build import train_sft
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.checkpoint.run_state.store import RunStateStore

@@ -1,18 +1,17 @@
 """docs/serving.md as it stands: the server is started, asked with curl and in Python, and ended."""
 
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import httpx
 import pytest
 from documented import blocks, commands
+from servers import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,25 +26,13 @@ def page(tiny_nemo, tmp_path_factory):
     ]
     words = [*command.words[1:], "server.port=0", "server.model_name=tiny"]
     words.append("sampling.max_length=64")  # the tiny model has 256 positions
-    process = subprocess.Popen(
+    with started(
         [sys.executable, "-m", "aligner.commands", *words],
+        r"tiny at (http://[\d.:]+)/v1",
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    watchdog = threading.Timer(240, process.kill)
-    watchdog.start()
-    try:
-        for line in process.stdout:
-            if found := re.search(r"tiny at (http://[\d.:]+)/v1", line):
-                break
-        yield folder, found[1], process
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.wait(10)
+        env={"PYTHONPATH": str(ROOT)},
+    ) as (url, process):
+        yield folder, url, process
 
 
 def typed(page, *command):

@@ -91,7 +91,7 @@ def test_what_goes_wrong_while_scoring_leaves_the_critic_its_body(tiny_nemo, rew
 
 def ppo(folder, nemo, reward, *overrides, recipe="ppo_tiny_cpu"):
     """What two PPO steps report, times aside, and the policy they end with."""
-    from aligner.algorithms.ppo.build import train_ppo
+    from aligner.algorithms.ppo.trainer import train_ppo
 
     settings = [
         f"model.restore_from_path={nemo}",

@@ -16,7 +16,7 @@ from role_models import gradients, load_role, trained
 
 from aligner.architecture import RopeScaling
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.batches.prefix_tree import build_prefix_tree
+from aligner.batches.sequences import build_prefix_tree
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.cluster.worker_groups import LocalCluster

@@ -5,7 +5,7 @@ import torch
 from test_credit import assign, credit, rollout
 from user_code import configured, directory_with
 
-from aligner.algorithms.ppo.trainer import make_estimator
+from aligner.algorithms.ppo.build import make_estimator
 from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from user_code import configured, directory_with
 
-from aligner.algorithms.ppo.trainer import make_policy_loss
+from aligner.algorithms.ppo.build import make_policy_loss
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.user import UserPolicyLoss

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.dispatch import run_on_all
-from aligner.cluster.worker_groups import MODEL_AXES, LocalCluster, LocalWorkerGroup, to_host
+from aligner.cluster.named_sharding import MODEL_AXES
+from aligner.cluster.worker_groups import LocalCluster, LocalWorkerGroup, run_on_all, to_host
 from aligner.config import ParallelConfig
 from aligner.errors import ConfigError, WorkerError
 

@@ -20,8 +20,6 @@ from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
 from aligner.data.prompts import EpisodeDataset, PromptDataset
-from aligner.data.tokenizers.loading import with_chat_template
-from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.observe.estimates import Estimate
@@ -41,7 +39,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         asked.check_room(longest)
         columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
         source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
-        talks = open_environments(asked.run, _conversing(config, asked), columns, closing)
+        talks = open_environments(asked.run, asked.tokenizer, columns, closing)
         engine, workers = asked.start(longest, console.print)
         judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
         asking = asked.asking(engine, config.sampling.samples_per_prompt)
@@ -56,14 +54,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         console.print(_table(numbers))
         console.print(f"report  {Path(config.output) / 'report.html'}")
     return numbers
-
-
-def _conversing(config: EvaluateConfig, asked: AskedModel) -> Tokenizer:
-    """The tokenizer of conversations."""
-    template = config.environment.chat_template
-    if template is None:
-        return asked.tokenizer
-    return with_chat_template(asked.tokenizer, template, key="environment.chat_template")
 
 
 def _sets(config: EvaluateConfig, asked: AskedModel) -> dict[str, PromptDataset]:

@@ -9,7 +9,7 @@ from typing import Any
 from aligner.algorithms.rollout.inputs import start_generation
 from aligner.algorithms.rollout.validation import Asking
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
-from aligner.algorithms.run.startup import check_room, describe_model
+from aligner.algorithms.run.startup import check_room, describe_model_of
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, check_layout
@@ -149,6 +149,6 @@ def open_asked_model(config: AskConfig, closing: ExitStack) -> AskedModel:
         config = replace(config, policy=backend)
     run = as_run(config, source.path, source.peft, source.tokenizer)
     engine = open_engine(run, closing)
-    tokenizer, architecture = describe_model(run.model)
+    tokenizer, architecture = describe_model_of(run)
     check_layout(architecture, run.model.parallel, engine.worlds[0])
     return AskedModel(run, source, engine, tokenizer, architecture, closing)

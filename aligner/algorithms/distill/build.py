@@ -17,7 +17,6 @@ from aligner.algorithms.rollout.rollout import (
     SingleTurn,
     prompts_batch,
 )
-from aligner.algorithms.rs.trainer import TRAIN_COLUMNS
 from aligner.algorithms.run.engine import Workers, run_settings
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import check_room, total_steps
@@ -29,10 +28,9 @@ from aligner.algorithms.supervised.build import (
 )
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.dispatch import columns_of
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
 from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset, Split
@@ -41,6 +39,7 @@ from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
 from aligner.errors import ConfigError
 from aligner.losses.distillation import DistillationLoss
+from aligner.models.handle import TRAINED_COLUMNS
 from aligner.models.policy.lm_policy import Policy
 
 
@@ -82,7 +81,7 @@ def _respond(student: Policy, batch: BatchedDataDict, seed: int, consumed: int |
         seed += VALIDATION_SEED_OFFSET
     batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
     rollout = SingleTurn().collect(student, batch, seed=seed)
-    batch.data = columns_of(rollout, TRAIN_COLUMNS).data
+    batch.data = columns_of(rollout, TRAINED_COLUMNS).data
 
 
 def train_distill(config: DistillRunConfig) -> None:
@@ -114,7 +113,8 @@ def train_distill(config: DistillRunConfig) -> None:
                 )
                 frozen = {"teacher": architecture}
                 summary = supervised_summary(config, attempt, examples, steps, longest, frozen)
-                attempt.fit(trainer, steps, summary)
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 def shared_vocabulary(

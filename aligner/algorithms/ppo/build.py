@@ -1,77 +1,32 @@
-"""A PPO run: prompts and rewards in, roles started, the trainer run to its end."""
+"""Parts of a PPO run, made from its configuration: roles, losses, passes of a step, notes."""
 
-from aligner.algorithms.ppo.trainer import (
-    PPOTrainer,
-    make_estimator,
-    make_policy_loss,
-    needs_reference,
-)
-from aligner.algorithms.rollout.inputs import (
-    generation_note,
-    load_environments,
-    load_prompts,
-    of_dry_run,
-    start_generation,
-)
-from aligner.algorithms.rollout.reward_source import load_reward
+from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.run.engine import Clusters, Workers, run_settings
-from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import sampling_summary, total_steps, trained_policy
+from aligner.algorithms.run.startup import Summary, sampling_summary, trained_policy
 from aligner.architecture import GPTArchitecture
-from aligner.config import RunConfig, check_layout
+from aligner.config import (
+    CorrectionConfig,
+    PolicyPPOConfig,
+    RunConfig,
+    TrainerPPOConfig,
+    check_layout,
+)
 from aligner.config.rules.checks import check_batch_layout
+from aligner.data.prompts import PromptDataset
+from aligner.errors import ConfigError
+from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
+from aligner.losses.policy import PPOPolicyLoss
+from aligner.losses.user import user_policy_loss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.observe.memory import RoleMemory
 from aligner.observe.startup import TrainedRole
-
-
-def train_ppo(config: RunConfig) -> None:
-    """Run PPO from start to end and print where everything is."""
-    with Run.open(config) as run:
-        config = run.config
-        check_roles(config, run.architecture, run.engine.worlds)
-        prompts = load_prompts(run)
-        columns = prompts.train.column_names
-        reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
-        policy_loss, estimator = make_policy_loss(config), make_estimator(config)
-        environments = load_environments(run, columns)
-        prompts = of_dry_run(run, prompts)
-        for attempt in run.attempts():
-            with attempt:
-                sampler = prompts.sampler(config)
-                steps = total_steps(config.loop, sampler)
-                policy, critic = start_roles(config, attempt, steps)
-                engines = start_generation(config, attempt, policy, prompts.max_length)
-                trainer = PPOTrainer(
-                    config,
-                    policy,
-                    critic,
-                    reward.start(attempt, critic),
-                    prompts.train,
-                    prompts.validation,
-                    sampler,
-                    pad_id=run.tokenizer.pad_id,
-                    generation=engines,
-                    total_steps=steps,
-                    val_sets=prompts.sets,
-                    rollout_source=environments,
-                    policy_loss=policy_loss,
-                    estimator=estimator,
-                )
-                attempt.closing.callback(trainer.rollouts.close)
-                summary = sampling_summary(
-                    config,
-                    attempt,
-                    prompts.train,
-                    steps=steps,
-                    trained=[*_trained_critic(config, attempt.clusters), trained_policy(config)],
-                    passes=config.model.ppo.ppo_epochs,
-                    with_reference=needs_reference(config),
-                    frozen=reward.memory(),
-                    restores=_restores(config),
-                    notes=[*prompts.notes(), *_dynamic_note(config), *generation_note(engines)],
-                )
-                attempt.fit(trainer, steps, summary)
+from aligner.types import LossFunction
 
 
 def check_roles(config: RunConfig, architecture: GPTArchitecture, worlds: tuple[int, int]) -> None:
@@ -113,12 +68,43 @@ def start_roles(config: RunConfig, workers: Workers, steps: int) -> tuple[Policy
     return policy, workers.own(value)
 
 
-def _restores(config: RunConfig) -> list[str]:
+def summary_of(
+    config: RunConfig,
+    workers: Workers,
+    prompts: PromptDataset,
+    steps: int,
+    *,
+    frozen: Sequence[RoleMemory],
+    notes: Sequence[str],
+) -> Summary:
+    """Summary of a run of ``steps`` steps on ``prompts``, for its start-up report.
+
+    ``frozen``: models beside policy and critic. ``notes``: what else is to be said.
+    """
     critic = [] if config.critic is None else ["critic"]
-    return ["policy", *critic, "optimizers", "schedules", "data position", "KL coefficient"]
+    return sampling_summary(
+        config,
+        workers,
+        prompts,
+        steps=steps,
+        trained=[*_trained_critic(config, workers.clusters), trained_policy(config)],
+        passes=config.model.ppo.ppo_epochs,
+        with_reference=needs_reference(config),
+        frozen=frozen,
+        restores=[
+            "policy",
+            *critic,
+            "optimizers",
+            "schedules",
+            "data position",
+            "KL coefficient",
+        ],
+        notes=notes,
+    )
 
 
-def _dynamic_note(config: RunConfig) -> list[str]:
+def dynamic_note(config: RunConfig) -> list[str]:
+    """Note on a run whose number of steps is not known before."""
     if not config.trainer.ppo.dynamic_sampling.enabled:
         return []
     return [
@@ -140,3 +126,138 @@ def _trained_critic(config: RunConfig, clusters: Clusters) -> list[TrainedRole]:
             layout.model_parallel_size,
         )
     ]
+
+
+# Passes of a step -----------------------------------------------------------------------------
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Return whether any term needs the reference policy; where none does it is not even built."""
+    return kl_in_reward(config) or config.model.ppo.kl_loss.coef > 0
+
+
+def sampler_is_exact(config: RunConfig) -> bool:
+    """Return whether the sampler's log-probs are the trainer's but for float32 rounding.
+
+    So they are when the policy's own engine samples from the policy's distribution: a repetition
+    penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep. (That
+    of a dry run does not count: it has the phases of the run that it stands for.)
+    """
+    sampling = config.model.ppo.sampling_params
+    restricted = sampling.top_k > 0 or sampling.top_p < 1.0
+    bans_eos = config.model.ppo.length_params.min_length > 1 and not config.dry_run
+    return (
+        config.generation.backend == "megatron"
+        and config.trainer.precision == "32"
+        and sampling.repetition_penalty == 1.0
+        and not (restricted and bans_eos)
+    )
+
+
+def rows_scored_by_training(config: RunConfig, trains_policy: bool = True) -> int:
+    """Leading rows of a rollout whose log-probs need no pass of their own.
+
+    With one pass over the rollout, the first mini-batch is trained by the very weights that
+    produced it: its log-probs of the rollout are those that training computes. The KL penalty
+    needs them before; then the sampler's must be as good. A mask over all tokens of an update
+    needs them before, too. Without training nobody else needs any; nor where the sampler's
+    take their place.
+    """
+    ppo = config.model.ppo
+    if starts_at_sampler(config):
+        return ppo.num_rollout_samples
+    if kl_in_reward(config) and not sampler_is_exact(config):
+        return 0
+    if not trains_policy:
+        return ppo.num_rollout_samples
+    if ppo.ppo_epochs > 1 or ppo.correction.second_moment is not None:
+        return 0
+    return min(ppo.num_rollout_samples, config.model.global_batch_size)
+
+
+def starts_at_sampler(config: RunConfig) -> bool:
+    """Return whether the sampler's own log-probs are the old policy's."""
+    return config.model.ppo.correction.old_logprobs == "sampler"
+
+
+def kl_in_reward(config: RunConfig) -> bool:
+    """Return whether the reward carries a KL penalty."""
+    return config.trainer.ppo.initial_policy_kl_penalty > 0
+
+
+# Losses and estimators ------------------------------------------------------------------------
+
+
+def make_kl_controller(config: TrainerPPOConfig) -> KLController:
+    """The controller of the KL weight in the reward."""
+    controller = config.kl_controller
+    if controller.mode == "fixed":
+        return FixedKLController(config.initial_policy_kl_penalty)
+    return AdaptiveKLController(
+        config.initial_policy_kl_penalty, controller.target, controller.horizon
+    )
+
+
+def make_policy_loss(config: RunConfig) -> LossFunction:
+    """The policy's loss with the configured options: the built-in one, or the user's own.
+
+    Raises:
+        ConfigError: ``model.ppo.loss`` names none that works.
+    """
+    ppo = config.model.ppo
+    low, high = ppo.ratio_eps_range
+    # By key of ``model.ppo``, the options that it sets.
+    options: dict[str, dict[str, Any]] = {
+        "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
+        "dual_clip": {"dual_clip": ppo.dual_clip},
+        "entropy_bonus": {"entropy_bonus": ppo.entropy_bonus},
+        "kl_loss.coef": {"kl_coefficient": ppo.kl_loss.coef},
+        "kl_loss.estimator": {"kl_estimator": ppo.kl_loss.estimator},
+        "truncated_importance_sampling": {"importance_cap": ppo.truncated_importance_sampling},
+        **{
+            f"correction.{one.name}": {"correction": ppo.correction}
+            for one in fields(CorrectionConfig)
+            if one.name != "old_logprobs"  # it decides what a loss is given
+        },
+        "ratio_level": {"ratio_level": ppo.ratio_level},
+        "surrogate": {"surrogate": ppo.surrogate},
+        "loss_aggregation": {
+            "aggregation": ppo.loss_aggregation,
+            "max_response_length": (
+                ppo.length_params.max_length if ppo.loss_aggregation == "fixed_length" else None
+            ),
+        },
+    }
+    built_in = {name: value for group in options.values() for name, value in group.items()}
+    if ppo.loss is None:
+        return PPOPolicyLoss(**built_in)
+    defaults = PolicyPPOConfig()
+    given = {
+        f"model.ppo.{key}={value}": tuple(options[key])
+        for key in options
+        if (value := attrgetter(key)(ppo)) != attrgetter(key)(defaults)
+    }
+    return user_policy_loss(
+        ppo.loss, ppo.loss_kwargs, built_in, given, has_reference=needs_reference(config)
+    )
+
+
+def make_estimator(config: RunConfig) -> UserEstimator | None:
+    """The user's own estimator of advantages; None: a built-in one is configured.
+
+    Raises:
+        ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
+    """
+    trainer = config.trainer.ppo
+    if not trainer.advantage.is_own:
+        return None
+    estimator = UserEstimator(
+        trainer.advantage.estimator, trainer.advantage.kwargs, has_critic=config.critic is not None
+    )
+    if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
+        raise ConfigError(
+            f"trainer.ppo.discount_factor={trainer.discount_factor}, and {estimator} does not take "
+            "discount_factor; name it in the signature, or set the key to 1"
+        )
+    estimator.try_out(config.model.ppo.num_rollouts_per_prompt)
+    return estimator

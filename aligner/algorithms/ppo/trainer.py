@@ -11,14 +11,33 @@ Everything passes in one rollout batch whose columns are those of `aligner.types
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from aligner.algorithms.ppo.build import (
+    check_roles,
+    dynamic_note,
+    kl_in_reward,
+    make_estimator,
+    make_kl_controller,
+    make_policy_loss,
+    needs_reference,
+    rows_scored_by_training,
+    start_roles,
+    starts_at_sampler,
+    summary_of,
+)
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
+from aligner.algorithms.rollout.inputs import (
+    generation_note,
+    load_environments,
+    load_prompts,
+    of_dry_run,
+    start_generation,
+)
 from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.rollout import (
     RolloutSource,
     fill_with_varied_groups,
@@ -28,18 +47,15 @@ from aligner.algorithms.rollout.rollout import (
 )
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.dispatch import columns_of
-from aligner.config import CorrectionConfig, PolicyPPOConfig, RunConfig, TrainerPPOConfig
+from aligner.algorithms.run.run import Run
+from aligner.algorithms.run.startup import total_steps
+from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
+from aligner.config import RunConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.errors import ConfigError
 from aligner.losses.corrections import second_moment_masks
-from aligner.losses.kl import AdaptiveKLController, FixedKLController, KLController
-from aligner.losses.policy import PPOPolicyLoss
-from aligner.losses.user import user_policy_loss
 from aligner.losses.value import PPOValueLoss
-from aligner.models.handle import RoleHandle
+from aligner.models.handle import TRAINED_COLUMNS, RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
@@ -49,11 +65,52 @@ from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 from aligner.types import LossFunction
 
-TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
-CRITIC_COLUMNS = (*TRAIN_COLUMNS, "values", "returns")
-POLICY_COLUMNS = (*TRAIN_COLUMNS, "advantages", "generation_logprobs")
+CRITIC_COLUMNS = (*TRAINED_COLUMNS, "values", "returns")
+POLICY_COLUMNS = (*TRAINED_COLUMNS, "advantages", "generation_logprobs")
 # Of which a run has those that its options ask for.
 OPTIONAL_COLUMNS = ("ref_logprobs", "second_moment_mask", "kept_ids")
+
+
+def train_ppo(config: RunConfig) -> None:
+    """Run PPO from start to end and print where everything is."""
+    with Run.open(config) as run:
+        config = run.config
+        check_roles(config, run.architecture, run.engine.worlds)
+        prompts = load_prompts(run)
+        columns = prompts.train.column_names
+        reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
+        policy_loss, estimator = make_policy_loss(config), make_estimator(config)
+        environments = load_environments(run, columns)
+        prompts = of_dry_run(run, prompts)
+        for attempt in run.attempts():
+            with attempt:
+                sampler = prompts.sampler(config)
+                steps = total_steps(config.loop, sampler)
+                policy, critic = start_roles(config, attempt, steps)
+                engines = start_generation(config, attempt, policy, prompts.max_length)
+                trainer = PPOTrainer(
+                    config,
+                    policy,
+                    critic,
+                    reward.start(attempt, critic),
+                    prompts.train,
+                    prompts.validation,
+                    sampler,
+                    pad_id=run.tokenizer.pad_id,
+                    generation=engines,
+                    total_steps=steps,
+                    val_sets=prompts.sets,
+                    rollout_source=environments,
+                    policy_loss=policy_loss,
+                    estimator=estimator,
+                )
+                attempt.closing.callback(trainer.rollouts.close)
+                notes = [*prompts.notes(), *dynamic_note(config), *generation_note(engines)]
+                summary = summary_of(
+                    config, attempt, prompts.train, steps, frozen=reward.memory(), notes=notes
+                )
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 class PPOTrainer:
@@ -97,6 +154,11 @@ class PPOTrainer:
             config, self.generation, train_prompts, sampler, pad_id, rollout_source
         )
         self.kl_controller = make_kl_controller(config.trainer.ppo)
+        self.kl_in_reward = kl_in_reward(config)
+        self.starts_at_sampler = starts_at_sampler(config)
+        self.needs_reference = needs_reference(config)
+        # Rows that need no pass for their log-probs: of a step that trains the policy, or not.
+        self._scored_rows = {each: rows_scored_by_training(config, each) for each in (True, False)}
         self.credit = Credit(
             config.trainer.ppo,
             self.kl_in_reward,
@@ -126,7 +188,7 @@ class PPOTrainer:
                 batch["values"] = self.value.get_values(batch)["values"].cpu()
                 self.value.finish_inference()
         # 4. and 5. Log-probs under the policy and its reference, where they are not known.
-        scored_rows = self.rows_scored_by_training(trains_policy)
+        scored_rows = self._scored_rows[trains_policy]
         with timers("logprobs"):
             self._add_logprobs(batch, scored_rows)
         on_policy_rows = 0 if self.starts_at_sampler else scored_rows
@@ -145,24 +207,18 @@ class PPOTrainer:
         for _ in range(ppo.ppo_epochs):
             if self.value is not None:
                 with timers("train_critic"):
-                    critic_passes.append(self._train_critic(self.value, batch))
+                    known = columns_of(batch, CRITIC_COLUMNS)
+                    self.value.prepare_for_training()
+                    critic_passes.append(self.value.train(known, self.value_loss))
+                    self.value.finish_training()
             if trains_policy:
                 with timers("train_policy"):
                     policy_passes += self._train_policy(batch, on_policy_rows)
 
         metrics |= self._update_metrics(policy_passes, critic_passes)
-        metrics |= {
-            "progress/epoch": self.sampler.epoch,
-            "progress/consumed_samples": self.consumed_samples,
-        }
-        shown = self.config.exp_manager.samples_per_step
+        samples = samples_of(batch, step, "train", self.config.exp_manager.samples_per_step)
         idle = idle_roles(policy=policy_passes, critic=critic_passes)
-        warnings: tuple[str, ...] = ()
-        # Without an update between sampling and the measurement, which is the updates' own where
-        # the sampler stands for the old policy.
-        if is_untrained and not (self.starts_at_sampler and self.policy_updates > 1):
-            warnings = gap_warnings(metrics, self.config.trainer.precision)
-        return StepResult(metrics, samples_of(batch, step, "train", shown), idle, warnings)
+        return StepResult(metrics, samples, idle, self._gap_warnings(metrics, is_untrained))
 
     def validate(self, step: int, timers: PhaseTimers) -> StepResult:
         """Sample responses to the validation prompts, as in ``validation``, and score them."""
@@ -180,38 +236,6 @@ class PPOTrainer:
 
     def _prompts_left(self) -> int:
         return self.sampler.left_in(self.config.trainer.ppo.max_epochs)
-
-    # What is known already --------------------------------------------------------------------
-
-    def rows_scored_by_training(self, trains_policy: bool = True) -> int:
-        """Leading rows whose log-probs need no pass of their own.
-
-        With one pass over the rollout, the first mini-batch is trained by the very weights that
-        produced it: its log-probs of the rollout are those that training computes. The KL penalty
-        needs them before; then the sampler's must be as good. A mask over all tokens of an update
-        needs them before, too. Without training nobody else needs any; nor where the sampler's
-        take their place.
-        """
-        ppo = self.config.model.ppo
-        if self.starts_at_sampler:
-            return ppo.num_rollout_samples
-        if self.kl_in_reward and not sampler_is_exact(self.config):
-            return 0
-        if not trains_policy:
-            return ppo.num_rollout_samples
-        if ppo.ppo_epochs > 1 or ppo.correction.second_moment is not None:
-            return 0
-        return min(ppo.num_rollout_samples, self.config.model.global_batch_size)
-
-    @property
-    def starts_at_sampler(self) -> bool:
-        """True if the sampler's own log-probs are the old policy's."""
-        return self.config.model.ppo.correction.old_logprobs == "sampler"
-
-    @property
-    def kl_in_reward(self) -> bool:
-        """True if the reward carries a KL penalty."""
-        return self.config.trainer.ppo.initial_policy_kl_penalty > 0
 
     # Stages -----------------------------------------------------------------------------------
 
@@ -268,16 +292,10 @@ class PPOTrainer:
             batch["second_moment_mask"] = second_moment_masks(batch, limit, rows)
 
     def _add_reference_logprobs(self, batch: BatchedDataDict) -> None:
-        if needs_reference(self.config):
+        if self.needs_reference:
             self.policy.prepare_for_lp_inference()
             result = self.policy.get_reference_policy_logprobs(batch)
             batch["ref_logprobs"] = result["reference_logprobs"].cpu()
-
-    def _train_critic(self, value: Value, batch: BatchedDataDict) -> dict[str, Any]:
-        value.prepare_for_training()
-        result = value.train(columns_of(batch, CRITIC_COLUMNS), self.value_loss)
-        value.finish_training()
-        return result
 
     def _train_policy(self, batch: BatchedDataDict, on_policy_rows: int) -> list[dict[str, Any]]:
         """One pass: first the rows that need no old log-probs, then the others."""
@@ -309,7 +327,19 @@ class PPOTrainer:
                 known = (f"{group}/{name}" for group in ("sampler", "train_optim"))
                 metrics[next(filter(describe, known), f"custom/{name}")] = value
         metrics["train_optim/optimizer_steps"] = self.policy_updates
+        metrics["progress/epoch"] = self.sampler.epoch
+        metrics["progress/consumed_samples"] = self.consumed_samples
         return metrics
+
+    def _gap_warnings(self, metrics: dict[str, float], was_untrained: bool) -> tuple[str, ...]:
+        """Warnings of a gap between sampler and trainer, where no update stands between them.
+
+        ``was_untrained``: the policy was, when the step began. Where the sampler stands for the old
+        policy the gap is measured by the updates themselves, of which only the first is free of it.
+        """
+        if not was_untrained or (self.starts_at_sampler and self.policy_updates > 1):
+            return ()
+        return gap_warnings(metrics, self.config.trainer.precision)
 
     @property
     def trained_role(self) -> Policy:
@@ -350,101 +380,3 @@ class PPOTrainer:
         for name, role in self.roles.items():
             role.load_state(folder / name)
         self.generation.weights_changed()
-
-
-def needs_reference(config: RunConfig) -> bool:
-    """Return whether any term needs the reference policy; where none does it is not even built."""
-    return config.trainer.ppo.initial_policy_kl_penalty > 0 or config.model.ppo.kl_loss.coef > 0
-
-
-def sampler_is_exact(config: RunConfig) -> bool:
-    """Return whether the sampler's log-probs are the trainer's but for float32 rounding.
-
-    So they are when the policy's own engine samples from the policy's distribution: a repetition
-    penalty is not known to the trainer, and a ban of EOS changes what top-k and top-p keep. (That
-    of a dry run does not count: it has the phases of the run that it stands for.)
-    """
-    sampling = config.model.ppo.sampling_params
-    restricted = sampling.top_k > 0 or sampling.top_p < 1.0
-    bans_eos = config.model.ppo.length_params.min_length > 1 and not config.dry_run
-    return (
-        config.generation.backend == "megatron"
-        and config.trainer.precision == "32"
-        and sampling.repetition_penalty == 1.0
-        and not (restricted and bans_eos)
-    )
-
-
-def make_kl_controller(config: TrainerPPOConfig) -> KLController:
-    """The controller of the KL weight in the reward."""
-    controller = config.kl_controller
-    if controller.mode == "fixed":
-        return FixedKLController(config.initial_policy_kl_penalty)
-    return AdaptiveKLController(
-        config.initial_policy_kl_penalty, controller.target, controller.horizon
-    )
-
-
-def make_policy_loss(config: RunConfig) -> LossFunction:
-    """The policy's loss with the configured options: the built-in one, or the user's own.
-
-    Raises:
-        ConfigError: ``model.ppo.loss`` names none that works.
-    """
-    ppo = config.model.ppo
-    low, high = ppo.ratio_eps_range
-    # By key of ``model.ppo``, the options that it sets.
-    options: dict[str, dict[str, Any]] = {
-        "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
-        "dual_clip": {"dual_clip": ppo.dual_clip},
-        "entropy_bonus": {"entropy_bonus": ppo.entropy_bonus},
-        "kl_loss.coef": {"kl_coefficient": ppo.kl_loss.coef},
-        "kl_loss.estimator": {"kl_estimator": ppo.kl_loss.estimator},
-        "truncated_importance_sampling": {"importance_cap": ppo.truncated_importance_sampling},
-        **{
-            f"correction.{one.name}": {"correction": ppo.correction}
-            for one in fields(CorrectionConfig)
-            if one.name != "old_logprobs"  # it decides what a loss is given
-        },
-        "ratio_level": {"ratio_level": ppo.ratio_level},
-        "surrogate": {"surrogate": ppo.surrogate},
-        "loss_aggregation": {
-            "aggregation": ppo.loss_aggregation,
-            "max_response_length": (
-                ppo.length_params.max_length if ppo.loss_aggregation == "fixed_length" else None
-            ),
-        },
-    }
-    built_in = {name: value for group in options.values() for name, value in group.items()}
-    if ppo.loss is None:
-        return PPOPolicyLoss(**built_in)
-    defaults = PolicyPPOConfig()
-    given = {
-        f"model.ppo.{key}={value}": tuple(options[key])
-        for key in options
-        if (value := attrgetter(key)(ppo)) != attrgetter(key)(defaults)
-    }
-    return user_policy_loss(
-        ppo.loss, ppo.loss_kwargs, built_in, given, has_reference=needs_reference(config)
-    )
-
-
-def make_estimator(config: RunConfig) -> UserEstimator | None:
-    """The user's own estimator of advantages; None: a built-in one is configured.
-
-    Raises:
-        ConfigError: ``trainer.ppo.advantage.estimator`` names a function that does not work.
-    """
-    trainer = config.trainer.ppo
-    if not trainer.advantage.is_own:
-        return None
-    estimator = UserEstimator(
-        trainer.advantage.estimator, trainer.advantage.kwargs, has_critic=config.critic is not None
-    )
-    if trainer.discount_factor != 1 and not estimator.takes("discount_factor"):
-        raise ConfigError(
-            f"trainer.ppo.discount_factor={trainer.discount_factor}, and {estimator} does not take "
-            "discount_factor; name it in the signature, or set the key to 1"
-        )
-    estimator.try_out(config.model.ppo.num_rollouts_per_prompt)
-    return estimator

@@ -57,7 +57,8 @@ def train_dpo(config: DPORunConfig) -> None:
                     policy, task, sampler, limit_val_examples=loop.limit_val_examples
                 )
                 summary = supervised_summary(config, attempt, examples, steps, longest)
-                attempt.fit(trainer, steps, summary)
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 def preference_loss(loop: TrainerDPOConfig) -> LossFunction:

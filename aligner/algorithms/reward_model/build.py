@@ -52,7 +52,8 @@ def train_reward_model(config: RewardRunConfig) -> None:
                 )
                 trainer = RewardModelTrainer(config, model, task, sampler, examples)
                 summary = supervised_summary(config, attempt, examples, steps, longest)
-                attempt.fit(trainer, steps, summary, saved_as="reward_model")
+                with attempt.loop(trainer, steps, summary, saved_as="reward_model") as run_loop:
+                    run_loop.run()
 
 
 class RewardModelTrainer(SupervisedTrainer):

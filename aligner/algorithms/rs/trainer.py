@@ -12,23 +12,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.algorithms.rollout.inputs import (
+    generation_note,
+    load_environments,
+    load_prompts,
+    of_dry_run,
+    start_generation,
+)
 from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.rollout import RolloutSource, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
-from aligner.cluster.dispatch import columns_of
+from aligner.algorithms.run.run import Run
+from aligner.algorithms.run.startup import sampling_summary, total_steps, trained_policy
+from aligner.batches.batched_data_dict import columns_of
 from aligner.config import RSRunConfig
+from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.losses.language import NegativeLogLikelihoodLoss
-from aligner.models.handle import RoleHandle
+from aligner.models.handle import TRAINED_COLUMNS, RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
 from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 
-TRAIN_COLUMNS = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+
+def train_rs(config: RSRunConfig) -> None:
+    """Run rejection sampling from start to end and print where everything is."""
+    with Run.open(config) as run:
+        config, rs = run.config, run.config.model.rs
+        check_model_shares(config, run.world_size)
+        prompts = load_prompts(run)
+        columns = prompts.train.column_names
+        reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
+        environments = load_environments(run, columns)
+        prompts = of_dry_run(run, prompts)
+        for attempt in run.attempts():
+            with attempt:
+                sampler = prompts.sampler(config)
+                steps = total_steps(config.loop, sampler)
+                kept = sampler.batch_size * rs.top_n_rollouts
+                policy = attempt.start_policy(steps * (kept // config.model.global_batch_size))
+                engines = start_generation(config, attempt, policy, prompts.max_length)
+                trainer = RSTrainer(
+                    config,
+                    policy,
+                    reward.start(attempt),
+                    prompts.train,
+                    prompts.validation,
+                    sampler,
+                    pad_id=run.tokenizer.pad_id,
+                    generation=engines,
+                    total_steps=steps,
+                    val_sets=prompts.sets,
+                    rollout_source=environments,
+                )
+                attempt.closing.callback(trainer.rollouts.close)
+                learned = (
+                    f"of the samples of a step the best {rs.top_n_rollouts} of every "
+                    f"{rs.num_rollouts_per_prompt} are learned: {kept}"
+                )
+                summary = sampling_summary(
+                    config,
+                    attempt,
+                    prompts.train,
+                    steps=steps,
+                    trained=[trained_policy(config)],
+                    frozen=reward.memory(),
+                    restores=["policy", "optimizer", "schedule", "data position"],
+                    notes=[learned, *prompts.notes(), *generation_note(engines)],
+                )
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 class RSTrainer:
@@ -75,7 +133,7 @@ class RSTrainer:
             metrics = prefixed("train_rollouts", score(self.reward, batch))
         rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
         best = best_of_each(rewards, rs.num_rollouts_per_prompt, rs.top_n_rollouts)
-        kept = columns_of(batch, TRAIN_COLUMNS).select_indices(best)
+        kept = columns_of(batch, TRAINED_COLUMNS).select_indices(best)
         with timers("train_policy"):
             self.policy.prepare_for_training()
             result = self.policy.train(kept, self.loss)

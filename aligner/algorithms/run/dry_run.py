@@ -22,7 +22,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from aligner.algorithms.ppo.trainer import PPOTrainer, needs_reference
+from aligner.algorithms.ppo.build import needs_reference, rows_scored_by_training
 from aligner.algorithms.run.loop import Learner
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
@@ -306,40 +306,45 @@ class MeasuredPhases(PhaseTimers):
         self.peaks[phase] = found if before is None or found.taken > before.taken else before
 
 
-def make_steps(
-    config: BaseRunConfig, learner: Learner, roles: Sequence[RoleHandle], console: Console
-) -> None:
-    """Make `STEPS` steps and print the memory and time of each phase.
+@dataclass(frozen=True)
+class DryLoop:
+    """The loop of a dry run: `STEPS` steps, in the place of `RunLoop`.
 
     ``roles``: the models of the run; of those that share a process any one would do.
-
-    Raises:
-        DeviceMemoryError: a phase took more than there is.
     """
-    phases = MeasuredPhases(roles)
-    names = roles_of_phases(config, learner)
 
-    def doing() -> str:
-        role, name = names.get(phases.current, ("run", phases.current))
-        return f"{role}, {name}"
+    config: BaseRunConfig
+    learner: Learner
+    roles: Sequence[RoleHandle]
+    console: Console
 
-    seconds: Mapping[str, float] = {}
-    idle: tuple[str, ...] = ()
-    with explained(config, doing):
-        for step in range(1, STEPS + 1):
-            console.print(f"dry run: step {step} of {STEPS}", highlight=False)
-            phases.flush()
-            with training_step(step):
-                idle += learner.step(step, phases).idle_roles
-            seconds = phases.flush()
-    console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
+    def run(self) -> None:
+        """Make the steps and print the memory and time of each phase.
+
+        Raises:
+            DeviceMemoryError: a phase took more than there is.
+        """
+        phases = MeasuredPhases(self.roles)
+        names = roles_of_phases(self.config)
+
+        def doing() -> str:
+            role, name = names.get(phases.current, ("run", phases.current))
+            return f"{role}, {name}"
+
+        seconds: Mapping[str, float] = {}
+        idle: tuple[str, ...] = ()
+        with explained(self.config, doing):
+            for step in range(1, STEPS + 1):
+                self.console.print(f"dry run: step {step} of {STEPS}", highlight=False)
+                phases.flush()
+                with training_step(step):
+                    idle += self.learner.step(step, phases).idle_roles
+                seconds = phases.flush()
+        self.console.print(report(names, phases.peaks, seconds, idle, accelerator.description()))
 
 
-def roles_of_phases(config: BaseRunConfig, learner: Learner) -> dict[str, tuple[str, str]]:
-    """Role and phase, as `plan` calls them, of every phase in which a model runs; in their order.
-
-    ``learner``: what the configuration was made into.
-    """
+def roles_of_phases(config: BaseRunConfig) -> dict[str, tuple[str, str]]:
+    """Role and phase, as `plan` calls them, of every phase in which a model runs, in order."""
     if not isinstance(config, SamplingRunConfig):
         trained = "reward model" if isinstance(config, RewardRunConfig) else "policy"
         found = {}
@@ -351,11 +356,11 @@ def roles_of_phases(config: BaseRunConfig, learner: Learner) -> dict[str, tuple[
     found = {"generate": ("policy", "generate")}
     if config.reward.model is not None:
         found["reward"] = ("reward model", "rewards")
-    if isinstance(config, RunConfig) and isinstance(learner, PPOTrainer):
+    if isinstance(config, RunConfig):
         if config.critic is not None:
             found["values"] = ("critic", "values")
             found["train_critic"] = ("critic", "train")
-        if learner.rows_scored_by_training() < config.model.ppo.num_rollout_samples:
+        if rows_scored_by_training(config) < config.model.ppo.num_rollout_samples:
             found["logprobs"] = ("policy", "logprobs")
         if needs_reference(config):
             found["reference_logprobs"] = ("policy", "reference_logprobs")

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 from aligner.algorithms.run.directory import log_dir
 from aligner.architecture import GPTArchitecture
 from aligner.cluster.heartbeat import watched_ranks
+from aligner.cluster.interfaces import Cluster
 from aligner.cluster.launch import started_processes
-from aligner.cluster.worker_groups import Cluster, LocalCluster
+from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import BaseRunConfig, ParallelConfig, SamplingRunConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator

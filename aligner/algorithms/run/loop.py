@@ -166,30 +166,32 @@ class RunLoop:
         self._defaults = defaults or {}
         self.callbacks = callbacks or Callbacks()
         self.step = 0  # the last one that was made
+        self.done: int | None = None  # steps that the run had made before, where it goes on
+        self.interrupted = False  # by a signal, before the end
         self.ended_by = ""  # why there are no more, in words
         self._unannounced: int | None = None  # step of a run state that callbacks do not know of
         self._started = time.monotonic()
         self._idle_steps = 0  # in a row, up to now
 
-    def run(self, done: int | None) -> bool:
-        """Run on from step ``done`` (None: a new run, which begins with a validation).
+    def run(self) -> None:
+        """Go on from step ``done`` (None: a new run, which begins with a validation).
 
-        True when the run came to its end (its last step, ``max_time``, or a callback that stops
-        it), False when a signal stopped it before. Either way its last run state is complete, and
-        after an error too, if every worker could write its share.
+        The run comes to its end (its last step, ``max_time``, or a callback that stops it) or is
+        ``interrupted``. Either way its last run state is complete, and after an error too, if every
+        worker could write its share.
         """
-        total = self.schedule.total_steps
+        total, done = self.schedule.total_steps, self.done or 0
         with (
-            self._running(done or 0),
+            self._running(done),
             stop_signal(is_rank_zero()) as stopped,
             Progress(
-                total, done_steps=done or 0, console=self.console, enabled=is_rank_zero()
+                total, done_steps=done, console=self.console, enabled=is_rank_zero()
             ) as progress,
         ):
             timers = PhaseTimers(synchronize=accelerator.synchronize, on_enter=progress.phase)
-            if done is None:
+            if self.done is None:
                 self._record(0, self._validate(0, timers), timers, progress)
-            for step in range((done or 0) + 1, total + 1):
+            for step in range(done + 1, total + 1):
                 if self.learner.is_out_of_data:
                     self._say_out_of_data(step - 1)
                     self.ended_by = "max_epochs is reached"
@@ -206,18 +208,18 @@ class RunLoop:
                 if is_last or self.schedule.validates(step) or (is_stopped and not interrupted):
                     result = _joined(result, self._validate(step, timers))
                 written = self._record(step, result, timers, progress)
-                made = step - (done or 0) if is_last else None
+                made = step - done if is_last else None
                 self._check_learning(step, result.idle_roles, made)
                 is_stopped = is_stopped or self.callbacks.stop_reason is not None
                 is_end = is_last or interrupted or is_stopped
-                self._save_when_due(step, written, timers, is_end=is_end, done=done or 0)
+                self._save_when_due(step, written, timers, is_end=is_end, done=done)
                 if (interrupted or is_stopped) and not is_last:
                     self.ended_by = self._stopped_by(interrupted, stopped.name, out_of_time)
                     self._say_stopped(step, self.ended_by)
-                    return not interrupted
+                    self.interrupted = interrupted
+                    return
             self.store.finish()
             self._announce()
-        return True
 
     @contextmanager
     def _running(self, done: int) -> Iterator[None]:
@@ -249,7 +251,7 @@ class RunLoop:
         if is_end or self.schedule.saves(step):
             with timers("save"):
                 self._save(step, written, self.schedule.async_save and not is_end)
-        elif self.store.is_saving:
+        elif self._unannounced is not None:  # it is being written
             with timers("save"):
                 self.store.check()
             self._announce()
@@ -304,6 +306,7 @@ class RunLoop:
                 "a copy of one, set exp_manager.explicit_log_dir to another directory, or begin "
                 "anew there with exp_manager.start_anew=true, which keeps what is there"
             )
+        self.done = None if restored is None else restored.step
         last = -1 if restored is None else restored.step
         on_rank_zero(lambda: self.metrics.truncate_after(last))
         on_rank_zero(lambda: self.samples.truncate_after(last))

@@ -7,7 +7,8 @@
         for attempt in run.attempts():     once; on Ray again after a worker died
             with attempt:
                 policy = attempt.start_policy(...)
-                attempt.fit(PPOTrainer(...), ...)
+                with attempt.loop(PPOTrainer(...), ...) as run_loop:
+                    run_loop.run()
 """
 
 import time
@@ -26,13 +27,12 @@ from aligner.algorithms.run import dry_run
 from aligner.algorithms.run.directory import RunDirectory, RunIdentity, log_dir
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
 from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
-from aligner.algorithms.run.startup import Summary, describe_model, startup_summary
+from aligner.algorithms.run.startup import Summary, describe_model_of, startup_summary
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
+from aligner.config import BaseRunConfig, check_layout
 from aligner.config.defaults import defaults_of
-from aligner.data.tokenizers.loading import with_chat_template
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import (
     gather_objects,
@@ -94,10 +94,7 @@ class Run(Generic[Config_co]):
             callbacks = Callbacks.load(config.trainer.callbacks)
             for note in [] if config.dry_run else prepare_log_dir(config, closing):
                 console.print(note, style="yellow", highlight=False, markup=False, soft_wrap=True)
-            tokenizer, architecture = describe_model(config.model)
-            if isinstance(config, SamplingRunConfig) and config.environment.chat_template:
-                template = config.environment.chat_template
-                tokenizer = with_chat_template(tokenizer, template, key="environment.chat_template")
+            tokenizer, architecture = describe_model_of(config)
             check_layout(architecture, config.model.parallel, engine.worlds[0])
             yield Run(config, engine, console, callbacks, tokenizer, architecture, closing)
 
@@ -164,18 +161,21 @@ class Attempt(Workers):
         )
         return True
 
-    def fit(
+    @contextmanager
+    def loop(
         self, trainer: Learner, steps: int, summary: Summary, *, saved_as: str = "policy"
-    ) -> None:
-        """Go on from the newest run state, or begin; write the report and the trained model.
+    ) -> Iterator[RunLoop | dry_run.DryLoop]:
+        """The loop of the trainer's steps, to be run in the block.
 
-        A dry run is measured instead. ``saved_as``: name of the trained `.nemo`.
+        It goes on from the newest run state, or begins; the start-up report is printed before. At
+        the end of the block the run's report and the trained model are written. Of a dry run the
+        loop measures two steps, and nothing is written. ``saved_as``: name of the trained `.nemo`.
         """
         config, console = self.config, self._run.console
         if config.dry_run:
             startup = self._startup_summary(trainer, summary)
             console.print(startup_report(replace(startup, is_dry=True)))
-            dry_run.make_steps(config, trainer, self.roles, console)
+            yield dry_run.DryLoop(config, trainer, self.roles, console)
             return
         loop = self._loop(trainer, steps)
         found = loop.restore()
@@ -184,8 +184,8 @@ class Attempt(Workers):
         notes = [*_changes(found, loop.layout), *_left_to_do(config, steps, found), *startup.notes]
         console.print(startup_report(replace(startup, restored=restored, notes=notes)))
         try:
-            ended = loop.run(None if found is None else found.step)
-            self._finish(loop, trainer, saved_as, ended, startup.device.description)
+            yield loop
+            self._finish(loop, trainer, saved_as, startup.device.description)
         except Exception as error:
             loop.callbacks.failed(loop.step, error)
             raise
@@ -257,14 +257,12 @@ class Attempt(Workers):
         self.closing.callback(loop.samples.close)
         return loop
 
-    def _finish(
-        self, loop: RunLoop, trainer: Learner, saved_as: str, ended: bool, device: str
-    ) -> None:
+    def _finish(self, loop: RunLoop, trainer: Learner, saved_as: str, device: str) -> None:
         """Write the report and, when the run came to its end, the trained model; print their paths.
 
         ``device``: what the workers compute on, in words.
         """
-        config, folder = self.config, log_dir(self.config)
+        config, folder, ended = self.config, log_dir(self.config), not loop.interrupted
         places = {"report": folder / "report.html"}
         if ended:
             samples = folder / "samples.jsonl"

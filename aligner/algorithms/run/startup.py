@@ -13,7 +13,7 @@ from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, Trained
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizers.loading import named_tokenizer
+from aligner.data.tokenizers.loading import named_tokenizer, with_chat_template
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.accelerator import DeviceInfo
 from aligner.distributed.host_memory import available_bytes
@@ -28,6 +28,19 @@ from aligner.observe.startup import (
     batch_arithmetic,
     saving_sentence,
 )
+
+
+def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture]:
+    """`describe_model` of a run's model, with the chat template that the run's conversations have.
+
+    Raises:
+        ConfigError: ``environment.chat_template`` cannot be used.
+    """
+    tokenizer, architecture = describe_model(config.model)
+    if not isinstance(config, SamplingRunConfig) or config.environment.chat_template is None:
+        return tokenizer, architecture
+    template, key = config.environment.chat_template, "environment.chat_template"
+    return with_chat_template(tokenizer, template, key=key), architecture
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:

@@ -40,7 +40,8 @@ def train_sft(config: SFTRunConfig) -> None:
                     policy, task, sampler, limit_val_examples=config.loop.limit_val_examples
                 )
                 summary = supervised_summary(config, attempt, examples, steps, longest)
-                attempt.fit(trainer, steps, summary)
+                with attempt.loop(trainer, steps, summary) as run_loop:
+                    run_loop.run()
 
 
 def load_split(

@@ -17,10 +17,9 @@ from math import floor
 from pathlib import Path
 from typing import Any
 
-from aligner.cluster.named_sharding import NamedSharding
+from aligner.cluster.named_sharding import NamedSharding, layout_of
 from aligner.cluster.ray.bundles import Bundle
 from aligner.cluster.ray.worker_group import RayWorkerBuilder, RayWorkerGroup
-from aligner.cluster.worker_groups import layout_of
 from aligner.config.layout import ParallelConfig
 from aligner.errors import ConfigError, LayoutError, WorkerError
 

@@ -21,11 +21,11 @@ import psutil
 
 import aligner
 from aligner.batches.batched_data_dict import SlicedDataDict
+from aligner.cluster.interfaces import WorkerFuture
 from aligner.cluster.named_sharding import NamedSharding
 from aligner.cluster.ray.bundles import Bundle, Room
 from aligner.cluster.ray.calls import MultiWorkerFuture, WorkerHandle, wait_for
 from aligner.cluster.ray.worker import Seat, TorchWorld, WorkerProcess
-from aligner.cluster.worker_groups import WorkerFuture
 from aligner.config.layout import ParallelConfig
 from aligner.distributed import accelerator
 from aligner.errors import AlignerError, WorkerError

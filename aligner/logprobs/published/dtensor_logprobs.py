@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from aligner.errors import LayoutError
 from aligner.logprobs.published.logits_logprob import LogprobPlan, PlannedLogprob
-from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.logprobs.vocab_shard import VocabShard
 
 

@@ -26,7 +26,7 @@ from aligner.logprobs.fused import (
 )
 from aligner.logprobs.published.context_shard import gather_context, scatter_context
 from aligner.logprobs.published.packed_frame import packed_targets, unpack
-from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.logprobs.vocab_shard import VocabShard
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
-from aligner.logprobs.sampling_params import TrainingSamplingParams
-from aligner.logprobs.top_k_top_p import shard_thresholds
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams, shard_thresholds
 from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 

@@ -14,7 +14,7 @@ from aligner.logprobs.published.context_shard import gather_context, scatter_con
 from aligner.logprobs.published.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
 from aligner.logprobs.published.logits_logprob import LogprobPlan, PlannedLogprob
 from aligner.logprobs.published.packed_frame import packed_targets, unpack
-from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.logprobs.vocab_shard import VocabShard
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.logprobs.published.logits_logprob import LogprobPlan, logprob_backward, logprob_forward
-from aligner.logprobs.sampling_params import TrainingSamplingParams
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.logprobs.vocab_shard import VocabShard
 
 

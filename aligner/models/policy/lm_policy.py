@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.dispatch import columns_of, phase, run_sharded, scored_rows
-from aligner.cluster.worker_groups import Cluster
+from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
+from aligner.cluster.interfaces import Cluster
+from aligner.cluster.worker_groups import phase, run_sharded, scored_rows
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.config.elsewhere.nemo_rl import PublishedRole, published_role
 from aligner.config.roles.policy import check_policy_backend

@@ -1,7 +1,7 @@
 """`RewardModel`: the controller's handle of a group of reward-model workers."""
 
-from aligner.cluster.dispatch import on_all_workers, scored_rows
-from aligner.cluster.worker_groups import Cluster
+from aligner.cluster.interfaces import Cluster
+from aligner.cluster.worker_groups import on_all_workers, scored_rows
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.models.gpt.role.settings import RunSettings

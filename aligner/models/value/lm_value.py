@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aligner.cluster.dispatch import scored_rows
-from aligner.cluster.worker_groups import Cluster
+from aligner.cluster.interfaces import Cluster
+from aligner.cluster.worker_groups import scored_rows
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.config.roles.policy import check_policy_backend

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from aligner.errors import RewardTimeoutError
 from aligner.importing import load_function
 from aligner.rewards.protocol import Samples, Signature, parse_scores
 
@@ -53,14 +52,6 @@ class LoadedFunction:
             except BaseException:
                 return index
         return None
-
-
-def in_time(answer: Callable[[], Scored]) -> Scored | RewardTimeoutError:
-    """The result, or the error if it did not come in time."""
-    try:
-        return answer()
-    except RewardTimeoutError as error:
-        return error
 
 
 def failure_message(name: str, raised: str, samples: Samples, culprit: int | None) -> str:

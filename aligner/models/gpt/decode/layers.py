@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from aligner.kernels.packed_linear import GatedProduct, Product
 from aligner.models.gpt.decode.kv_cache import KVCache
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import rms_norm_rows
-from aligner.models.gpt.layers.layer_spec import Norm
+from aligner.models.gpt.layers.elementwise import Norm, rms_norm_rows
 
 
 class Rotation(NamedTuple):

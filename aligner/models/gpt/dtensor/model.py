@@ -34,7 +34,6 @@ from aligner.models.gpt.role.model import (
     count_denominators,
     reduce_result,
     result_of,
-    role_microbatches,
 )
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.types import LossFunction, TokenOutputs
@@ -128,7 +127,7 @@ class DTensorModel(RoleModel, LightningModule):
     ) -> Tensor:
         """The role's `token_outputs` without gradients; see `RoleModel.infer_tokens`."""
         scoring = model or self.model
-        microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
+        microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
         total = torch.zeros(batch["input_ids"].shape, device=batch["input_ids"].device)
         start = 0
         for microbatch in microbatches:
@@ -165,23 +164,17 @@ class DTensorModel(RoleModel, LightningModule):
 
         parts = []
         with torch.set_grad_enabled(not forward_only):
-            for microbatch in self._split(batch, mbs or self.settings.micro_batch_size):
+            for microbatch in self.split(batch, mbs or self.settings.micro_batch_size):
                 share, metrics = self.model(microbatch.layout, head_of(microbatch))
                 if not forward_only:
                     share.backward()
                 parts.append({**metrics, "loss": share.detach()})
         return result_of(reduce_result(parts, own_tokens, self.parallel.dp_group))
 
-    def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
-        # Every pass gathers weights: data-parallel ranks meet in each.
-        return role_microbatches(
-            batch,
-            micro_batches,
-            self.settings,
-            self.parallel,
-            shared_prefixes=self.shares_prefixes,
-            in_step=True,
-        )
+    @property
+    def ranks_meet(self) -> bool:
+        """True: every pass gathers weights."""
+        return True
 
     # Files ------------------------------------------------------------------------------------
 

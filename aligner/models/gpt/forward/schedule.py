@@ -28,8 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from aligner.batches.prefix_tree import IntArray, PrefixTree, shared_prefixes
-from aligner.batches.sequences import Sequences
+from aligner.batches.sequences import IntArray, PrefixTree, Sequences, shared_prefixes
 from aligner.distributed import accelerator
 from aligner.logprobs.output_layer import (
     OutputLayerBypass,

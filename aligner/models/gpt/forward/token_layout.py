@@ -6,7 +6,7 @@ tokens of this rank without the padding:
 
     frame [b, S] ─held tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
 
-Where sequences share prefixes (`aligner.batches.prefix_tree`), the one long row has each run of
+Where sequences share prefixes (`aligner.batches.sequences`), the one long row has each run of
 tokens once, and its rows stand at several places of the frame. Where rows of the frame hold several
 sequences (`aligner.batches.sequences`), each stands for itself in the one long row.
 
@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from aligner.batches.prefix_tree import PrefixTree
-from aligner.batches.sequences import Sequences
+from aligner.batches.sequences import PrefixTree, Sequences
 from aligner.config import ParallelConfig
 from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
 from aligner.distributed.parallel import ParallelState

@@ -39,7 +39,7 @@ from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.logprobs.output_layer import weight_is_read
 from aligner.models.gpt.layers.attention import CoreAttention
-from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm
+from aligner.models.gpt.layers.elementwise import Norm, SwiGLU
 from aligner.models.gpt.layers.short_attention import ShortSelfAttention
 from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLinear
 
@@ -124,41 +124,6 @@ def can_group(config: TransformerConfig) -> bool:
         and not config.moe_apply_probs_on_input
         and all(width % _MULTIPLE == 0 for width in widths)
     )
-
-
-class Norm(nn.Module):
-    """LayerNorm, LayerNorm1P (weight stored minus one) or RMSNorm, by the config.
-
-    Its parameters are marked ``sequence_parallel``, so that megatron-core sums their gradients
-    over tensor-parallel ranks that each saw a part of the sequence.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.is_rms = config.normalization == "RMSNorm"
-        self.zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        if self.zero_centered:
-            nn.init.zeros_(self.weight)
-        self.bias = (
-            None
-            if self.is_rms
-            else nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        )
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension of ``hidden`` [..., H]; same shape and dtype."""
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        if self.is_rms:
-            # In bf16 torch's own computes in float32 inside.
-            single = hidden.dtype == weight.dtype == torch.float32
-            if single and hidden.device.type == "cpu":
-                return rms_norm(hidden, weight, self.eps)
-            return F.rms_norm(hidden, weight.shape, weight, self.eps)
-        return F.layer_norm(hidden, weight.shape, weight, self.bias, self.eps)
 
 
 @functools.cache

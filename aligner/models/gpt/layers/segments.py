@@ -8,7 +8,7 @@ buckets of similar length, each of which is a small right-padded batch:
 
 Under context parallelism the queries are this rank's part of every sequence and the keys come from
 all ranks. Where sequences share prefixes, what stands in the rows are runs of tokens
-(`aligner.batches.prefix_tree`): the queries are a run's, the keys also those of the runs before it.
+(`aligner.batches.sequences`): the queries are a run's, the keys also those of the runs before it.
 """
 
 from dataclasses import dataclass, field, replace

@@ -110,7 +110,6 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
         model shares, experts, which count their tokens in training.
         """
         rows = batch["input_ids"].shape[0]
-        architecture = self.architecture.with_dropout(self.settings.dropout)
         return (
             self.optimizer is not None
             and rows * self.parallel.dp_size == self.settings.global_batch_size
@@ -118,8 +117,8 @@ class MegatronGPTCriticModel(MegatronGPTModel, ValueModel, CriticModelInterface)
             and self.settings.parallel.pipeline == 1
             and self.adapters is None
             and self.rewards_of is None
-            and architecture.num_moe_experts is None
-            and architecture.hidden_dropout == architecture.attention_dropout == 0
+            and self.architecture.num_moe_experts is None
+            and not self.drops_out
         )
 
     infer = get_values

@@ -56,7 +56,6 @@ from aligner.models.gpt.role.model import (
     count_denominators,
     reduce_result,
     result_of,
-    role_microbatches,
 )
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_beside_architecture
 from aligner.types import Denominators, LossFunction, TokenOutputs
@@ -266,7 +265,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
         on every process of the model-parallel group. ``with_graph`` is that of
         `infer_microbatches`; other arguments as in `infer_tokens`.
         """
-        microbatches = self._split(batch, micro_batches or self.settings.forward_micro_batch_size)
+        microbatches = self.split(batch, micro_batches or self.settings.forward_micro_batch_size)
         step = partial(forward_step, head=head)
         results = infer_microbatches(gpt or self.gpt, microbatches, step, with_graph=with_graph)
         if self.parallel.is_last_stage:
@@ -281,17 +280,6 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             )
             for frame in frames:
                 dist.broadcast(frame, src=source, group=self.parallel.pp_group)
-
-    def _split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
-        """This rank's micro-batches, as many as the other data-parallel ranks have."""
-        return role_microbatches(
-            batch,
-            micro_batches,
-            self.settings,
-            self.parallel,
-            shared_prefixes=self.shares_prefixes,
-            in_step=self.settings.parallel.expert > 1,  # experts of the ranks meet in every pass
-        )
 
     # Learning ---------------------------------------------------------------------------------
 
@@ -308,7 +296,7 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             self.adapters.begin_update(self.optimizer.steps)
         denominators, own_tokens = count_denominators(batch, self.parallel.dp_group)
         step = self.loss_step(loss_fn, denominators)
-        microbatches = self._split(batch, mbs or self.settings.micro_batch_size)
+        microbatches = self.split(batch, mbs or self.settings.micro_batch_size)
         if forward_only:
             results = [found for _, found in infer_microbatches(self.gpt, microbatches, step)]
         else:

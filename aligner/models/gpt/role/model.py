@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -142,9 +143,44 @@ class RoleModel:
     @property
     def shares_prefixes(self) -> bool:
         """Sharing of what sequences begin with in common; not where each row drops its own."""
-        architecture = self.architecture.with_dropout(self.settings.dropout)
-        drops = max(architecture.hidden_dropout, architecture.attention_dropout) > 0
-        return self.settings.shared_prefixes and not drops
+        return self.settings.shared_prefixes and not self.drops_out
+
+    @property
+    def drops_out(self) -> bool:
+        """True if training leaves out parts of hidden states or of attention at random."""
+        configured = self.settings.dropout
+        if configured is not None:
+            return configured > 0
+        return max(self.architecture.hidden_dropout, self.architecture.attention_dropout) > 0
+
+    @property
+    def ranks_meet(self) -> bool:
+        """True if data-parallel ranks meet in every pass, as their experts do."""
+        return self.settings.parallel.expert > 1
+
+    @cached_property
+    def layout_rules(self) -> LayoutRules:
+        """Rules for the layout of its micro-batches."""
+        return LayoutRules.of(
+            self.parallel,
+            packed=self.settings.sequence_packing,
+            sequence_length_round=self.settings.sequence_length_round,
+            shared_prefixes=self.shares_prefixes,
+        )
+
+    def split(self, batch: Mapping[str, Tensor], micro_batches: MicroBatches) -> list[Microbatch]:
+        """This rank's micro-batches of ``batch``, of the columns in `aligner.types`.
+
+        ``batch``: columns [B] or [B, S, ...]. Where ranks meet in every pass, each gets as many as
+        the one with most, by empty ones at the end. Collective then.
+        """
+        bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
+        if self.ranks_meet:
+            count = torch.tensor(len(bounds), device=batch["input_ids"].device)
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.parallel.dp_group)
+            end = bounds[-1][1]
+            bounds += [(end, end)] * (int(count) - len(bounds))
+        return split_microbatches(batch, bounds, self.layout_rules)
 
     def loss_of_call(self, loss_fn: LossFunction | None) -> LossFunction:
         """The loss that a call is given, else the role's own; `ConfigError` without either."""
@@ -325,36 +361,6 @@ def result_of(reduced: Mapping[str, float]) -> BatchResult:
     """Result of `reduce_result`, its parts separated."""
     metrics = dict(reduced)
     return BatchResult(valid_tokens=metrics.pop(_VALID_TOKENS), metrics=metrics)
-
-
-def role_microbatches(
-    batch: Mapping[str, Tensor],
-    micro_batches: MicroBatches,
-    settings: RoleSettings,
-    parallel: ParallelState,
-    *,
-    shared_prefixes: bool,
-    in_step: bool,
-) -> list[Microbatch]:
-    """This rank's micro-batches of ``batch``, of the columns in `aligner.types`.
-
-    ``batch``: columns [B] or [B, S, ...]. ``shared_prefixes``: see `LayoutRules`. ``in_step``:
-    every data-parallel rank gets as many as the one with most, by empty ones at the end, because
-    all ranks meet in every pass. Collective then.
-    """
-    bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
-    if in_step:
-        count = torch.tensor(len(bounds), device=batch["input_ids"].device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=parallel.dp_group)
-        end = bounds[-1][1]
-        bounds += [(end, end)] * (int(count) - len(bounds))
-    rules = LayoutRules.of(
-        parallel,
-        packed=settings.sequence_packing,
-        sequence_length_round=settings.sequence_length_round,
-        shared_prefixes=shared_prefixes,
-    )
-    return split_microbatches(batch, bounds, rules)
 
 
 def _report_non_finite(

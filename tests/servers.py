@@ -1,0 +1,38 @@
+"""Servers that tests start as a user does, in processes of their own."""
+
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def started(
+    command: Sequence[str], ready: str, *, cwd: Path, env: Mapping[str, str]
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address and process, once it has printed ``ready``; killed at the end.
+
+    ``ready``: regular expression of a line, whose first group is the address. ``env``: variables
+    beside this process's own. After 240 s the server is killed, so that no test waits for ever.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    watchdog = threading.Timer(240, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        found = (re.search(ready, line) for line in process.stdout)
+        yield next(match[1] for match in found if match), process
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait(10)
