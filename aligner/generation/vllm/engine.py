@@ -25,6 +25,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmCo
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
+from aligner.generation.vllm.kept import add_sets, check_returned, check_sets
 from aligner.generation.vllm.sampling import (
     logprobs_mode,
     request_seed,
@@ -38,10 +39,14 @@ Rules = tuple[SamplingOptions, StopStrings | None]
 
 @dataclass
 class Response:
-    """Response to one prompt; ``is_end``: it ended by itself."""
+    """Response to one prompt; ``is_end``: it ended by itself.
+
+    ``kept``: for each token the ids that top-k and top-p kept, where that is recorded.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Sequence[int]] = field(default_factory=list)
     is_end: bool = False
 
 
@@ -64,6 +69,7 @@ class VllmEngine:
         max_batch_size: int,
         max_sequence_length: int,
         settings: VllmConfig,
+        record_kept: int = 0,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
         """Start vLLM on ``architecture``.
@@ -78,14 +84,19 @@ class VllmEngine:
             max_batch_size: most sequences in flight together.
             max_sequence_length: longest prompt and response together.
             settings: the engine's own, as `VllmConfig.on_device` returns them.
+            record_kept: most tokens kept by top-k that are recorded with each sampled one; 0: none.
             peers: the processes of an engine of several devices, each of which makes this engine
                 and the same calls on it; None: there is one.
+
+        Raises:
+            ConfigError: vLLM does not run this model or these settings, or cannot record.
         """
         self._peers = peers
         self._sleeps = False
         self._rules: Rules = (SamplingOptions(length, sampling), stop)
         self._eos_ids = tuple(eos_ids)
-        set_environment(settings)
+        self._record_kept = record_kept
+        set_environment(settings, record_kept=record_kept)
         arguments = {
             "dtype": "float32" if precision == "32" else "bfloat16",
             "skip_tokenizer_init": True,
@@ -98,10 +109,13 @@ class VllmEngine:
             "logprobs_mode": logprobs_mode(sampling),
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
+            **({"return_sampling_mask": True} if record_kept else {}),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
+        if record_kept:
+            check_returned(record_kept)
         self._llm = _start(architecture, self._eos_ids, arguments)
         if peers is not None:
             dist.barrier(peers)  # who opens a segment by its name has done so
@@ -130,6 +144,7 @@ class VllmEngine:
 
         rules = rules or self._rules
         sampling_options, _ = rules
+        greedy = greedy or sampling_options.sampling.use_greedy
         core = self._llm.llm_engine
         responses = [Response() for _ in prompts]
         for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
@@ -138,7 +153,8 @@ class VllmEngine:
                 sampling_options.sampling,
                 eos_ids=self._eos_ids,
                 seed=request_seed(seed, sample_id),
-                greedy=greedy or sampling_options.sampling.use_greedy,
+                greedy=greedy,
+                by_top_k=self._record_kept > 0,
             )
             # Only the new tokens of every step; else each step would repeat all before.
             params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
@@ -154,11 +170,14 @@ class VllmEngine:
                 row = int(output.request_id)
                 if row not in running:
                     continue  # a token that was under way when its stop string was found
-                ended = self._take(rules, prompts[row], responses[row], output.outputs[0])
+                response = responses[row]
+                ended = self._take(rules, prompts[row], response, output.outputs[0])
                 if ended and not output.finished:
                     core.abort_request([output.request_id])
                 if ended or output.finished:
                     running.discard(row)
+                    if self._record_kept and not greedy:
+                        check_sets(response.kept, response.tokens)
         self._drain()
         return responses
 
@@ -167,7 +186,8 @@ class VllmEngine:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
 
-        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        top_k = 1 if self._record_kept else 0  # of the one token that nobody reads
+        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, top_k=top_k)
         prompts = [tokens_input(list(sequence)) for sequence in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [
@@ -214,6 +234,8 @@ class VllmEngine:
 
     def _take(self, rules: Rules, prompt: Sequence[int], response: Response, new: Any) -> bool:
         """Add the tokens of one step up to the one that ends the response; whether one does."""
+        if self._record_kept:
+            add_sets(response.kept, new, len(response.tokens) + len(new.token_ids))
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
             response.tokens.append(token)
             response.logprobs.append(chosen[token].logprob)
@@ -271,10 +293,10 @@ def _take_names_of_shared_memory() -> None:
             path.unlink(missing_ok=True)
 
 
-def set_environment(settings: VllmConfig) -> None:
+def set_environment(settings: VllmConfig, *, record_kept: int = 0) -> None:
     """Set the environment variables that vLLM reads at import.
 
-    A user's own values win where they can work.
+    A user's own values win where they can work. ``record_kept``: see `VllmEngine`.
     """
     # An engine core in a process of its own could outlive this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -284,6 +306,8 @@ def set_environment(settings: VllmConfig) -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if record_kept and accelerator.has_gpu():
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that says what it kept
     if not accelerator.has_gpu():
         threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(threads)
