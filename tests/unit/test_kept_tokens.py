@@ -275,11 +275,6 @@ def test_a_policy_scores_over_what_it_recorded(policy):
             r"use_greedy=true for top_k=1 there.* set it to false",
         ),
         (
-            {"sampling_params": {"top_k": 8, "end_strings": ["!"]}},
-            VLLM,
-            r"end_strings=\['!'\] is cut before; leave them out",
-        ),
-        (
             {},
             {"reward": {"kind": "environment"}, "environment": {"factory": "my_game.py:Game"}},
             r"record_kept_tokens=8: environment.factory=my_game.py:Game.*set it to 0",

@@ -50,7 +50,7 @@ class Calls:
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(vllm_engine, "set_environment", lambda settings, **given: None)
+    monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
     started = {}
     llm = Calls()
     monkeypatch.setattr(

@@ -116,9 +116,3 @@ def _check_recorded_by_vllm(config: "RunConfig", named: str) -> None:
             f"{named}: vLLM takes model.ppo.sampling_params.use_greedy=true for top_k=1 there, so "
             "that a set would be the token alone; set it to false, or the former to 0"
         )
-    if sampling.end_strings:
-        raise ConfigError(
-            f"{named}: vLLM returns what it kept with the last output of a response, and one that "
-            f"ends with one of model.ppo.sampling_params.end_strings={list(sampling.end_strings)} "
-            "is cut before; leave them out, or set generation.backend=megatron"
-        )

@@ -25,7 +25,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmCo
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
-from aligner.generation.vllm.kept import add_sets, check_returned, check_sets
+from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
 from aligner.generation.vllm.sampling import (
     logprobs_mode,
     request_seed,
@@ -84,19 +84,16 @@ class VllmEngine:
             max_batch_size: most sequences in flight together.
             max_sequence_length: longest prompt and response together.
             settings: the engine's own, as `VllmConfig.on_device` returns them.
-            record_kept: most tokens kept by top-k that are recorded with each sampled one; 0: none.
+            record_kept: most kept tokens that are recorded with each sampled one; 0: none.
             peers: the processes of an engine of several devices, each of which makes this engine
                 and the same calls on it; None: there is one.
-
-        Raises:
-            ConfigError: vLLM does not run this model or these settings, or cannot record.
         """
         self._peers = peers
         self._sleeps = False
         self._rules: Rules = (SamplingOptions(length, sampling), stop)
         self._eos_ids = tuple(eos_ids)
         self._record_kept = record_kept
-        set_environment(settings, record_kept=record_kept)
+        set_environment(settings)
         arguments = {
             "dtype": "float32" if precision == "32" else "bfloat16",
             "skip_tokenizer_init": True,
@@ -109,13 +106,11 @@ class VllmEngine:
             "logprobs_mode": logprobs_mode(sampling),
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
-            **({"return_sampling_mask": True} if record_kept else {}),
+            **engine_arguments(record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
         }
-        if record_kept:
-            check_returned(record_kept)
         self._llm = _start(architecture, self._eos_ids, arguments)
         if peers is not None:
             dist.barrier(peers)  # who opens a segment by its name has done so
@@ -293,10 +288,10 @@ def _take_names_of_shared_memory() -> None:
             path.unlink(missing_ok=True)
 
 
-def set_environment(settings: VllmConfig, *, record_kept: int = 0) -> None:
+def set_environment(settings: VllmConfig) -> None:
     """Set the environment variables that vLLM reads at import.
 
-    A user's own values win where they can work. ``record_kept``: see `VllmEngine`.
+    A user's own values win where they can work.
     """
     # An engine core in a process of its own could outlive this one.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -306,8 +301,6 @@ def set_environment(settings: VllmConfig, *, record_kept: int = 0) -> None:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if record_kept and accelerator.has_gpu():
-        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that says what it kept
     if not accelerator.has_gpu():
         threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(threads)

@@ -18,12 +18,14 @@ SINCE = "0.28"  # the first release of vLLM with sampling masks
 _KEY = "model.ppo.record_kept_tokens"
 
 
-def check_returned(most: int) -> None:
-    """Refuse to record with a vLLM that cannot say what it kept.
+def engine_arguments(most: int) -> dict[str, bool]:
+    """Arguments of ``vllm.LLM`` with which it says what it kept, where ``most`` is above 0.
 
     Raises:
         ConfigError: the installed vLLM's engine has no ``return_sampling_mask``.
     """
+    if not most:
+        return {}
     import vllm
     from vllm.engine.arg_utils import EngineArgs
 
@@ -32,13 +34,14 @@ def check_returned(most: int) -> None:
             f"{_KEY}={most}: vLLM {vllm.__version__} does not say which tokens it kept; install "
             f"vLLM {SINCE} or newer, or set it to 0"
         )
+    return {"return_sampling_mask": True}
 
 
 def add_sets(sets: list[Sequence[int]], output: Any, tokens: int) -> None:
     """Add the sets of an output to those of a response, in place.
 
-    Some releases return the sets of all tokens with a response's last output, later ones those of
-    an output's own tokens with each.
+    The first releases that had them return the sets of all tokens with a response's last output,
+    0.32 those of an output's own tokens with each.
 
     Args:
         sets: of the response's tokens before, as far as they came.
@@ -72,8 +75,8 @@ def check_sets(sets: Sequence[Sequence[int]], tokens: Sequence[int]) -> None:
     if len(sets) != len(tokens):
         raise WorkerError(
             f"{_KEY}: vLLM returned the kept tokens of {len(sets)} of a response's {len(tokens)} "
-            "tokens (tensor-parallel engines may drop them, vLLM's pull request 53826); set it to "
-            "0, or take another release of vLLM"
+            "tokens; releases before 0.32 have none of a response that a stop string ends, nor "
+            "where they share out sampling over tensor-parallel ranks. Set it to 0, or take 0.32"
         )
     for place, (kept, token) in enumerate(zip(sets, tokens, strict=True)):
         if token not in kept:
