@@ -30,6 +30,15 @@ from aligner.dry.streams import Order, Process
 DeviceKind = Literal["gpu", "cpu"]
 # Type of the tensors that are counted, and the allocator's granularity in bytes.
 _MEMORY: dict[DeviceKind, tuple[str, int]] = {"gpu": ("cuda", 512), "cpu": ("cpu", 1)}
+# Collectives for which gloo makes a tensor of the size of what is gathered or scattered, while they
+# run: a copy that it reduces, or one that it gathers in. NCCL makes none.
+_THROUGH_A_COPY = {
+    "_allgather_base_",
+    "allgather_",
+    "allgather_into_tensor_coalesced_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+}
 
 
 class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
@@ -128,7 +137,11 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
 
     def _saw_memory(self, tensors: Sequence[Tensor]) -> None:
         new = [tensor for tensor in tensors if self.memory.saw(tensor)]
-        if new and self.records:
+        if new:
+            self._saw_peak()
+
+    def _saw_peak(self) -> None:
+        if self.records:
             place = running_place()
             for record in self.records:
                 record.saw_memory(self.memory, place)
@@ -213,6 +226,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
             if name.startswith("send"):
                 reads, writes = writes, []
             self.order.launch(name, reads, writes)
+        if self.kind == "cpu" and name in _THROUGH_A_COPY and len(ranks) > 1:
+            with self.memory.beside(Kind.COMMUNICATION, size):
+                self._saw_peak()
         self._count(lambda record: record.saw_collective(name, ranks, size))
 
     def _replacements(self) -> Iterator[Replacement]:

@@ -1,9 +1,10 @@
 """Record of a block of code on the dry device: memory, arithmetic, communication, host reads."""
 
+import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -252,6 +253,14 @@ class Memory:
             Kind.COMMUNICATION,
             [each for each in tensors if self._kind_of(each) is Kind.ACTIVATIONS],
         )
+
+    @contextlib.contextmanager
+    def beside(self, kind: Kind, size: int) -> Iterator[None]:
+        """Count ``size`` bytes that no tensor of ours has, for as long as the block runs."""
+        block = _Block(kind)
+        self._set(block, size)
+        yield
+        self._set(block, 0)
 
     def _kind_of(self, tensor: Tensor) -> Kind | None:
         block = self._known.get(tensor.untyped_storage())

@@ -5,6 +5,9 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from aligner.catalog import BY_SCRIPT
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.cluster.worker_groups import LocalCluster
@@ -73,6 +76,32 @@ def configuration(script, **changes):
             level = level.setdefault(name, {})
         level[last] = value
     return parse_config(values, BY_SCRIPT[script].root_class)
+
+
+def beside_collectives(kind, world=2, numbers=1024):
+    """Bytes at the peak of each collective, less those before and those of its result."""
+    found = {}
+    with DryDevice(world, kind=kind) as device:
+        place = "cuda" if kind == "gpu" else "cpu"
+        whole, part = (torch.ones(count, device=place) for count in (numbers, numbers // world))
+        calls = {
+            "gathered": lambda: dist.all_gather_into_tensor(whole, part),
+            "scattered": lambda: dist.reduce_scatter_tensor(part, whole),
+            "reduced": lambda: dist.all_reduce(whole),
+            "broadcast": lambda: dist.broadcast(whole, 0),
+            "gathered by DTensor": lambda: torch.ops._c10d_functional.all_gather_into_tensor(
+                part, world, dist.group.WORLD.group_name
+            ),
+        }
+        for name, call in calls.items():
+            with device.record() as record:
+                before = device.memory.alive_bytes
+                result = call()
+                after = device.memory.alive_bytes
+            found[name] = record.peak_bytes - after
+            assert after - before == (result.nbytes if name.endswith("DTensor") else 0)
+            del result
+    return found
 
 
 def estimated(script, length=64, **changes):

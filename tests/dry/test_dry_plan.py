@@ -50,6 +50,15 @@ def test_memory_of_a_known_model(dry):
     assert 1.2 < later["flops"]["bfloat16"] / first["flops"]["bfloat16"] < 4 / 3
 
 
+def test_gloo_gathers_and_scatters_through_a_copy_of_the_whole(dry):
+    """Seen of gloo on two ranks, torch 2.13; to reduce and to broadcast it makes none."""
+    whole = {"gathered": 4096, "scattered": 4096, "gathered by DTensor": 4096}
+    none = {"reduced": 0, "broadcast": 0}
+    assert dry("dry_plan:beside_collectives", kind="cpu") == whole | none
+    assert dry("dry_plan:beside_collectives", kind="cpu", world=1) == dict.fromkeys(whole | none, 0)
+    assert dry("dry_plan:beside_collectives", kind="gpu") == dict.fromkeys(whole | none, 0)
+
+
 def test_a_loss_of_the_users_own_is_what_is_planned(dry):
     """It asks for no entropy, which takes kernels; else the policy's phases are the same."""
     own = str(Path(__file__).parents[2] / "examples" / "extend" / "my_loss.py") + ":ClippedLoss"

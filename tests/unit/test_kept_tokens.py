@@ -188,6 +188,12 @@ def test_the_mean_ratio_at_top_p_of_eight_tenths():
 VOCABULARY = 259  # of the tiny model: what it keeps is nearly all of it
 
 
+VLLM = {
+    "generation": {"backend": "vllm", "vllm": {"python": sys.executable}},
+    "cluster": {"engine": "ray"},
+}
+
+
 def configured(path, others=None, **ppo):
     sampling = {"top_p": 0.8, **ppo.pop("sampling_params", {})}
     return parse_config(
@@ -257,13 +263,16 @@ def test_a_policy_scores_over_what_it_recorded(policy):
             {},
             r"record_kept_tokens=8 is below .*top_k=9.*set it to 9",
         ),
+        ({}, VLLM, r"record_kept_tokens=8 with .*vllm: .* and model.ppo.sampling_params.top_k=0;"),
         (
-            {},
-            {
-                "generation": {"backend": "vllm", "vllm": {"python": sys.executable}},
-                "cluster": {"engine": "ray"},
-            },
-            r"record_kept_tokens=8: generation.backend=vllm does not say.*set it to 0",
+            {"sampling_params": {"top_k": 8}},
+            {**VLLM, "validation": {"top_k": 0}},
+            r"and validation.top_k=0; set it",
+        ),
+        (
+            {"sampling_params": {"top_k": 8, "use_greedy": True}, "num_rollouts_per_prompt": 1},
+            VLLM,
+            r"use_greedy=true for top_k=1 there.* set it to false",
         ),
         (
             {},
@@ -275,3 +284,10 @@ def test_a_policy_scores_over_what_it_recorded(policy):
 def test_refusals(ppo, others, message):
     with pytest.raises(ConfigError, match=message):
         configured("m.nemo", others, record_kept_tokens=8, **ppo)
+
+
+def test_vllm_may_record():
+    ppo = {"sampling_params": {"top_k": 8}}
+    configured("m.nemo", VLLM, record_kept_tokens=8, **ppo)
+    greedy = {"validation": {"top_k": 0, "use_greedy": True}}
+    configured("m.nemo", {**VLLM, **greedy}, record_kept_tokens=8, **ppo)

@@ -92,13 +92,27 @@ def check_recorded(config: "RunConfig") -> None:
             f"{named} is below model.ppo.sampling_params.top_k={sampling.top_k}, so that nothing "
             f"would be recorded; set it to {sampling.top_k}"
         )
-    if backend != "megatron":
-        raise ConfigError(
-            f"{named}: generation.backend={backend} does not say with each token which others it "
-            "kept; set it to 0, or generation.backend=megatron"
-        )
+    if backend == "vllm":
+        _check_recorded_by_vllm(config, named)
     if config.environment.factory is not None:
         raise ConfigError(
             f"{named}: environment.factory={config.environment.factory} is set, and of "
             "conversations nothing is recorded; set it to 0"
+        )
+
+
+def _check_recorded_by_vllm(config: "RunConfig", named: str) -> None:
+    """Refuse what vLLM's sampling masks do not have (docs/corrections.md)."""
+    sampling, validation = config.model.ppo.sampling_params, config.validation
+    named = f"{named} with generation.backend=vllm"
+    if sampling.top_k == 0 or (validation.top_k == 0 and not validation.use_greedy):
+        key = "validation.top_k" if sampling.top_k else "model.ppo.sampling_params.top_k"
+        raise ConfigError(
+            f"{named}: vLLM says what it kept only where top-k bounds it, and {key}=0; set it to "
+            "the most tokens that may be kept, or generation.backend=megatron"
+        )
+    if sampling.use_greedy:
+        raise ConfigError(
+            f"{named}: vLLM takes model.ppo.sampling_params.use_greedy=true for top_k=1 there, so "
+            "that a set would be the token alone; set it to false, or the former to 0"
         )

@@ -25,6 +25,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmCo
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.distributed import accelerator
 from aligner.errors import ConfigError
+from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
 from aligner.generation.vllm.sampling import (
     logprobs_mode,
     request_seed,
@@ -38,10 +39,14 @@ Rules = tuple[SamplingOptions, StopStrings | None]
 
 @dataclass
 class Response:
-    """Response to one prompt; ``is_end``: it ended by itself."""
+    """Response to one prompt; ``is_end``: it ended by itself.
+
+    ``kept``: for each token the ids that top-k and top-p kept, where that is recorded.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Sequence[int]] = field(default_factory=list)
     is_end: bool = False
 
 
@@ -64,6 +69,7 @@ class VllmEngine:
         max_batch_size: int,
         max_sequence_length: int,
         settings: VllmConfig,
+        record_kept: int = 0,
         peers: dist.ProcessGroup | None = None,
     ) -> None:
         """Start vLLM on ``architecture``.
@@ -78,6 +84,7 @@ class VllmEngine:
             max_batch_size: most sequences in flight together.
             max_sequence_length: longest prompt and response together.
             settings: the engine's own, as `VllmConfig.on_device` returns them.
+            record_kept: most kept tokens that are recorded with each sampled one; 0: none.
             peers: the processes of an engine of several devices, each of which makes this engine
                 and the same calls on it; None: there is one.
         """
@@ -85,6 +92,7 @@ class VllmEngine:
         self._sleeps = False
         self._rules: Rules = (SamplingOptions(length, sampling), stop)
         self._eos_ids = tuple(eos_ids)
+        self._record_kept = record_kept
         set_environment(settings)
         arguments = {
             "dtype": "float32" if precision == "32" else "bfloat16",
@@ -98,6 +106,7 @@ class VllmEngine:
             "logprobs_mode": logprobs_mode(sampling),
             "enable_sleep_mode": bool(settings.sleep),
             **_tensor_parallel(settings),
+            **engine_arguments(record_kept),
             "disable_log_stats": True,
             "worker_extension_cls": "aligner.generation.vllm.extension.RefitExtension",
             **settings.kwargs,
@@ -130,6 +139,7 @@ class VllmEngine:
 
         rules = rules or self._rules
         sampling_options, _ = rules
+        greedy = greedy or sampling_options.sampling.use_greedy
         core = self._llm.llm_engine
         responses = [Response() for _ in prompts]
         for row, (prompt, sample_id) in enumerate(zip(prompts, sample_ids, strict=True)):
@@ -138,7 +148,8 @@ class VllmEngine:
                 sampling_options.sampling,
                 eos_ids=self._eos_ids,
                 seed=request_seed(seed, sample_id),
-                greedy=greedy or sampling_options.sampling.use_greedy,
+                greedy=greedy,
+                by_top_k=self._record_kept > 0,
             )
             # Only the new tokens of every step; else each step would repeat all before.
             params = VllmSamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
@@ -154,11 +165,14 @@ class VllmEngine:
                 row = int(output.request_id)
                 if row not in running:
                     continue  # a token that was under way when its stop string was found
-                ended = self._take(rules, prompts[row], responses[row], output.outputs[0])
+                response = responses[row]
+                ended = self._take(rules, prompts[row], response, output.outputs[0])
                 if ended and not output.finished:
                     core.abort_request([output.request_id])
                 if ended or output.finished:
                     running.discard(row)
+                    if self._record_kept and not greedy:
+                        check_sets(response.kept, response.tokens)
         self._drain()
         return responses
 
@@ -167,7 +181,8 @@ class VllmEngine:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
 
-        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        top_k = 1 if self._record_kept else 0  # of the one token that nobody reads
+        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, top_k=top_k)
         prompts = [tokens_input(list(sequence)) for sequence in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         return [
@@ -214,6 +229,8 @@ class VllmEngine:
 
     def _take(self, rules: Rules, prompt: Sequence[int], response: Response, new: Any) -> bool:
         """Add the tokens of one step up to the one that ends the response; whether one does."""
+        if self._record_kept:
+            add_sets(response.kept, new, len(response.tokens) + len(new.token_ids))
         for token, chosen in zip(new.token_ids, new.logprobs, strict=True):
             response.tokens.append(token)
             response.logprobs.append(chosen[token].logprob)

@@ -72,6 +72,7 @@ class VllmGeneration(BackgroundGeneration):
             max_batch_size=rollout.rollout_micro_batch_size,
             max_sequence_length=min(max_sequence_length, architecture.max_position_embeddings),
             settings=self._settings,
+            record_kept=getattr(rollout, "record_kept_tokens", 0),
             weights_from=policy.refit_ends(),
             meeting_place=meeting_place,
         )

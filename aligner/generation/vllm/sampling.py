@@ -14,16 +14,21 @@ def sampling_arguments(
     eos_ids: Sequence[int],
     seed: int,
     greedy: bool,
+    by_top_k: bool = False,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.SamplingParams`` for one response.
 
     Stop strings are not among them: they are found by our own code on our own tokenizer's text.
-    ``logprobs=0`` gives the sampled token's log-prob only.
+    ``logprobs=0`` gives the sampled token's log-prob only. ``by_top_k``: the likeliest token is
+    sampled as the only one that is kept, with log-prob 0, because an engine that returns what it
+    kept takes no temperature of 0.
     """
+    likeliest = {"temperature": 1.0, "top_k": 1} if by_top_k else {"temperature": 0.0}
     return {
-        "temperature": 0.0 if greedy else sampling.temperature,
+        "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        **(likeliest if greedy else {}),
         "repetition_penalty": sampling.repetition_penalty,
         # vLLM bans the ends while fewer tokens are out; ours counts the end that is being sampled.
         "min_tokens": max(0, length.min_length - 1),

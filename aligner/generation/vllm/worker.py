@@ -27,6 +27,7 @@ from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed import accelerator
 from aligner.errors import WorkerError
 from aligner.generation.vllm.engine import Response, VllmEngine
+from aligner.generation.vllm.kept import kept_rows
 from aligner.refit.broadcast import WeightBroadcast
 from aligner.refit.ends import RefitEnd, check_ends
 from aligner.refit.segments import accept
@@ -48,6 +49,7 @@ class VllmWorker:
         max_batch_size: int,
         max_sequence_length: int,
         settings: VllmConfig,
+        record_kept: int,
         weights_from: Sequence[RefitEnd],
         meeting_place: tuple[str, int] | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class VllmWorker:
         if meeting_place is not None:
             peers = _meet(meeting_place, number, rank, settings)
         self._pad_id = pad_id
+        self._record_kept = record_kept
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._abandoned = threading.Event()
         self._pending: Future[list[Response] | None] | None = None
@@ -86,6 +89,7 @@ class VllmWorker:
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             settings=settings,
+            record_kept=record_kept,
             peers=peers,
         ).result()
 
@@ -133,7 +137,7 @@ class VllmWorker:
         pending, self._pending = self._pending, None
         responses = pending.result()
         assert responses is not None  # who abandons a batch takes it out of flight
-        return responses_batch(self._prompts, responses, self._pad_id)
+        return responses_batch(self._prompts, responses, self._pad_id, self._record_kept)
 
     def abandon_generation(self) -> None:
         """End the batch in flight, if there is one, and forget it."""
@@ -260,17 +264,26 @@ def _meet(
 
 
 def responses_batch(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Response], pad_id: int
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    pad_id: int,
+    record_kept: int = 0,
 ) -> BatchedDataDict:
-    """Prompts and responses as a `GenerationOutputSpec`, right-padded to the longest."""
+    """Prompts and responses as a `GenerationOutputSpec`, right-padded to the longest.
+
+    ``record_kept``: K of ``kept_ids`` int32 [B, S, K]; 0: the column is not there.
+    """
     starts = [len(prompt) for prompt in prompts]
     made = [len(response.tokens) for response in responses]
     ends = [start + count for start, count in zip(starts, made, strict=True)]
     ids = torch.full((len(prompts), max(ends, default=0)), pad_id, dtype=torch.int64)
     logprobs = torch.zeros(ids.shape)
+    kept_ids = torch.full((*ids.shape, record_kept), -1, dtype=torch.int32)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : ends[row]] = torch.tensor([*prompt, *response.tokens])
         logprobs[row, starts[row] : ends[row]] = torch.tensor(response.logprobs)
+        kept = kept_rows(response.kept, record_kept)
+        kept_ids[row, starts[row] : starts[row] + len(kept)] = kept
     return BatchedDataDict(
         {
             "output_ids": ids,
@@ -278,5 +291,6 @@ def responses_batch(
             "unpadded_sequence_lengths": torch.tensor(ends, dtype=torch.int64),
             "logprobs": logprobs,
             "is_end": torch.tensor([response.is_end for response in responses], dtype=torch.bool),
+            **({"kept_ids": kept_ids} if record_kept else {}),
         }
     )

@@ -1,0 +1,238 @@
+"""What vLLM says it kept, as a rollout's ``kept_ids``; a scripted engine in vLLM's place.
+
+Its outputs are of the shape of vLLM's own: ``CompletionOutput.sampling_mask`` is None or a
+``SamplingMask`` with a list of ids for each token. Releases differ in when it comes: with the last
+output for the whole response, or with every output for its own tokens.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
+from aligner.errors import ConfigError, WorkerError
+from aligner.generation.vllm import engine as vllm_engine
+from aligner.generation.vllm.kept import add_sets, kept_rows
+from aligner.generation.vllm.sampling import sampling_arguments
+from aligner.generation.vllm.worker import responses_batch
+
+END = 0
+# Tokens of two responses, and what each was sampled from.
+TOKENS = {0: [5, 7, END], 1: [9, 8]}
+KEPT = {0: [[5, 6], [7], [0, 1, 2]], 1: [[9, 3, 4, 1], [2, 8]]}
+
+
+@dataclass
+class SamplingMask:
+    token_ids: list[list[int]]
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Any]] | None
+    routed_experts: Any = None
+    sampling_mask: SamplingMask | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    outputs: list[CompletionOutput]
+    finished: bool
+
+
+class RequestOutputKind(Enum):
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def output(tokens, sets, finished):
+    chosen = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+    mask = None if sets is None else SamplingMask(sets)
+    reason = "stop" if finished else None
+    return CompletionOutput(0, "", tokens, None, chosen, sampling_mask=mask, finish_reason=reason)
+
+
+@dataclass
+class Core:
+    """``vllm.LLM().llm_engine`` that samples `TOKENS`; ``when``: a mask comes each time or last."""
+
+    when: str
+    kept: dict[int, list[list[int]]] = field(default_factory=lambda: KEPT)
+    asked: dict[str, Any] = field(default_factory=dict)
+    step_number: int = 0
+
+    def add_request(self, request_id, prompt, params):
+        self.asked[request_id] = params
+
+    def abort_request(self, request_ids):
+        pass
+
+    def has_unfinished_requests(self):
+        return False
+
+    def step(self):
+        outputs = []
+        for row in map(int, self.asked):
+            tokens, sets = TOKENS[row], self.kept.get(row)
+            if self.step_number < len(tokens):
+                last = self.step_number == len(tokens) - 1
+                here = slice(self.step_number, self.step_number + 1)
+                found = {"each": sets and sets[here], "last": sets if last else None}[self.when]
+                made = output(tokens[here], found, last)
+                outputs.append(RequestOutput(str(row), [made], last))
+        self.step_number += 1
+        return outputs
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Modules of vLLM's names with what the engine takes from them; returns `EngineArgs`'s."""
+    names = ("vllm", "vllm.inputs", "vllm.inputs.engine", "vllm.sampling_params", "vllm.engine")
+    for name in (*names, "vllm.engine.arg_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm"].SamplingParams = SimpleNamespace
+    sys.modules["vllm"].__version__ = "0.27.1"
+    sys.modules["vllm.inputs.engine"].tokens_input = lambda tokens: {"prompt_token_ids": tokens}
+    sys.modules["vllm.sampling_params"].RequestOutputKind = RequestOutputKind
+    arguments = sys.modules["vllm.engine.arg_utils"]
+    arguments.EngineArgs = make_dataclass("EngineArgs", ["model", "return_sampling_mask"])
+    return arguments
+
+
+@pytest.fixture
+def started(vllm, monkeypatch):
+    """An engine that records at most three kept tokens, and what vLLM was given."""
+    given = {}
+    monkeypatch.setattr(
+        vllm_engine, "_start", lambda architecture, ends, arguments: given.update(arguments)
+    )
+    monkeypatch.setattr(vllm_engine, "set_environment", lambda settings: None)
+
+    def start(core=None, record_kept=3, stop=None):
+        made = vllm_engine.VllmEngine(
+            TINY_ARCHITECTURE,
+            precision="32",
+            eos_ids=[END],
+            length=LengthParams(max_length=3),
+            sampling=SamplingParams(top_k=4, top_p=0.9, temperature=0.7),
+            stop=stop,
+            max_batch_size=2,
+            max_sequence_length=8,
+            settings=VllmConfig().on_device(has_gpu=True, ahead=False),
+            record_kept=record_kept,
+        )
+        made._llm = SimpleNamespace(llm_engine=core)
+        return made, given
+
+    return start
+
+
+def sampled(made, **options):
+    prompts = [[11, 12], [13]]
+    responses = made.sample(prompts, [0, 1], seed=3, **{"greedy": False, **options})
+    return responses_batch(prompts, responses, 99, 3)
+
+
+@pytest.mark.parametrize("when", ["each", "last"])
+def test_sets_are_a_rollouts_column(started, when):
+    core = Core(when)
+    batch = sampled(started(core)[0])
+    assert batch["output_ids"].tolist() == [[11, 12, 5, 7, END], [13, 9, 8, 99, 99]]
+    nothing = [-1, -1, -1]
+    assert batch["kept_ids"].dtype == torch.int32
+    assert batch["kept_ids"].tolist() == [
+        [nothing, nothing, [5, 6, -1], [7, -1, -1], [0, 1, 2]],
+        [nothing, nothing, [2, 8, -1], nothing, nothing],  # four were kept for the first token
+    ]
+    asked = core.asked["0"]
+    assert (asked.temperature, asked.top_k, asked.top_p) == (0.7, 4, 0.9)
+    assert asked.output_kind is RequestOutputKind.DELTA
+
+
+def test_a_response_that_a_stop_string_ends(started):
+    """vLLM 0.32 has returned its sets by then, older releases have not."""
+    stop = SimpleNamespace(completed=lambda prompt, response: list(response) == [5, 7])
+    made, core = started(Core("each"), stop=stop)[0], Core("last")
+    batch = sampled(made)
+    assert batch["generation_lengths"].tolist() == [2, 2]
+    assert batch["kept_ids"][0].tolist() == [[-1] * 3, [-1] * 3, [5, 6, -1], [7, -1, -1]]
+    with pytest.raises(WorkerError, match=r"tokens of 0 of a response's 2 tokens; .*stop string"):
+        sampled(started(core, stop=stop)[0])
+
+
+def test_nothing_is_recorded_unless_asked(started):
+    made, given = started(Core("each"), record_kept=0)
+    responses = made.sample([[1], [2]], [0, 1], seed=3, greedy=False)
+    assert [response.kept for response in responses] == [[], []]
+    assert "kept_ids" not in responses_batch([[1], [2]], responses, 99)
+    assert "return_sampling_mask" not in given
+
+
+def test_an_engine_is_asked_for_them(started):
+    _, given = started()
+    assert given["return_sampling_mask"] is True
+    assert given["logprobs_mode"] == "processed_logprobs"
+
+
+def test_greedy_responses_have_none(started):
+    """vLLM refuses a temperature of 0 there."""
+    core = Core("each", kept={})
+    batch = sampled(started(core)[0], greedy=True)
+    assert (batch["kept_ids"] == -1).all()
+    assert (core.asked["0"].temperature, core.asked["0"].top_k) == (1.0, 1)
+    core = Core("each", kept={})
+    options = SamplingOptions(LengthParams(max_length=3), SamplingParams(use_greedy=True))
+    sampled(started(core)[0], rules=(options, None))
+    assert (core.asked["0"].temperature, core.asked["0"].top_k) == (1.0, 1)
+    plain = sampling_arguments(
+        LengthParams(), SamplingParams(top_k=4), eos_ids=[END], seed=0, greedy=True
+    )
+    assert (plain["temperature"], plain["top_k"]) == (0.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ({0: None, 1: None}, r"kept tokens of 0 of a response's \d tokens; .*take 0.32"),
+        ({**KEPT, 0: [[5, 6], [8], [0]]}, r"token 7 at place 1 .* not among the 1 tokens"),
+    ],
+)
+@pytest.mark.parametrize("when", ["each", "last"])
+def test_sets_that_are_missing_or_of_other_tokens(started, when, kept, message):
+    with pytest.raises(WorkerError, match=message):
+        sampled(started(Core(when, kept))[0])
+
+
+def test_numbers_of_sets_that_fit_nothing():
+    sets = [[5]]
+    with pytest.raises(
+        WorkerError, match="returned 2 sets of kept tokens with 1 of a response's 3"
+    ):
+        add_sets(sets, output([7], [[7], [8]], False), 3)
+    assert sets == [[5]]
+
+
+def test_a_vllm_without_them_is_refused(started, vllm):
+    vllm.EngineArgs = make_dataclass("EngineArgs", ["model"])
+    started(record_kept=0)
+    with pytest.raises(ConfigError, match=r"record_kept_tokens=3: vLLM 0.27.1 .*0.28 or newer"):
+        started()
+
+
+def test_empty_responses_have_empty_columns():
+    assert kept_rows([], 3).shape == (0, 3)
