@@ -190,6 +190,7 @@ class Service:
         form: Form | None,
         session: Session | None,
     ) -> Response:
+        asked = self.served.taken(asked)
         size, most = len(prompts) * asked.n, self.waiting.max_rows
         if size > most:
             raise HTTPException(413, f"{size} answers, at most {most} are taken in a request")
@@ -216,6 +217,8 @@ class Service:
                 session.record(choice.prompt, choice.ids, choice.logprobs, choice.finish)
 
         exchange = Exchange(self.waiting, rows, answer, self.timeout_s, completed)
+        if session is not None:
+            session.follow(exchange.job)
         return await exchange.response(request, stream=asked.stream)
 
     def _rows(
@@ -231,8 +234,10 @@ class Service:
         """
         names: tuple[object, ...] = ("request", next(self._numbers))
         if session is not None:
-            session.check_room(sum(map(len, prompts)) * asked.n)
-            names = session.names() or names
+            longest = asked.longest or self.served.defaults.length.max_length
+            for ids in prompts:
+                session.admit(ids, longest, asked.n)
+            names = session.names(prompts) or names
         if asked.seed is not None:
             names = ("seed", asked.seed)
         rows = []
@@ -252,7 +257,7 @@ class Service:
 
     def _check_model(self, name: str | None) -> None:
         known = self.served.name
-        if name is not None and name != known:
+        if name is not None and not self.served.is_called(name):
             raise HTTPException(404, f"model: there is no {name[:80]!r}; {known!r} is served")
 
 

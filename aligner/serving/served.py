@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from aligner.config import SamplingOptions
 from aligner.data.chat import check_all_used, parse_messages, render, with_system
@@ -12,6 +12,8 @@ from aligner.environments.calls import Form, form_of
 from aligner.errors import DataError
 from aligner.serving.requests import ChatRequest, CompletionRequest, chat_messages
 from aligner.serving.tools import in_text
+
+Request = TypeVar("Request", bound=ChatRequest | CompletionRequest)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,14 @@ class Served:
     def form(self) -> Form:
         """Form of calls, by the chat template."""
         return form_of(self.tokenizer)
+
+    def is_called(self, name: str) -> bool:
+        """Return whether requests may name the model so."""
+        return name == self.name
+
+    def taken(self, request: Request) -> Request:
+        """The request as it is answered."""
+        return request
 
     def encoded(self, text: str) -> list[int]:
         """Tokens of a prompt."""

@@ -18,9 +18,9 @@ from typing import Any
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
+from aligner.algorithms.rollout.trajectories import ConversationSource
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
@@ -68,7 +68,7 @@ class PPOTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
-        environments: EnvironmentRollouts | None = None,
+        environments: ConversationSource | None = None,
         policy_loss: LossFunction,
         estimator: UserEstimator | None,
     ) -> None:

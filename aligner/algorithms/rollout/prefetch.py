@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import generate, prompts_batch, rollout_of
+from aligner.algorithms.rollout.trajectories import ConversationSource
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.dataset import PromptSampler
@@ -53,7 +53,7 @@ class Rollouts:
         prompts: PromptDataset,
         sampler: PromptSampler,
         pad_id: int,
-        environments: EnvironmentRollouts | None = None,
+        environments: ConversationSource | None = None,
     ) -> None:
         self.environments = environments
         self._ahead = config.generation.async_rollouts
@@ -158,7 +158,7 @@ class ConversationsAhead:
 
     def __init__(
         self,
-        environments: EnvironmentRollouts,
+        environments: ConversationSource,
         generation: BackgroundGeneration,
         data: BatchedDataDict,
         seed: int,

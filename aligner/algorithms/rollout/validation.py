@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
@@ -14,6 +13,7 @@ from aligner.algorithms.rollout.rollout import (
     samples_of,
     score,
 )
+from aligner.algorithms.rollout.trajectories import ConversationSource
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions, SamplingRunConfig
@@ -42,7 +42,7 @@ class Asking:
     rows: int
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
-    environments: EnvironmentRollouts | None = None
+    environments: ConversationSource | None = None
 
 
 def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> BatchedDataDict:
