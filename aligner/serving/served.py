@@ -50,18 +50,14 @@ class Served:
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
 
-    def completion(self, prompt: str | list[int]) -> list[int]:
-        """Tokens of a prompt that is text or tokens."""
-        return self.encoded(prompt) if isinstance(prompt, str) else prompt
-
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary; `DataError`."""
         size = self.vocab_size
         if any(token >= size for token in ids):
             raise DataError(f"a token of {max(ids)} is outside the vocabulary of {size}")
 
-    def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a chat and of the opening of its answer.
+    def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """Text of a chat and of the opening of its answer.
 
         Raises:
             DataError: the messages are none, or the template ignores a part of them.
@@ -75,7 +71,7 @@ class Served:
         if speaks_of_tools and self.form == "plain":
             messages, shown = in_text(messages, tools), None
         check_all_used(self.tokenizer, messages, shown)
-        return self.encoded(render(self.tokenizer, messages, shown))
+        return render(self.tokenizer, messages, shown)
 
     def options(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]

@@ -1,6 +1,7 @@
 """Sessions: answers to one API key, by token id, as trajectories that can be trained on.
 
-An answer continues the trajectory whose tokens its prompt begins with, to the last one. Where the
+An answer continues the trajectory whose tokens its prompt begins with, to the last one. A prompt
+whose text continues one keeps its tokens, also where the text would be encoded otherwise. Where the
 prompt begins otherwise (a history that was rewritten, a second answer to the same prompt) a new
 trajectory begins; what it has in common with an earlier one is context there, and sampled here
 once only (verl, prime-rl and OpenEnv link turns in the same way).
@@ -10,7 +11,7 @@ import secrets
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -30,7 +31,7 @@ class Trajectory:
     ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did, it was read.
     ``logprobs``: of the sampled ones, 0 of the others. ``ends``: why each turn ended.
     ``forked_from``: number of an earlier trajectory of which it has ``shared`` tokens in common,
-    sampled ones among them; None: of none.
+    sampled ones among them; None: of none. ``text``: of all its tokens; None: not known.
     """
 
     ids: list[int]
@@ -39,6 +40,7 @@ class Trajectory:
     ends: list[EndKind] = field(default_factory=list)
     forked_from: int | None = None
     shared: int = 0
+    text: str | None = None
 
     def follows(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt begins with all of these tokens."""
@@ -66,7 +68,7 @@ class Trajectory:
 
     def as_json(self) -> dict[str, Any]:
         """The same for an answer over HTTP."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "text"}
 
 
 Limit = Literal["max_turns", "max_tokens"]
@@ -105,6 +107,7 @@ class Session:
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._admitted = self._pending = 0  # answers
         self._tokens = self._bound = 0
+        self._texts: dict[tuple[int, ...], str] = {}  # of prompts
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -141,6 +144,26 @@ class Session:
         with self._lock:
             self._asked[asked] += 1
             return ("session", self.seed, self._asked[asked])
+
+    def encoded(
+        self, text: str, begin: Callable[[str], list[int]], go_on: Callable[[str], list[int]]
+    ) -> list[int]:
+        """Tokens of a prompt; where it continues a trajectory these come first as they are.
+
+        Args:
+            text: of the prompt.
+            begin: encodes a whole one.
+            go_on: encodes what is added to one.
+        """
+        with self._lock:
+            known = [one for one in self.trajectories if one.text and text.startswith(one.text)]
+            longest = max(known, key=lambda one: len(one.text or ""), default=None)
+            begun = [] if longest is None else longest.ids[:]
+            rest = text if longest is None else text[len(longest.text or "") :]
+        ids = [*begun, *go_on(rest)] if begun else begin(text)
+        with self._lock:
+            self._texts[tuple(ids)] = text
+        return ids
 
     def admit(self, prompt: Sequence[int], longest: int, answers: int) -> None:
         """Refuse a request that may take the session beyond its limits.
@@ -184,9 +207,17 @@ class Session:
         )
 
     def record(
-        self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], end: EndKind
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        end: EndKind,
+        text: str,
     ) -> None:
-        """Keep an answer: the tokens ``ids`` with their ``logprobs``, sampled behind ``prompt``."""
+        """Keep an answer: the tokens ``ids`` with their ``logprobs``, sampled behind ``prompt``.
+
+        ``text``: of all of them, that of a token that ended it included.
+        """
         with self._lock:
             self._pending -= 1
             if self._is_closed:
@@ -198,6 +229,8 @@ class Session:
             longest = self.trajectories[number]
             longest.read(prompt[len(longest.ids) :])
             longest.sampled(ids, logprobs, end)
+            before = self._texts.get(tuple(prompt))
+            longest.text = None if before is None else before + text
             self.order.append((number, len(longest.ends)))
             self._tokens = sum(len(one.ids) for one in self.trajectories)
 

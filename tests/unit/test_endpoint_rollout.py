@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import user_agents
+from documented import ROOT
 from test_environment_rollout import MOST, TOKENIZER, Babble, same
 
 from aligner.algorithms.rollout.endpoint import EndpointRollouts
@@ -99,6 +100,20 @@ def test_rows_are_what_the_agents_saw(kind, functions, tmp_path):
     metrics = score(EnvironmentReward(), batch)
     assert (metrics["turns"], metrics["forks"], metrics["ended_done"]) == (2, 0, 1)
     assert batch["is_right"].tolist() == [1.0] * 3
+
+
+def test_tokens_stay_as_they_were_sampled(functions):
+    """Bytes that are no UTF-8 come back as other ones; the agent's next question does not fork."""
+
+    class Bytes(Babble):
+        def _row(self, ids, key, most):
+            whole, logprobs, ended = super()._row(ids, key, most)
+            new = [token + 100 if token < 130 else token for token in whole[len(ids) :]]
+            return ids + new, logprobs, ended
+
+    batch = functions.collect([task("two_turns", str(n)) for n in range(3)], engine=Bytes())
+    assert batch["forks"] == [0] * 3
+    assert all("�" in turns[0]["content"] for turns in batch["turns"])
 
 
 def test_the_same_seed_gives_the_same_rows(functions):
@@ -259,6 +274,25 @@ def test_an_error_of_the_engine_ends_the_rollout(functions):
     with pytest.raises(ZeroDivisionError, match="of the engine"):
         functions.collect([task("two_turns")], engine=Broken())
     assert functions.collect([task("two_turns")])["end_reasons"] == ["done"]
+
+
+def test_the_agent_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "environments.md").read_text()
+    source = "# my_agent.py" + page.split("# my_agent.py", 1)[1].split("```", 1)[0]
+    assert len(source.splitlines()) <= 30
+    (tmp_path / "my_agent.py").write_text(source)
+    command = (sys.executable, str(tmp_path / "my_agent.py"))
+    columns = ("prompt", "ground_truth")
+    batch = collected([{"prompt": "1+1=", "ground_truth": "2"}], columns, command=command)
+    assert (batch["end_reasons"], batch["turn_ids"].amax().item()) == (["done"], 2)
+    assert batch["reward_parts"] == [{"accuracy": 0.0}]
+
+
+@pytest.mark.extended
+def test_the_openai_package():
+    pytest.importorskip("openai", reason="the package openai is not installed")
+    batch = collected([{"what": "?"}], ("what",), factory=f"{FILE}:with_openai")
+    assert (batch["end_reasons"], batch["is_scored"].tolist()) == (["done"], [1.0])
 
 
 @pytest.mark.parametrize(
