@@ -25,7 +25,7 @@ KEY, COMMAND_KEY = "environment.factory", "environment.command"
 
 
 class Callee(Protocol):
-    """What is called in a process."""
+    """Object whose calls a process answers."""
 
     def call(self, name: str, argument: Any) -> Any:
         """Return value of a call, which can be pickled."""

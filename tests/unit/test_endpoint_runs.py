@@ -1,6 +1,7 @@
 """Runs over agents that ask the policy: PPO and GRPO of the tiny model, and what is refused."""
 
 import json
+import sys
 
 import pytest
 import user_agents
@@ -21,7 +22,7 @@ def settings(tiny_nemo, folder):
     return [
         *(*AGENT, f"environment.factory={FACTORY}", f"model.restore_from_path={tiny_nemo}"),
         f"data.train.source={folder / 'rows.jsonl'}",
-        f"data.validation.source={folder / 'rows.jsonl'}",
+        f"+data.validation.source={folder / 'rows.jsonl'}",
         *("environment.max_tokens=200", "environment.concurrency=2"),
         *("model.ppo.length_params.max_length=6", "model.ppo.num_rollout_samples=4"),
         *("model.ppo.num_rollouts_per_prompt=2", "trainer.ppo.max_steps=1"),
@@ -81,6 +82,7 @@ def test_an_evaluation(tiny_nemo, tmp_path):
                 *("environment.command=a", "generation.async_rollouts=true"),
                 *("generation.backend=vllm", "cluster.engine=ray"),
                 "model.ppo.correction.weights=token",
+                f"generation.vllm.python={sys.executable}",
             ],
             "agents are answered while nothing else is done",
         ),

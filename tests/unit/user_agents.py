@@ -169,6 +169,15 @@ async def returns(base_url, api_key, seed, what, scale=1.0, **columns):
     return {"reward": scale, "seed": seed % 1000}
 
 
+def graded(base_url, api_key, name, **columns):
+    """Two turns; the reward is the length of what was said."""
+    policy = Policy(base_url, api_key)
+    messages = [said(name)]
+    messages += [policy.ask(messages), said("?")]
+    messages.append(policy.ask(messages))
+    return len(messages[1]["content"] + messages[3]["content"]) + 0.5
+
+
 def with_openai(what, **columns):
     from openai import BadRequestError, OpenAI
 

@@ -54,7 +54,7 @@ class _Agent:
 
     @property
     def session(self) -> Session:
-        """What it asks for; it must be under way."""
+        """Session of an agent that is under way."""
         assert self.under_way is not None
         return self.under_way
 
@@ -227,7 +227,7 @@ def trajectory_of(
     failures: list[str],
     info: dict[str, Any],
 ) -> Trajectory:
-    """What a session recorded, as a row: its sequences one behind the other.
+    """Record of a session as a row: its sequences one behind the other.
 
     Turns are numbered as they stand in the row. A reward is of the answer before it; ``info`` goes
     with the last.
@@ -280,7 +280,7 @@ def trajectory_of(
 
 
 def _spans(turn_ids: Sequence[int], turns: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Of each turn, begin and end of what was read before it, and of what was sampled in it."""
+    """Begin and end of what was read before each turn, and of what was sampled in it."""
     ends = [0, *(len(turn_ids) - turn_ids[::-1].index(turn) for turn in range(1, turns + 1))]
     begins = [turn_ids.index(turn) for turn in range(1, turns + 1)]
     return [

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from aligner.algorithms.rollout.agents import Agents
 from aligner.algorithms.rollout.trajectories import rollout_batch
@@ -67,7 +67,7 @@ class PolicyServed(Served):
         changes["max_tokens"] = min(request.longest or most, most)
         if hasattr(request, "max_completion_tokens"):
             changes["max_completion_tokens"] = None
-        return request.model_copy(update=changes)
+        return cast(Request, request.model_copy(update=changes))
 
 
 class EndpointRollouts:

@@ -7,12 +7,12 @@ from aligner.errors import ConfigError
 def check_environment(config: SamplingRunConfig) -> None:
     """Refuse an environment that nobody reads, and options that mean nothing beside it."""
     environment, rollout = config.environment, config.model.rollout
+    _check_kind(config)
     if environment.is_set != (config.reward.kind == "environment"):
         raise ConfigError(
             f"reward.kind={config.reward.kind} and {environment.named}: "
             "set reward=environment and environment.factory=my_game.py:Class, or neither"
         )
-    _check_kind(config)
     if isinstance(config, RunConfig):
         _check_credit(config)
     if not environment.is_set and environment.chat_template is not None:
