@@ -96,11 +96,8 @@ class Agent:
         os.environ.update(_variables(base_url, api_key))
         if self._function is None:
             return _run(self._words, task)
-        try:
-            value = self._function(base_url=base_url, api_key=api_key, **task)
-            return check_turn(Turn(reward=awaited(value, self._loop), done=True))
-        finally:
-            kill_children()
+        value = self._function(base_url=base_url, api_key=api_key, **task)
+        return check_turn(Turn(reward=awaited(value, self._loop), done=True))
 
 
 def _variables(base_url: str, api_key: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from aligner.environments.protocol import Turn, check_turn
 from aligner.errors import DataError
-from aligner.serving.queue import EndKind, Job
+from aligner.serving.queue import EndKind, Job, sample_id
 
 _MOST_TOKENS = 2**21  # of a session
 _MOST_SESSIONS = 4096
@@ -104,7 +104,7 @@ class Session:
         self._jobs: list[Job] = []
         self._limits = limits
         self._last: Turn | None = None  # the reward that was given last
-        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._asked: Counter[int] = Counter()
         self._admitted = self._pending = 0  # answers
         self._tokens = self._bound = 0
         self._texts: dict[tuple[int, ...], str] = {}  # of prompts
@@ -140,10 +140,10 @@ class Session:
         """
         if self.seed is None:
             return None
-        asked = tuple(chain.from_iterable(prompts))
+        asked = sample_id(*chain.from_iterable(prompts))
         with self._lock:
             self._asked[asked] += 1
-            return ("session", self.seed, self._asked[asked])
+            return ("session", self.seed, asked, self._asked[asked])
 
     def encoded(
         self, text: str, begin: Callable[[str], list[int]], go_on: Callable[[str], list[int]]

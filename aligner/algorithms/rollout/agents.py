@@ -145,9 +145,9 @@ class Agents:
             one.call = Call(one.slot, "run", argument, self._config.timeout_s)
             starting.append(one)
         began = self._pool.begin([one.call for one in starting if one.call is not None])
+        self._active += starting
         for one, found in zip(starting, began, strict=True):
             one.seen, one.silent_s, one.used_s = time.monotonic(), 0.0, 0.0
-            self._active.append(one)
             if isinstance(found, Failure):
                 self._end(one, found)
 
