@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from aligner.algorithms.rollout.agents import Agents
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.trajectories import rollout_batch
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
@@ -23,7 +24,7 @@ from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.http.tokens import new_token
-from aligner.models.interfaces import GenerationInterface
+from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
 from aligner.serving.queue import Waiting
@@ -70,7 +71,7 @@ class PolicyServed(Served):
         return cast(Request, request.model_copy(update=changes))
 
 
-class EndpointRollouts:
+class EndpointRollouts(RolloutSource):
     """Agents' trajectories in place of single responses.
 
     Made on all ranks. Rank 0 has the agents' processes and the server, on loopback with keys that
@@ -126,7 +127,7 @@ class EndpointRollouts:
         data: BatchedDataDict,
         *,
         seed: int,
-        per_prompt: int,
+        per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
         """A rollout batch of trajectories; see `EnvironmentRollouts.collect`.
@@ -161,6 +162,12 @@ class EndpointRollouts:
 
         found = on_rank_zero(rows)
         return rollout_batch(data, found, self._tokenizer.pad_id, with_positions=True)
+
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """Nothing: the configuration refuses it."""
+        raise NotImplementedError
 
     def _started(self, columns: frozenset[str]) -> EnvironmentPool:
         config = self._config

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from aligner.algorithms.rollout.ahead import ConversationsAhead
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.trajectories import (
     END_REASONS,
     EndReason,
@@ -35,7 +37,7 @@ from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError
-from aligner.models.interfaces import GenerationInterface
+from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.rewards.interface import ScoredResponses
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ FAILURE_REASONS = ("env_timeout", "env_error")
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
 
 
-class EnvironmentRollouts:
+class EnvironmentRollouts(RolloutSource):
     """Conversations in place of single responses.
 
     Args:
@@ -79,7 +81,7 @@ class EnvironmentRollouts:
         data: BatchedDataDict,
         *,
         seed: int,
-        per_prompt: int,
+        per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
         """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
@@ -122,6 +124,14 @@ class EnvironmentRollouts:
             _of(here, _Conversations.rows),
             self._tokenizer.pad_id,
             with_positions=self._config.rewritten_history == "fork",
+        )
+
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """See `RolloutSource.begin`."""
+        return ConversationsAhead(
+            partial(self.collect, data=data, seed=seed, per_prompt=per_prompt), generation
         )
 
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from aligner.algorithms.rollout.environments import EnvironmentRollouts
-from aligner.algorithms.rollout.trajectories import ConversationSource
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
@@ -99,9 +99,7 @@ def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) ->
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
 
-def load_environments(
-    run: Run[SamplingRunConfig], columns: frozenset[str]
-) -> ConversationSource | None:
+def load_environments(run: Run[SamplingRunConfig], columns: frozenset[str]) -> RolloutSource | None:
     """The environments of a run; see `open_environments`. They end with the run."""
     return open_environments(run.config, run.tokenizer, run.architecture, columns, run.closing)
 
@@ -112,7 +110,7 @@ def open_environments(
     architecture: GPTArchitecture,
     columns: frozenset[str],
     closing: ExitStack,
-) -> ConversationSource | None:
+) -> RolloutSource | None:
     """Environments, their processes started on rank 0; None: the configuration has none.
 
     ``columns``: of the data. ``closing`` ends them. A dry run has none: its responses are as long

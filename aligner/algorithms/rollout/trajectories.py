@@ -4,18 +4,16 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.config import SamplingOptions
 from aligner.data.prompts import pad_right
 from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Failure
 from aligner.errors import EnvironmentCallError
-from aligner.models.interfaces import GenerationInterface
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +39,6 @@ class Trajectory:
     text: str
     turns: list[dict[str, Any]]
     failures: list[str]
-
-
-class ConversationSource(Protocol):
-    """Samples conversations in place of single responses; collective."""
-
-    def collect(
-        self,
-        generation: GenerationInterface,
-        data: BatchedDataDict,
-        *,
-        seed: int,
-        per_prompt: int,
-        sampling_options: SamplingOptions | None = None,
-    ) -> BatchedDataDict:
-        """A rollout batch; see `EnvironmentRollouts.collect`."""
-        ...
 
 
 class Failures:
