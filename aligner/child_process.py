@@ -120,6 +120,10 @@ class ChildProcess:
         """Process id of the child."""
         return self._child.pid
 
+    def fileno(self) -> int:
+        """File that can be read once an answer, or the end of the child, is there."""
+        return self._pipe.fileno()
+
     def ask(self, *message: Any, time_limit_s: float) -> None:
         """Send a message with its time limit, which bounds the sending too.
 
@@ -238,6 +242,10 @@ class _Pipe:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
+    def fileno(self) -> int:
+        """Number of the socket."""
+        return self._socket.fileno()
+
     def send(self, message: Any, deadline: float | None = None) -> None:
         """Send ``message``, pickled; OSError: nobody reads it any more."""
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -334,6 +342,12 @@ def kill_tree(pid: int) -> None:
         _kill_all(lambda: top.children(recursive=True))
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def kill_children() -> None:
+    """Kill everything that this process started; orphans too, where it adopted them."""
+    own = psutil.Process()
+    _kill_all(lambda: own.children(recursive=True))
 
 
 def _kill_all(found: Callable[[], Iterable[psutil.Process]]) -> None:

@@ -94,6 +94,8 @@ PUBLISHED_SIGNATURES = {
 }
 # Modules that only one other imports, and why they are no part of it.
 ONE_IMPORTER = {
+    "aligner.algorithms.rollout.agents": "processes and clocks, which know nothing of engines",
+    "aligner.algorithms.rollout.endpoint": "agents in place of environments; imports FastAPI",
     "aligner.algorithms.distill.build": "an algorithm; its importers are commands",
     "aligner.algorithms.ppo.credit": "advantages and returns of a rollout",
     "aligner.algorithms.ppo.trainer": "an algorithm; its importers are commands",
@@ -124,8 +126,6 @@ ONE_IMPORTER = {
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
     "aligner.dry.device": "the device, which tests and benchmarks enter",
     "aligner.dry.driver": "what torch.cuda calls",
-    "aligner.environments.conversation": "tokens, which know nothing of engines",
-    "aligner.environments.worker": "the other end of a pipe",
     "aligner.generation.vllm.engine": "one engine; its importer is an actor",
     "aligner.generation.vllm.generation": "the handle of the engines",
     "aligner.generation.vllm.sampling": "sampling parameters as vLLM's",
@@ -161,10 +161,7 @@ ONE_IMPORTER = {
     "aligner.rewards.function.runner": "a reward function, ready to score",
     "aligner.rewards.server.client": "one end of the wire",
     "aligner.rewards.server.http": "requests and answers, which know nothing of models",
-    "aligner.serving.app": "the HTTP side; its importer is a command",
     "aligner.serving.exchange": "one request, which knows nothing of routes",
-    "aligner.serving.sessions": "what was sampled, which knows nothing of HTTP",
-    "aligner.serving.engine": "the engine's side; its importer is a command",
 }
 # What a role is asked to do. A handle declares it (`phase`, `scored_rows`): definitions are
 # an interface's, a worker's and a role model's, or another engine's.

@@ -1,27 +1,43 @@
 """The environment that a policy converses with, and the limits of a conversation."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
+from pydantic import StrictStr
 
 from aligner.config.fields import Count, FilePath, Integer, Seconds, UserClass
+from aligner.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
     """Section of `reward=environment`: conversations of many turns in place of single responses."""
 
+    kind: Literal["messages", "endpoint"] = "messages"
+    """Who leads the conversation: `messages`, the policy's turns; `endpoint`, an agent.
+
+    `messages`: a class that answers the policy's messages. `endpoint`: a function or a command that
+    asks the policy over OpenAI's HTTP interface (docs/environments.md#an-agent-of-your-own).
+    """
+
     factory: UserClass | None = None
     """Class of the environment, `package.module:Class` or `path/to/file.py:Class`; null: none.
 
     One is made for each conversation, as `Class(seed=..., **columns of the row, **kwargs)`
-    (docs/environments.md). It gives the prompts and the rewards.
+    (docs/environments.md). It gives the prompts and the rewards. With `kind=endpoint` a function.
+    """
+
+    command: StrictStr | tuple[StrictStr, ...] | None = None
+    """With `kind=endpoint` in place of `factory`: a command, `python my_agent.py`; null: none.
+
+    A text is split as a shell does, but there is no shell; or a list of words.
     """
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of its constructor."""
+    """Further keyword arguments of its constructor, or of an agent."""
 
     max_turns: Annotated[Integer, Interval(ge=1, le=1000)] = 8
     """Most messages of the policy in a conversation."""
@@ -33,7 +49,10 @@ class EnvironmentConfig:
     """
 
     timeout_s: Seconds = 60.0
-    """Longest wait for one call of an environment, in seconds; then it is killed."""
+    """Longest wait for one call of an environment, in seconds; then it is killed.
+
+    Of an agent: between an answer of the policy and its next request, or its end.
+    """
 
     total_timeout_s: Seconds = 600.0
     """Longest time of all calls of a conversation together, in seconds."""
@@ -67,3 +86,31 @@ class EnvironmentConfig:
 
     The trained model has it, too.
     """
+
+    @property
+    def is_set(self) -> bool:
+        """True if there is an environment."""
+        return self.factory is not None or self.command is not None
+
+    @property
+    def words(self) -> list[str]:
+        """Words of the command; none: there is no command.
+
+        Raises:
+            ConfigError: a quotation of it does not end.
+        """
+        if isinstance(self.command, str):
+            try:
+                return shlex.split(self.command)
+            except ValueError as error:
+                raise ConfigError(
+                    f"environment.command={self.command!r}: {error}; write it as a list of words"
+                ) from error
+        return list(self.command or ())
+
+    @property
+    def named(self) -> str:
+        """The key that says what it is, with its value."""
+        if self.command is not None:
+            return f"environment.command={shlex.join(self.words)!r}"
+        return f"environment.factory={self.factory}"

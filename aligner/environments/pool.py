@@ -1,27 +1,30 @@
-"""Processes of environments, one for each conversation under way."""
+"""Processes of environments and agents, one for each conversation under way."""
 
 import logging
+import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ChildProcess, Wording
 from aligner.environments.calls import Form
-from aligner.environments.worker import KEY
+from aligner.environments.worker import COMMAND_KEY, KEY
 from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
 
 log = logging.getLogger(__name__)
 
 _WORKER = "aligner.environments.worker"
+AGENT_WORKER = "aligner.environments.agent"
 _MOST_BYTES = 2**24  # of one answer
 FailureReason = Literal["env_timeout", "env_error"]
 
 
 class Call(NamedTuple):
-    """A call of the environment in a slot; see `aligner.environments.worker`."""
+    """A call of what is in a slot; see `aligner.environments.worker` and ``agent``."""
 
     slot: int
-    name: Literal["begin", "step", "close"]
+    name: Literal["begin", "step", "close", "run"]
     argument: Any
     limit_s: float
 
@@ -50,39 +53,59 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        factory: str,
+        factory: str | Sequence[str],
         kwargs: Mapping[str, Any],
         columns: Collection[str],
         *,
         form: Form | None = None,
         memory_mb: int | None = None,
+        runs_agents: bool = False,
     ) -> None:
         """Start the first process, so that a class that cannot be used is refused now.
 
+        ``factory``: the class; with ``runs_agents`` a function, or the words of a command.
         ``columns``: the data's, which the class must take. ``form``: of calls in the chat template,
         for a class with a parameter of this name; None: nobody knows. ``memory_mb``: mebibytes that
         each process may allocate; None: no limit.
         """
         self._first = (factory, dict(kwargs), sorted(columns), form, memory_mb)
+        self._module = AGENT_WORKER if runs_agents else _WORKER
         self._memory_mb = memory_mb
+        is_command = not isinstance(factory, str)
+        self.factory = factory if isinstance(factory, str) else shlex.join(factory)
+        self._key = f"{COMMAND_KEY if is_command else KEY}={self.factory!r}"
         self._wording = Wording(
-            f"environment {factory!r}",
+            f"{'agent' if runs_agents else 'environment'} {self.factory!r}",
             "raise environment.timeout_s and total_timeout_s, or make it faster",
             EnvironmentCallError,
             EnvironmentTimeoutError,
         )
-        self.factory = factory
         self._processes: dict[int, ChildProcess] = {0: self._started()}
         self._processes[0].wait_until_ready()
 
     def call(self, calls: Sequence[Call]) -> list[Answer | Failure]:
         """Make calls of different slots at the same time; each has its own time limit."""
-        dead = self._start_missing([call.slot for call in calls if call.name == "begin"])
-        sent = [dead.get(call.slot) or self._send(call) for call in calls]
+        sent = self.begin(calls)
         return [
-            began if isinstance(began, Failure) else self._receive(call, began)
+            began if isinstance(began, Failure) else self.receive(call, began)
             for call, began in zip(calls, sent, strict=True)
         ]
+
+    def begin(self, calls: Sequence[Call]) -> list[float | Failure]:
+        """The first half of `call`: when each began (``time.monotonic()``), or how it failed."""
+        first = [call.slot for call in calls if call.name in ("begin", "run")]
+        dead = self._start_missing(first)
+        return [dead.get(call.slot) or self._send(call) for call in calls]
+
+    def answered(self, slots: Sequence[int], timeout_s: float) -> set[int]:
+        """Those ``slots`` whose processes have answered or ended, within so many seconds."""
+        files = {self._processes[slot].fileno(): slot for slot in slots}
+        ready = wait(list(files), timeout_s)
+        return {slot for file, slot in files.items() if file in ready}
+
+    def kill(self, slot: int) -> None:
+        """Kill a slot's process, with all that it started; the next call starts it again."""
+        self._processes[slot].close()
 
     def close(self) -> None:
         """Kill all processes. A later call starts them again."""
@@ -95,7 +118,7 @@ class EnvironmentPool:
         return self._processes[slot].pid
 
     def _started(self) -> ChildProcess:
-        return ChildProcess(_WORKER, self._first, self._wording, most_bytes=_MOST_BYTES)
+        return ChildProcess(self._module, self._first, self._wording, most_bytes=_MOST_BYTES)
 
     def _start_missing(self, slots: Sequence[int]) -> dict[int, Failure]:
         """Start processes together, for importing takes a while; those that died meanwhile."""
@@ -121,7 +144,8 @@ class EnvironmentPool:
             return _failure(error)
         return began
 
-    def _receive(self, call: Call, began: float) -> Answer | Failure:
+    def receive(self, call: Call, began: float) -> Answer | Failure:
+        """The second half of `call`, of a call that began at ``began``."""
         process = self._processes[call.slot]
         try:
             kind, (value, seconds) = process.receive(began + call.limit_s, call.limit_s)
@@ -129,7 +153,7 @@ class EnvironmentPool:
             return _failure(error)
         if kind == "raised":
             process.close()  # who knows what it left behind
-            text = f"{KEY}={self.factory!r} raised {value} in {call.name}"
+            text = f"{self._key} raised {value} in {call.name}"
             if value.startswith("MemoryError") and self._memory_mb is not None:
                 text += f"; environment.memory_mb={self._memory_mb} is what it may allocate"
             return Failure("env_error", text)

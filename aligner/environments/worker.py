@@ -11,9 +11,9 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from aligner.child_process import Channel, ended_after, limit_memory, refusal
 from aligner.environments.calls import Form
@@ -21,17 +21,46 @@ from aligner.environments.protocol import check_start, check_turn
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 
-KEY = "environment.factory"
+KEY, COMMAND_KEY = "environment.factory", "environment.command"
+
+
+class Callee(Protocol):
+    """Object whose calls a process answers."""
+
+    def call(self, name: str, argument: Any) -> Any:
+        """Return value of a call, which can be pickled."""
+        ...
+
+
+# Makes it of what is named, keyword arguments, the data's columns and a form of calls.
+Load = Callable[[Any, Mapping[str, Any], Collection[str], Form | None], Callee]
 
 
 def main(channel: int) -> None:
     """Serve on the inherited socket ``channel`` until the parent closes it or is gone."""
+
+    def load(factory: Any, kwargs: Any, columns: Any, form: Any) -> "Host":
+        return Host(load_factory(factory, kwargs, columns, form), kwargs)
+
+    answer_calls(channel, load, ended_after)
+
+
+def answer_calls(
+    channel: int, load: Load, bounded: Callable[[float], AbstractContextManager[None]]
+) -> None:
+    """Answer calls on the inherited socket ``channel`` until the parent closes it or is gone.
+
+    Args:
+        channel: the socket's number.
+        load: makes what is called.
+        bounded: entered for each call with its time limit in seconds.
+    """
     parent = Channel(channel)
     try:
-        factory, kwargs, columns, form, memory_mb = parent.receive()
+        *loaded, memory_mb = parent.receive()
         if memory_mb is not None:
             limit_memory(memory_mb)
-        host = Host(load_factory(factory, kwargs, columns, form), kwargs)
+        host = load(*loaded)
     except AlignerError as error:
         parent.send(0, *refusal(error))
         return
@@ -41,7 +70,7 @@ def main(channel: int) -> None:
             number, call, argument, limit_s = parent.receive()
         except EOFError:
             return
-        with ended_after(limit_s):
+        with bounded(limit_s):
             began = time.monotonic()
             try:
                 kind, value = "answer", host.call(call, argument)
@@ -119,16 +148,18 @@ class Host:
                 self._close()
             seed, columns = argument
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)
-            return check_start(self._awaited(self._environment.init()))
+            return check_start(awaited(self._environment.init(), self._loop))
         if name == "step":
-            return check_turn(self._awaited(self._environment.step(argument)))
+            return check_turn(awaited(self._environment.step(argument), self._loop))
         return self._close()
 
     def _close(self) -> None:
         environment, self._environment = self._environment, None
         close = getattr(environment, "close", None)
         if close is not None:
-            self._awaited(close())
+            awaited(close(), self._loop)
 
-    def _awaited(self, value: Any) -> Any:
-        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+def awaited(value: Any, loop: asyncio.AbstractEventLoop) -> Any:
+    """``value``; of a coroutine, its result."""
+    return loop.run_until_complete(value) if inspect.isawaitable(value) else value

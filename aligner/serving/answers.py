@@ -36,7 +36,7 @@ class Choice:
         self.text = ""
         self.finish: EndKind | None = None
         self._ends, self._stop, self._holds = frozenset(tokenizer.end_ids), tuple(stop), holds
-        self._decoder = IncrementalDecoder(tokenizer, prompt)
+        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer, prompt)
         self._decoded = ""
 
     def push(self, progress: Progress) -> str:
@@ -52,6 +52,12 @@ class Choice:
         shown, begin = self._shown(), len(self.text)
         self.text = shown
         return shown[begin:]
+
+    @property
+    def whole_text(self) -> str:
+        """Text of all that was sampled, stop strings and the token that ended it included."""
+        ended = self.ids[-1:] if self.ids and self.ids[-1] in self._ends else []
+        return self._decoded + (self._tokenizer.decode(ended) if ended else "")
 
     def _shown(self) -> str:
         """The text without a stop string, and before the end without what may become one."""

@@ -81,7 +81,7 @@ class Service:
 
         def ids(asked: TokenizeRequest) -> list[int]:
             if asked.messages is not None:
-                return self.served.chat(asked.messages, asked.tools)
+                return self.served.encoded(self.served.chat(asked.messages, asked.tools))
             if asked.prompt is None:
                 raise HTTPException(400, "prompt: missing, and messages too; give one of them")
             return self.served.encoded(asked.prompt)
@@ -100,7 +100,8 @@ class Service:
         """``/v1/chat/completions``."""
 
         def prompts(asked: ChatRequest) -> list[list[int]]:
-            return [self.served.chat(asked.messages, asked.offered_tools)]
+            text = self.served.chat(asked.messages, asked.offered_tools)
+            return [self._tokens(text, session)]
 
         session = self._authorised(request)
         async with self._read(request, ChatRequest) as asked:
@@ -112,7 +113,7 @@ class Service:
         """``/v1/completions``."""
 
         def prompts(asked: CompletionRequest) -> list[list[int]]:
-            return [self.served.completion(one) for one in asked.prompts]
+            return [self._tokens(one, session) for one in asked.prompts]
 
         session = self._authorised(request)
         async with self._read(request, CompletionRequest) as asked:
@@ -190,6 +191,7 @@ class Service:
         form: Form | None,
         session: Session | None,
     ) -> Response:
+        asked = self.served.taken(asked)
         size, most = len(prompts) * asked.n, self.waiting.max_rows
         if size > most:
             raise HTTPException(413, f"{size} answers, at most {most} are taken in a request")
@@ -213,10 +215,24 @@ class Service:
             for choice in choices if session is not None else ():
                 assert session is not None
                 assert choice.finish is not None
-                session.record(choice.prompt, choice.ids, choice.logprobs, choice.finish)
+                text = choice.whole_text
+                session.record(choice.prompt, choice.ids, choice.logprobs, choice.finish, text)
 
         exchange = Exchange(self.waiting, rows, answer, self.timeout_s, completed)
+        if session is not None:
+            session.follow(exchange.job)
         return await exchange.response(request, stream=asked.stream)
+
+    def _tokens(self, prompt: str | list[int], session: Session | None) -> list[int]:
+        """Tokens of a prompt that is text or tokens."""
+        if not isinstance(prompt, str):
+            return prompt
+        begin = self.served.encoded
+        return (
+            begin(prompt)
+            if session is None
+            else session.encoded(prompt, begin, self.served.tokenizer.encode)
+        )
 
     def _rows(
         self,
@@ -231,8 +247,10 @@ class Service:
         """
         names: tuple[object, ...] = ("request", next(self._numbers))
         if session is not None:
-            session.check_room(sum(map(len, prompts)) * asked.n)
-            names = session.names() or names
+            longest = asked.longest or self.served.defaults.length.max_length
+            for ids in prompts:
+                session.admit(ids, longest, asked.n)
+            names = session.names(prompts) or names
         if asked.seed is not None:
             names = ("seed", asked.seed)
         rows = []
@@ -252,7 +270,7 @@ class Service:
 
     def _check_model(self, name: str | None) -> None:
         known = self.served.name
-        if name is not None and name != known:
+        if name is not None and not self.served.is_called(name):
             raise HTTPException(404, f"model: there is no {name[:80]!r}; {known!r} is served")
 
 

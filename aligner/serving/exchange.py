@@ -40,6 +40,8 @@ class Exchange:
         answer: writes what comes.
         timeout_s: the answer must be complete within so long.
         completed: called when it is.
+
+    ``job``: the request as the engine sees it.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Exchange:
         self._completed = completed
         self._events: asyncio.Queue[Progress | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self._job = Job(rows, self._tell)
+        self.job = Job(rows, self._tell)
 
     async def response(self, request: Request, *, stream: bool) -> Response:
         """The answer, whole or as server-sent events.
@@ -62,7 +64,7 @@ class Exchange:
         Raises:
             HTTPException: 413 or 429, there is no room for it; 500 or 503, it failed.
         """
-        if not self._waiting.add(self._job):
+        if not self._waiting.add(self.job):
             raise HTTPException(429, "too many requests are waiting; try again later")
         if stream:
             return _Events(self._pieces(), media_type="text/event-stream")
@@ -84,7 +86,7 @@ class Exchange:
     async def _progress(self) -> AsyncIterator[Progress]:
         """Progress of the rows until all have ended."""
         deadline = self._loop.time() + self._timeout_s
-        missing = self._job.size
+        missing = self.job.size
         try:
             while missing:
                 async with asyncio.timeout_at(deadline):
@@ -99,7 +101,7 @@ class Exchange:
         except asyncio.CancelledError as error:
             raise HTTPException(503, ENDING) from error
         finally:
-            self._job.is_left = True
+            self.job.is_left = True
 
     async def _pieces(self) -> AsyncIterator[str]:
         """Server-sent events; an error is the last of them."""
@@ -116,7 +118,7 @@ class Exchange:
         except HTTPException as error:
             yield _event(refusal(error.status_code, error.detail))
         finally:
-            self._job.is_left = True
+            self.job.is_left = True
 
 
 class _Events(StreamingResponse):

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from aligner.config import LengthParams, SamplingOptions
 
-GATHER_S = 0.005  # a batch waits so long for more requests
+GATHER_S = 0.005
 EndKind = Literal["stop", "length"]
 
 
@@ -51,12 +51,18 @@ class Job:
     rows: Sequence[Row]
     tell: Tell
     taken: int = 0  # rows, from the first, that the engine was given
+    ended: int = 0  # rows that have their whole answer
     is_left: bool = False  # nobody waits any more
 
     @property
     def size(self) -> int:
         """Number of rows."""
         return len(self.rows)
+
+    @property
+    def is_open(self) -> bool:
+        """True as long as somebody waits for the engine."""
+        return not self.is_left and self.ended < self.size
 
     def take(self) -> "Slot":
         """The next row."""
@@ -89,16 +95,21 @@ class Slot:
             return
         self.made += len(ids)
         self.is_ended = end is not None
+        self.job.ended += self.is_ended
         self.job.tell(Progress(self.index, ids, logprobs, end))
 
 
 class Waiting:
     """Jobs that wait for the engine; they take turns, row by row."""
 
-    def __init__(self, max_rows: int) -> None:
-        """``max_rows``: as many may wait; more are turned away."""
-        self.max_rows = max_rows
+    def __init__(self, max_rows: int, gather_s: float = GATHER_S) -> None:
+        """``max_rows``: as many may wait; more are turned away.
+
+        ``gather_s``: a batch waits so long for more of them.
+        """
+        self.max_rows, self._gather_s = max_rows, gather_s
         self._jobs: deque[Job] = deque()
+        self._is_woken = False
         self._changed = threading.Condition()
 
     def add(self, job: Job) -> bool:
@@ -118,9 +129,11 @@ class Waiting:
         prompt and the longest answer of a batch fit into them.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._jobs, timeout_s):
+            self._changed.wait_for(lambda: self._jobs or self._is_woken, timeout_s)
+            self._is_woken = False
+            if not self._jobs:
                 return []
-        time.sleep(GATHER_S)
+        time.sleep(self._gather_s)
         with self._changed:
             taken: list[Slot] = []
             others: list[Job] = []
@@ -137,6 +150,12 @@ class Waiting:
                     self._jobs.append(job)
             self._jobs.extendleft(reversed(others))
             return taken
+
+    def wake(self) -> None:
+        """End a wait of `take`."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def fail_all(self, error: Exception) -> None:
         """Tell everybody who waits that there will be no answer."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from aligner.config import SamplingOptions
 from aligner.data.chat import check_all_used, parse_messages, render, with_system
@@ -12,6 +12,8 @@ from aligner.environments.calls import Form, form_of
 from aligner.errors import DataError
 from aligner.serving.requests import ChatRequest, CompletionRequest, chat_messages
 from aligner.serving.tools import in_text
+
+Request = TypeVar("Request", bound=ChatRequest | CompletionRequest)
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,18 @@ class Served:
         """Form of calls, by the chat template."""
         return form_of(self.tokenizer)
 
+    def is_called(self, name: str) -> bool:
+        """Return whether requests may name the model so."""
+        return name == self.name
+
+    def taken(self, request: Request) -> Request:
+        """The request as it is answered."""
+        return request
+
     def encoded(self, text: str) -> list[int]:
         """Tokens of a prompt."""
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
-
-    def completion(self, prompt: str | list[int]) -> list[int]:
-        """Tokens of a prompt that is text or tokens."""
-        return self.encoded(prompt) if isinstance(prompt, str) else prompt
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary; `DataError`."""
@@ -50,8 +56,8 @@ class Served:
         if any(token >= size for token in ids):
             raise DataError(f"a token of {max(ids)} is outside the vocabulary of {size}")
 
-    def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a chat and of the opening of its answer.
+    def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+        """Text of a chat and of the opening of its answer.
 
         Raises:
             DataError: the messages are none, or the template ignores a part of them.
@@ -65,7 +71,7 @@ class Served:
         if speaks_of_tools and self.form == "plain":
             messages, shown = in_text(messages, tools), None
         check_all_used(self.tokenizer, messages, shown)
-        return self.encoded(render(self.tokenizer, messages, shown))
+        return render(self.tokenizer, messages, shown)
 
     def options(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]

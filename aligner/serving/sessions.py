@@ -1,20 +1,24 @@
 """Sessions: answers to one API key, by token id, as trajectories that can be trained on.
 
-An answer continues the trajectory whose tokens its prompt begins with, to the last one. Where the
+An answer continues the trajectory whose tokens its prompt begins with, to the last one. A prompt
+whose text continues one keeps its tokens, also where the text would be encoded otherwise. Where the
 prompt begins otherwise (a history that was rewritten, a second answer to the same prompt) a new
 trajectory begins; what it has in common with an earlier one is context there, and sampled here
 once only (verl, prime-rl and OpenEnv link turns in the same way).
 """
 
 import secrets
+import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from aligner.environments.protocol import Turn, check_turn
 from aligner.errors import DataError
-from aligner.serving.queue import EndKind
+from aligner.serving.queue import EndKind, Job, sample_id
 
 _MOST_TOKENS = 2**21  # of a session
 _MOST_SESSIONS = 4096
@@ -27,7 +31,7 @@ class Trajectory:
     ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did, it was read.
     ``logprobs``: of the sampled ones, 0 of the others. ``ends``: why each turn ended.
     ``forked_from``: number of an earlier trajectory of which it has ``shared`` tokens in common,
-    sampled ones among them; None: of none.
+    sampled ones among them; None: of none. ``text``: of all its tokens; None: not known.
     """
 
     ids: list[int]
@@ -36,6 +40,7 @@ class Trajectory:
     ends: list[EndKind] = field(default_factory=list)
     forked_from: int | None = None
     shared: int = 0
+    text: str | None = None
 
     def follows(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt begins with all of these tokens."""
@@ -63,66 +68,188 @@ class Trajectory:
 
     def as_json(self) -> dict[str, Any]:
         """The same for an answer over HTTP."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "text"}
+
+
+Limit = Literal["max_turns", "max_tokens"]
+
+
+class Limits(NamedTuple):
+    """Limits of a session, behind which it is over.
+
+    ``answers``: that it may ask for. ``tokens``: of all its trajectories.
+    """
+
+    answers: int
+    tokens: int
 
 
 class Session:
     """Answers to a key, and their reward. Threads may share it.
 
-    ``seed``: of the random numbers of requests without one of their own. ``reward``: None: none was
-    given. ``parts``: further numbers of it.
+    ``seed``: of the random numbers of requests without one of their own. ``trajectories``: what was
+    recorded; ``order``: of each answer, as they came, the number of its trajectory and of its turn
+    there. ``rewards``: by the number of answers that were recorded when they were given.
+    ``exceeded``: the limit that a request ran into; None: none did.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        """A session of which nothing was asked yet."""
+    def __init__(self, seed: int | None = None, limits: Limits | None = None) -> None:
+        """A session of which nothing was asked yet; ``limits``: None: the server's own."""
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
         self.trajectories: list[Trajectory] = []
-        self.reward: float | None = None
-        self.parts: dict[str, float] = {}
-        self._answers = 0
-        self._tokens = 0
+        self.order: list[tuple[int, int]] = []
+        self.rewards: dict[int, Turn] = {}
+        self.exceeded: Limit | None = None
+        self._jobs: list[Job] = []
+        self._limits = limits
+        self._last: Turn | None = None  # the reward that was given last
+        self._asked: Counter[int] = Counter()
+        self._admitted = self._pending = 0  # answers
+        self._tokens = self._bound = 0
+        self._texts: dict[tuple[int, ...], str] = {}  # of prompts
         self._lock = threading.Lock()
+        self._is_closed = False
 
-    def names(self) -> tuple[object, ...] | None:
-        """Names of which the random numbers of the next request are made; None: of its own."""
+    @property
+    def reward(self) -> float | None:
+        """The reward that was given last; None: none was, or it said that nothing is scored."""
+        return None if self._last is None else self._last.score
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Further numbers of it."""
+        return {} if self._last is None else self._last.parts
+
+    @property
+    def is_waiting(self) -> bool:
+        """True as long as the engine owes it an answer."""
         with self._lock:
-            self._answers += 1
-            return None if self.seed is None else ("session", self.seed, self._answers)
+            self._jobs = [job for job in self._jobs if job.is_open]
+            return bool(self._jobs)
 
-    def check_room(self, tokens: int) -> None:
-        """Refuse a request of so many tokens where the session has too many; `DataError`."""
-        if self._tokens + tokens > _MOST_TOKENS:
+    def follow(self, job: Job) -> None:
+        """Take note of a request that the engine is given."""
+        with self._lock:
+            self._jobs.append(job)
+
+    def names(self, prompts: Sequence[Sequence[int]] = ()) -> tuple[object, ...] | None:
+        """Names of which the random numbers of a request are made; None: of its own.
+
+        They differ where the same is asked again. Which other requests came before does not matter.
+        """
+        if self.seed is None:
+            return None
+        asked = sample_id(*chain.from_iterable(prompts))
+        with self._lock:
+            self._asked[asked] += 1
+            return ("session", self.seed, asked, self._asked[asked])
+
+    def encoded(
+        self, text: str, begin: Callable[[str], list[int]], go_on: Callable[[str], list[int]]
+    ) -> list[int]:
+        """Tokens of a prompt; where it continues a trajectory these come first as they are.
+
+        Args:
+            text: of the prompt.
+            begin: encodes a whole one.
+            go_on: encodes what is added to one.
+        """
+        with self._lock:
+            known = [one for one in self.trajectories if one.text and text.startswith(one.text)]
+            longest = max(known, key=lambda one: len(one.text or ""), default=None)
+            begun = [] if longest is None else longest.ids[:]
+            rest = text if longest is None else text[len(longest.text or "") :]
+        ids = [*begun, *go_on(rest)] if begun else begin(text)
+        with self._lock:
+            self._texts[tuple(ids)] = text
+        return ids
+
+    def admit(self, prompt: Sequence[int], longest: int, answers: int) -> None:
+        """Refuse a request that may take the session beyond its limits.
+
+        Args:
+            prompt: its tokens.
+            longest: most tokens of an answer.
+            answers: so many are asked for.
+
+        Raises:
+            DataError: it may; where limits were given the session is over then.
+        """
+        most = self._limits or Limits(sys.maxsize, _MOST_TOKENS)
+        with self._lock:
+            bound, known = self._bound, 0
+            if not self._pending:
+                followed = (len(one.ids) for one in self.trajectories if one.follows(prompt))
+                bound, known = self._tokens, max(followed, default=0)
+            bound += answers * (len(prompt) + longest) - known
+            self._admitted += answers
+            if self.exceeded is None and self._admitted > most.answers:
+                self.exceeded = "max_turns"
+            elif self.exceeded is None and bound > most.tokens:
+                self.exceeded = "max_tokens"
+            if self.exceeded is None:
+                self._bound, self._pending = bound, self._pending + answers
+                return
+            limit = self.exceeded
+            if self._limits is None:
+                self.exceeded = None
+        if limit == "max_turns":
+            raise DataError(f"the session is over: it may have {most.answers} answers")
+        if self._limits is not None:
             raise DataError(
-                f"the session has {self._tokens} tokens, and may have {_MOST_TOKENS}; begin "
-                "another one"
+                f"the session is over: it may have {most.tokens} tokens, and could have {bound} "
+                "after this"
             )
+        raise DataError(
+            f"the session has {self._tokens} tokens, may have {most.tokens}, and could have "
+            f"{bound} after this; begin another one"
+        )
 
     def record(
-        self, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], end: EndKind
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        end: EndKind,
+        text: str,
     ) -> None:
-        """Keep an answer: the tokens ``ids`` with their ``logprobs``, sampled behind ``prompt``."""
+        """Keep an answer: the tokens ``ids`` with their ``logprobs``, sampled behind ``prompt``.
+
+        ``text``: of all of them, that of a token that ended it included.
+        """
         with self._lock:
-            longest = max(
-                (one for one in self.trajectories if one.follows(prompt)),
-                key=lambda one: len(one.ids),
-                default=None,
-            )
-            if longest is None:
-                longest = self._begun(prompt)
+            self._pending -= 1
+            if self._is_closed:
+                return
+            followed = [n for n, one in enumerate(self.trajectories) if one.follows(prompt)]
+            number = max(followed, key=lambda n: len(self.trajectories[n].ids), default=None)
+            if number is None:
+                number = self._begin(prompt)
+            longest = self.trajectories[number]
             longest.read(prompt[len(longest.ids) :])
             longest.sampled(ids, logprobs, end)
+            before = self._texts.get(tuple(prompt))
+            longest.text = None if before is None else before + text
+            self.order.append((number, len(longest.ends)))
             self._tokens = sum(len(one.ids) for one in self.trajectories)
 
     def set_reward(self, reward: Any) -> None:
         """Take a reward: a number, null (not scored), or a mapping with ``reward``.
+
+        It is of the answer that was recorded last, in place of one that it had.
 
         Raises:
             DataError: it is none.
         """
         turn = check_turn(Turn(reward=reward, done=True))
         with self._lock:
-            self.reward, self.parts = turn.score, turn.parts
+            self._last = self.rewards[len(self.order)] = turn
+
+    def close(self) -> None:
+        """Record nothing more."""
+        with self._lock:
+            self._is_closed = True
 
     def as_json(self) -> dict[str, Any]:
         """Everything that was recorded."""
@@ -130,18 +257,19 @@ class Session:
             return {
                 "id": self.id,
                 "reward": self.reward,
-                "parts": dict(self.parts),
+                "parts": self.parts,
                 "trajectories": [one.as_json() for one in self.trajectories],
             }
 
-    def _begun(self, prompt: Sequence[int]) -> Trajectory:
+    def _begin(self, prompt: Sequence[int]) -> int:
+        """Number of a new trajectory."""
         made = Trajectory([], [], [])
         for number, one in enumerate(self.trajectories):
             shared = one.common(prompt)
             if shared > made.shared and any(one.turn_ids[:shared]):
                 made.forked_from, made.shared = number, shared
         self.trajectories.append(made)
-        return made
+        return len(self.trajectories) - 1
 
 
 class Sessions:
@@ -151,12 +279,12 @@ class Sessions:
         self._by_key: dict[str, Session] = {}
         self._lock = threading.Lock()
 
-    def begin(self, seed: int | None = None) -> Session | None:
+    def begin(self, seed: int | None = None, limits: Limits | None = None) -> Session | None:
         """A new session; None: there are too many."""
         with self._lock:
             if len(self._by_key) >= _MOST_SESSIONS:
                 return None
-            session = Session(seed)
+            session = Session(seed, limits)
             self._by_key[session.key] = session
             return session
 
@@ -173,3 +301,4 @@ class Sessions:
         """Forget a session; its key is refused from now on."""
         with self._lock:
             self._by_key.pop(session.key, None)
+        session.close()

@@ -236,6 +236,7 @@ def test_the_server_of_the_page(workplace, serving):
 # Blocks that show a form and run nothing, by their first line.
 SHOWN = (
     *("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py"),
+    "# my_agent.py",
     *("# my_counter.py", "# my_server.py", "# my_nemo_env.py", "# my_vf_env.py"),
 )
 ASKS_A_SERVER = "import httpx"

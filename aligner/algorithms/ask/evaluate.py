@@ -39,7 +39,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         asked.check_room(longest)
         columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
         source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
-        talks = open_environments(asked.run, asked.tokenizer, columns, closing)
+        talks = open_environments(asked.run, asked.tokenizer, asked.architecture, columns, closing)
         engine, workers = asked.start(longest, console.print)
         judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
         asking = asked.asking(engine, config.sampling.samples_per_prompt)
@@ -60,7 +60,7 @@ def _sets(config: EvaluateConfig, asked: AskedModel) -> dict[str, PromptDataset]
     data = config.data
     sources = {} if data.prompts is None else {DEFAULT_SET: data.prompts}
     sources |= data.sets
-    if config.environment.factory is None:
+    if not config.environment.is_set:
         return {
             name: PromptDataset.load(source, asked.tokenizer, data)
             for name, source in sources.items()

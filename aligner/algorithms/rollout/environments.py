@@ -7,19 +7,27 @@ run that is resumed begins a step's conversations again, from their seeds.
 """
 
 import logging
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from aligner.algorithms.rollout.ahead import ConversationsAhead
 from aligner.algorithms.rollout.rollout import RolloutSource
+from aligner.algorithms.rollout.trajectories import (
+    END_REASONS,
+    EndReason,
+    Failures,
+    Trajectory,
+    check_scored,
+    environment_seed,
+    rollout_batch,
+    transcript,
+)
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import EnvironmentConfig, SamplingOptions
 from aligner.data.prompts import pad_right
@@ -28,15 +36,13 @@ from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import Turn
-from aligner.errors import ConfigError, EnvironmentCallError
+from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.rewards.interface import ScoredResponses
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-EndReason = Literal["done", "max_turns", "max_tokens"]
-END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
 FAILURE_REASONS = ("env_timeout", "env_error")
 
 # Engines make random numbers of seed and sample id: turns and attempts have ids of their own.
@@ -113,7 +119,12 @@ class EnvironmentRollouts(RolloutSource):
             output = generation.generate(BatchedDataDict(columns), seed=seed, **options)
             _of(here, partial(_Conversations.answered, output=output.to("cpu")))
         generation.finish_generation()
-        return self._joined(data, _of(here, _Conversations.rows))
+        return rollout_batch(
+            data,
+            _of(here, _Conversations.rows),
+            self._tokenizer.pad_id,
+            with_positions=self._config.rewritten_history == "fork",
+        )
 
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
@@ -121,42 +132,6 @@ class EnvironmentRollouts(RolloutSource):
         """See `RolloutSource.begin`."""
         return ConversationsAhead(
             partial(self.collect, data=data, seed=seed, per_prompt=per_prompt), generation
-        )
-
-    def _joined(self, data: BatchedDataDict, rows: "list[Trajectory]") -> BatchedDataDict:
-        ids, lengths = pad_right([row.ids for row in rows], self._tokenizer.pad_id)
-        width = ids.shape[1]
-        turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
-        positions: dict[str, Tensor] = {}
-        if self._config.rewritten_history == "fork":
-            each = [row.positions for row in rows]
-            positions["position_ids"] = _padded(each, width, torch.int64)
-        return BatchedDataDict(
-            {
-                "input_ids": ids,
-                "input_lengths": lengths,
-                **positions,
-                "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
-                "sample_ids": data["sample_ids"],
-                "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
-                "token_mask": (turn_ids > 0).float(),
-                "sample_mask": torch.tensor([float(row.is_scored) for row in rows]),
-                "generation_logprobs": _padded(
-                    [row.logprobs for row in rows], width, torch.float32
-                ),
-                "turn_ids": turn_ids,
-                "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
-                "is_scored": torch.tensor([float(row.is_scored) for row in rows]),
-                "prompts": [row.prompt for row in rows],
-                "responses": [row.text for row in rows],
-                "turns": [row.turns for row in rows],
-                "reward_parts": [row.parts for row in rows],
-                "end_reasons": [row.end_reason for row in rows],
-                "forks": [row.forks for row in rows],
-                "failures": [row.failures for row in rows],
-                "ground_truths": data["ground_truths"],
-                "columns": data["columns"],
-            }
         )
 
 
@@ -186,26 +161,6 @@ class EnvironmentReward:
                 "unscored_samples": int((data["is_scored"] == 0).sum()),
             },
         )
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """A conversation that ended, in plain objects; lists are of one value a token."""
-
-    prompt: str
-    prompt_length: int
-    ids: list[int]
-    turn_ids: list[int]
-    positions: list[int]
-    logprobs: list[float]
-    rewards: list[float]
-    is_scored: bool
-    parts: dict[str, float]
-    end_reason: EndReason
-    forks: int
-    text: str
-    turns: list[dict[str, Any]]
-    failures: list[str]
 
 
 @dataclass
@@ -249,13 +204,12 @@ class _Conversations:
         self._active: list[_Waiting] = []
         self._free = list(range(config.concurrency))
         self._ended: dict[int, Trajectory] = {}
-        self._failed = 0
+        self._failures = Failures(config.retries)
 
     def add(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
         """Have a conversation for every row of ``data``."""
         for row, sample_id in enumerate(data["sample_ids"].tolist()):
-            rng = random.Random(f"{seed}/{sample_id // per_prompt}")
-            seeded = rng.getrandbits(63)
+            seeded = environment_seed(seed, sample_id, per_prompt)
             self._waiting.append(_Waiting(row, sample_id, seeded, data["columns"][row]))
 
     def prompts(self) -> tuple[list[list[int]], list[int]] | None:
@@ -300,13 +254,7 @@ class _Conversations:
             EnvironmentCallError: none was scored.
         """
         found = [self._ended[row] for row in sorted(self._ended)]
-        if found and not any(each.is_scored for each in found):
-            raise EnvironmentCallError(
-                f"environment {self._pool.factory!r} scored none of the {len(found)} conversations "
-                "of a rollout: every reward was None; nothing can be learned of that (a "
-                "conversation that is cut by environment.max_turns or max_tokens has the rewards "
-                "of its turns only)"
-            )
+        check_scored(found, self._pool.factory)
         return found
 
     def _begin(self) -> None:
@@ -332,14 +280,8 @@ class _Conversations:
         if isinstance(answer, Answer):
             one.seconds += answer.seconds
             return answer.value
-        log.warning("a conversation failed and begins again (%s): %s", answer.reason, answer.text)
         one.failures.append(answer.reason)
-        self._failed += 1
-        if self._failed > self._config.retries:
-            raise EnvironmentCallError(
-                f"{self._failed} conversations of a rollout failed, more than environment.retries="
-                f"{self._config.retries}; the last: {answer.text}"
-            )
+        self._failures.add(answer)
         self._free.append(one.slot)
         one.conversation = None
         self._waiting.append(one)
@@ -410,25 +352,7 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         parts=dict(parts),
         end_reason=reason,
         forks=talk.forks,
-        text=transcript(talk),
+        text=transcript(talk.turns),
         turns=[vars(turn).copy() for turn in talk.turns],
         failures=one.failures,
     )
-
-
-def transcript(talk: Conversation) -> str:
-    """The conversation behind its prompt, as people read it: roles and rewards in brackets."""
-    lines = []
-    for turn in talk.turns:
-        earned = "not scored" if turn.reward is None else f"{turn.reward:+.3g}"
-        lines.append(f"{turn.content} [{earned}]")
-        lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
-    return "\n".join(lines)
-
-
-def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
-    """Rows of numbers, right-padded with 0: ``dtype`` [B, width]."""
-    result = torch.zeros(len(rows), width, dtype=dtype)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = torch.tensor(row, dtype=dtype)
-    return result

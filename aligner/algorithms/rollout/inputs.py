@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from aligner.algorithms.rollout.environments import EnvironmentRollouts
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
 from aligner.algorithms.run.run import Run
@@ -56,7 +57,7 @@ class Prompts(Split[PromptDataset]):
 def load_prompts(run: Run[SamplingRunConfig]) -> Prompts:
     """Read and tokenize the prompts of a run, and check that responses fit behind them."""
     config, data = run.config, run.config.data
-    if config.environment.factory is not None:
+    if config.environment.is_set:
         return _load_episodes(run)
     both = Split.load(PromptDataset, data, run.tokenizer)
     sets = {
@@ -98,30 +99,36 @@ def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) ->
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
 
-def load_environments(
-    run: Run[SamplingRunConfig], columns: frozenset[str]
-) -> EnvironmentRollouts | None:
+def load_environments(run: Run[SamplingRunConfig], columns: frozenset[str]) -> RolloutSource | None:
     """The environments of a run; see `open_environments`. They end with the run."""
-    return open_environments(run.config, run.tokenizer, columns, run.closing)
+    return open_environments(run.config, run.tokenizer, run.architecture, columns, run.closing)
 
 
 def open_environments(
     config: SamplingRunConfig,
     tokenizer: Tokenizer,
+    architecture: GPTArchitecture,
     columns: frozenset[str],
     closing: ExitStack,
-) -> EnvironmentRollouts | None:
+) -> RolloutSource | None:
     """Environments, their processes started on rank 0; None: the configuration has none.
 
     ``columns``: of the data. ``closing`` ends them. A dry run has none: its responses are as long
     as a conversation may be.
 
     Raises:
-        ConfigError: the class cannot be imported, or cannot be made of the columns.
+        ConfigError: the class or function cannot be imported, or cannot be made of the columns, or
+            the command's program is not there.
     """
     environment = config.environment
-    if environment.factory is None or config.dry_run:
+    if not environment.is_set or config.dry_run:
         return None
+    if environment.kind == "endpoint":
+        # FastAPI, uvicorn: for this alone.
+        from aligner.algorithms.rollout.endpoint import EndpointRollouts
+
+        return EndpointRollouts(config, tokenizer, architecture, columns, closing)
+    assert environment.factory is not None, "checked with the configuration"
     factory, pools = environment.factory, []
 
     def start() -> None:

@@ -230,7 +230,7 @@ def _check_prompted(config: PromptedConfig) -> None:
 
 def _check_room(config: EvaluateConfig) -> None:
     environment, response = config.environment, config.sampling.max_length
-    if environment.factory is not None and environment.max_tokens <= response:
+    if environment.is_set and environment.max_tokens <= response:
         raise ConfigError(
             f"environment.max_tokens={environment.max_tokens} leaves no room for a prompt before a "
             f"response of sampling.max_length={response}; raise the one, or lower the other"

@@ -94,9 +94,9 @@ def check_recorded(config: "RunConfig") -> None:
         )
     if backend == "vllm":
         _check_recorded_by_vllm(config, named)
-    if config.environment.factory is not None:
+    if config.environment.is_set:
         raise ConfigError(
-            f"{named}: environment.factory={config.environment.factory} is set, and of "
+            f"{named}: {config.environment.named} is set, and of "
             "conversations nothing is recorded; set it to 0"
         )
 

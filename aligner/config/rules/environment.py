@@ -7,19 +7,20 @@ from aligner.errors import ConfigError
 def check_environment(config: SamplingRunConfig) -> None:
     """Refuse an environment that nobody reads, and options that mean nothing beside it."""
     environment, rollout = config.environment, config.model.rollout
-    if (environment.factory is None) != (config.reward.kind != "environment"):
+    _check_kind(config)
+    if environment.is_set != (config.reward.kind == "environment"):
         raise ConfigError(
-            f"reward.kind={config.reward.kind} and environment.factory={environment.factory}: "
+            f"reward.kind={config.reward.kind} and {environment.named}: "
             "set reward=environment and environment.factory=my_game.py:Class, or neither"
         )
     if isinstance(config, RunConfig):
         _check_credit(config)
-    if environment.factory is None and environment.chat_template is not None:
+    if not environment.is_set and environment.chat_template is not None:
         raise ConfigError(
             f"environment.chat_template={environment.chat_template} is for conversations, and "
             "environment.factory is null; leave it out"
         )
-    if environment.factory is None:
+    if not environment.is_set:
         return
     response = rollout.length_params.max_length
     if environment.max_tokens <= response:
@@ -33,7 +34,8 @@ def check_environment(config: SamplingRunConfig) -> None:
             "are the environment's; set it to null"
         )
     longest = 2 * environment.timeout_s
-    if config.cluster.engine == "local" and longest >= config.cluster.timeout_s:
+    waits = environment.kind == "messages" and config.cluster.engine == "local"
+    if waits and longest >= config.cluster.timeout_s:
         raise ConfigError(
             f"environment.timeout_s={environment.timeout_s:g} must stay below half of "
             f"cluster.timeout_s={config.cluster.timeout_s:g}, for which the other processes wait; "
@@ -46,9 +48,46 @@ def check_environment(config: SamplingRunConfig) -> None:
         )
 
 
+def _check_kind(config: SamplingRunConfig) -> None:
+    environment = config.environment
+    command = environment.command
+    if environment.kind == "messages":
+        if command is not None:
+            raise ConfigError(
+                f"{environment.named} is an agent that asks the policy, and "
+                "environment.kind=messages; set environment.kind=endpoint"
+            )
+        return
+    if not environment.is_set:
+        raise ConfigError(
+            "environment.kind=endpoint and neither environment.command nor environment.factory: "
+            "set environment.command='python my_agent.py' or environment.factory=my_agent.py:run"
+        )
+    if command is not None and environment.factory is not None:
+        raise ConfigError(
+            f"{environment.named} and environment.factory={environment.factory}: an agent is one "
+            "of them; set the other to null"
+        )
+    if command is not None and not environment.words:
+        raise ConfigError(
+            f"environment.command={command!r} is empty; give a program and its arguments"
+        )
+    if environment.rewritten_history != "fork":
+        raise ConfigError(
+            f"environment.rewritten_history={environment.rewritten_history} and "
+            "environment.kind=endpoint: an agent says what the policy reads, and what does not "
+            "continue it begins another sequence; set it to fork"
+        )
+    if config.generation.async_rollouts:
+        raise ConfigError(
+            "generation.async_rollouts=true and environment.kind=endpoint: agents are answered "
+            "while nothing else is done; set one of them to false or messages"
+        )
+
+
 def _check_credit(config: RunConfig) -> None:
     trainer = config.trainer.ppo
-    has_turns = config.environment.factory is not None
+    has_turns = config.environment.is_set
     for key, value in (
         ("trainer.ppo.timestep", trainer.timestep),
         ("trainer.ppo.advantage.credit", trainer.advantage.credit),

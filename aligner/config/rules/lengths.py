@@ -41,7 +41,7 @@ def longest_lengths(
     limit = None
     if isinstance(config, SamplingRunConfig):
         limit = config.data.max_prompt_length
-        if config.environment.factory is not None:  # what a response is added to, of any turn
+        if config.environment.is_set:  # what a response is added to, of any turn
             answer = config.model.rollout.length_params.max_length
             limit = config.environment.max_tokens - answer
     elif isinstance(config, SupervisedRunConfig):

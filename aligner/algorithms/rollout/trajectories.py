@@ -1,0 +1,149 @@
+"""Conversations that ended, as rows of a rollout batch; and those that failed, within a budget."""
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.data.prompts import pad_right
+from aligner.environments.conversation import TurnRecord
+from aligner.environments.pool import Failure
+from aligner.errors import EnvironmentCallError
+
+log = logging.getLogger(__name__)
+
+EndReason = Literal["done", "max_turns", "max_tokens"]
+END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A conversation that ended, in plain objects; lists are of one value a token."""
+
+    prompt: str
+    prompt_length: int
+    ids: list[int]
+    turn_ids: list[int]
+    positions: list[int]
+    logprobs: list[float]
+    rewards: list[float]
+    is_scored: bool
+    parts: dict[str, float]
+    end_reason: EndReason
+    forks: int
+    text: str
+    turns: list[dict[str, Any]]
+    failures: list[str]
+
+
+class Failures:
+    """Conversations of a rollout that failed, and begin again."""
+
+    def __init__(self, retries: int) -> None:
+        """``retries``: so many may fail."""
+        self._retries, self._count = retries, 0
+
+    def add(self, failure: Failure) -> None:
+        """Count one more.
+
+        Raises:
+            EnvironmentCallError: that is one too many.
+        """
+        log.warning("a conversation failed and begins again (%s): %s", failure.reason, failure.text)
+        self._count += 1
+        if self._count > self._retries:
+            raise EnvironmentCallError(
+                f"{self._count} conversations of a rollout failed, more than environment.retries="
+                f"{self._retries}; the last: {failure.text}"
+            )
+
+
+def environment_seed(seed: int, sample_id: int, per_prompt: int) -> int:
+    """Seed of a sample's environment, 0 <= seed < 2**63; one for all samples of a prompt."""
+    return random.Random(f"{seed}/{sample_id // per_prompt}").getrandbits(63)
+
+
+def check_scored(rows: Sequence[Trajectory], name: str) -> None:
+    """Refuse a rollout in which no conversation was scored.
+
+    Args:
+        rows: all of its conversations.
+        name: what scores them, for the message.
+
+    Raises:
+        EnvironmentCallError: every reward was None.
+    """
+    if rows and not any(each.is_scored for each in rows):
+        raise EnvironmentCallError(
+            f"environment {name!r} scored none of the {len(rows)} conversations of a rollout: "
+            "every reward was None; nothing can be learned of that (a conversation that is cut by "
+            "environment.max_turns or max_tokens has the rewards of its turns only)"
+        )
+
+
+def transcript(turns: Sequence[TurnRecord]) -> str:
+    """A conversation behind its prompt, as people read it: roles and rewards in brackets."""
+    lines = []
+    for turn in turns:
+        earned = "not scored" if turn.reward is None else f"{turn.reward:+.3g}"
+        lines.append(f"{turn.content} [{earned}]")
+        lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
+    return "\n".join(lines)
+
+
+def rollout_batch(
+    data: BatchedDataDict, rows: Sequence[Trajectory], pad_id: int, *, with_positions: bool
+) -> BatchedDataDict:
+    """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
+
+    Args:
+        data: of `aligner.algorithms.rollout.rollout.prompts_batch`; its rows are those of ``rows``.
+        rows: the conversations.
+        pad_id: fills tokens on the right.
+        with_positions: rows may hold several sequences, and ``position_ids`` int64 [B, S] says
+            where each begins.
+    """
+    ids, lengths = pad_right([row.ids for row in rows], pad_id)
+    width = ids.shape[1]
+    turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
+    positions: dict[str, Tensor] = {}
+    if with_positions:
+        positions["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            **positions,
+            "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
+            "sample_ids": data["sample_ids"],
+            "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
+            "token_mask": (turn_ids > 0).float(),
+            "sample_mask": torch.tensor([float(row.is_scored) for row in rows]),
+            "generation_logprobs": _padded([row.logprobs for row in rows], width, torch.float32),
+            "turn_ids": turn_ids,
+            "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
+            "is_scored": torch.tensor([float(row.is_scored) for row in rows]),
+            "prompts": [row.prompt for row in rows],
+            "responses": [row.text for row in rows],
+            "turns": [row.turns for row in rows],
+            "reward_parts": [row.parts for row in rows],
+            "end_reasons": [row.end_reason for row in rows],
+            "forks": [row.forks for row in rows],
+            "failures": [row.failures for row in rows],
+            "ground_truths": data["ground_truths"],
+            "columns": data["columns"],
+        }
+    )
+
+
+def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of numbers, right-padded with 0: ``dtype`` [B, width]."""
+    result = torch.zeros(len(rows), width, dtype=dtype)
+    for index, row in enumerate(rows):
+        result[index, : len(row)] = torch.tensor(row, dtype=dtype)
+    return result

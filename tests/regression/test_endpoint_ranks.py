@@ -1,0 +1,38 @@
+"""Two processes have the rollouts of one over agents that ask rank 0."""
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from aligner.observe.metrics import read_metrics
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt_ppo.py"
+AGENT = Path(__file__).parents[1] / "unit" / "user_agents.py"
+
+
+@pytest.mark.extended
+def test_two_processes(tmp_path, tiny_nemo):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"name": "{n}"}}\n' for n in range(4)))
+
+    def run(ranks):
+        folder = tmp_path / str(ranks)
+        arguments = [
+            *("--config-name", "gpt_ppo", "reward=environment", "environment.kind=endpoint"),
+            *(f"model.restore_from_path={tiny_nemo}", f"environment.factory={AGENT}:graded"),
+            *("environment.max_tokens=200", f"data.train.source={tmp_path / 'rows.jsonl'}"),
+            f"exp_manager.explicit_log_dir={folder}",
+            "exp_manager.create_tensorboard_logger=false",
+            *(f"trainer.devices={ranks}", "trainer.ppo.max_steps=2"),
+            *("model.ppo.length_params.max_length=6", "model.ppo.num_rollout_samples=4"),
+            *("model.global_batch_size=4", "model.micro_batch_size=2"),
+            *("critic.global_batch_size=4", "critic.micro_batch_size=2"),
+        ]
+        run_ranks(SCRIPT, ranks, arguments, 200)
+        return list(read_metrics(folder / "metrics.jsonl"))
+
+    one, two = run(1), run(2)
+    assert len(one) == len(two) == 2
+    key = "train_rollouts/rewards"
+    assert one[0][key] == two[0][key]
+    assert [line["train_rollouts/turns"] for line in two] == [2, 2]

@@ -1,0 +1,309 @@
+"""Rollouts of agents: their rows are what they were answered, and how they end.
+
+The engine's tokens depend on the prompt, the seed and the sample id only; the HTTP server, the
+processes and the clocks are the real ones.
+"""
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+import user_agents
+from documented import ROOT
+from test_environment_rollout import MOST, TOKENIZER, Babble, same
+
+from aligner.algorithms.rollout.endpoint import EndpointRollouts
+from aligner.algorithms.rollout.environments import EnvironmentReward
+from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.config import LengthParams, SamplingParams
+from aligner.config.environment import EnvironmentConfig
+from aligner.data.prompts import Prompt, collate_prompts
+from aligner.errors import ConfigError, EnvironmentCallError
+
+FILE = user_agents.__file__
+RUN = {"factory": f"{FILE}:run"}
+COMMAND = {"command": (sys.executable, FILE)}
+
+
+class Agents:
+    """Rollouts of one configuration."""
+
+    def __init__(self, closing, columns=("what",), **settings):
+        settings = {"max_tokens": 400, "retries": 0, "concurrency": 2, **settings}
+        rollout = SimpleNamespace(
+            length_params=LengthParams(MOST), sampling_params=SamplingParams()
+        )
+        config = SimpleNamespace(
+            environment=EnvironmentConfig(kind="endpoint", **settings),
+            model=SimpleNamespace(rollout=rollout),
+            data=SimpleNamespace(add_bos=False),
+        )
+        architecture = SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
+        self.rollouts = EndpointRollouts(
+            config, TOKENIZER, architecture, frozenset(columns), closing
+        )
+
+    def collect(self, rows, per_prompt=1, engine=None):
+        items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
+        data = prompts_batch(collate_prompts(items, 0), 0, per_prompt)
+        return self.rollouts.collect(engine or Babble(), data, seed=3, per_prompt=per_prompt)
+
+
+@pytest.fixture(scope="module")
+def functions():
+    """Agents that are functions; their processes are started once."""
+    with ExitStack() as closing:
+        yield Agents(closing, ("what", "name", "saw", "marker"), **RUN)
+
+
+def task(what, name="1", saw=None, marker=None):
+    return {"what": what, "name": name, "saw": saw and str(saw), "marker": marker and str(marker)}
+
+
+def collected(rows, columns=("what", "name", "saw", "marker"), **settings):
+    with ExitStack() as closing:
+        return Agents(closing, columns, **settings).collect(rows)
+
+
+def sampled(batch, row, turn):
+    mine = batch["turn_ids"][row] == turn
+    return batch["input_ids"][row, mine].tolist(), batch["generation_logprobs"][row, mine].tolist()
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_rows_are_what_the_agents_saw(kind, functions, tmp_path):
+    rows = [task("two_turns", str(n), tmp_path / str(n)) for n in range(3)]
+    batch = functions.collect(rows) if kind == "function" else collected(rows, **COMMAND)
+    for row in range(3):
+        seen = [json.loads(line) for line in (tmp_path / str(row)).open()]
+        whole = seen[1][0] + seen[1][1]
+        length = int(batch["input_lengths"][row])
+        assert batch["input_ids"][row, :length].tolist() == whole
+        assert batch["position_ids"][row, :length].tolist() == list(range(length))
+        assert int(batch["prompt_lengths"][row]) == len(seen[0][0])
+        for turn, (prompt, ids, logprobs) in enumerate(seen, start=1):
+            found, engine = sampled(batch, row, turn)
+            assert found == ids
+            assert engine == pytest.approx(logprobs)
+            assert whole[: len(prompt)] == prompt
+        assert torch.equal(batch["token_mask"][row], (batch["turn_ids"][row] > 0).float())
+        last = length - 1
+        assert batch["turn_rewards"][row].nonzero().tolist() == [[last]]
+        assert batch["turns"][row][0]["answer"][0]["role"] == "agent"
+        assert "and?" in batch["turns"][row][0]["answer"][0]["content"]
+    assert batch["end_reasons"] == ["done"] * 3
+    metrics = score(EnvironmentReward(), batch)
+    assert (metrics["turns"], metrics["forks"], metrics["ended_done"]) == (2, 0, 1)
+    assert batch["is_right"].tolist() == [1.0] * 3
+
+
+def test_tokens_stay_as_they_were_sampled(functions):
+    """Bytes that are no UTF-8 come back as other ones; the agent's next question does not fork."""
+
+    class Bytes(Babble):
+        def _row(self, ids, key, most):
+            whole, logprobs, ended = super()._row(ids, key, most)
+            new = [token + 100 if token < 130 else token for token in whole[len(ids) :]]
+            return ids + new, logprobs, ended
+
+    batch = functions.collect([task("two_turns", str(n)) for n in range(3)], engine=Bytes())
+    assert batch["forks"] == [0] * 3
+    assert all("�" in turns[0]["content"] for turns in batch["turns"])
+
+
+def test_the_same_seed_gives_the_same_rows(functions):
+    rows = [task("two_turns", str(n)) for n in range(4)]
+    one, other = (functions.collect(rows, 2) for _ in range(2))
+    same(one, other)
+    assert not torch.equal(one["input_ids"][0], one["input_ids"][1])
+
+
+def test_rewards_stand_at_the_answers_before_them(functions):
+    batch = functions.collect([task("each_turn")])
+    ends = [(batch["turn_ids"][0] == turn).nonzero().max().item() for turn in (1, 2, 3)]
+    assert batch["turn_rewards"][0, ends].tolist() == [0.25, 0.0, 2.0]
+    assert batch["turn_rewards"].sum() == 2.25
+    assert [turn["reward"] for turn in batch["turns"][0]] == [0.25, None, 2.0]
+    assert batch["reward_parts"] == [{"found": 1.0}]
+
+
+def test_what_does_not_continue_is_another_sequence_of_the_row(functions):
+    batch = functions.collect([task("rewrites")])
+    length = int(batch["input_lengths"][0])
+    positions = batch["position_ids"][0, :length].tolist()
+    begins = [at for at, position in enumerate(positions) if position == 0]
+    assert (len(begins), batch["forks"]) == (2, [1])
+    spans = ((0, begins[1]), (begins[1], length))
+    texts = [TOKENIZER.decode(batch["input_ids"][0, a:b].tolist()) for a, b in spans]
+    assert ["three?" in text for text in texts] == [True, False]
+    assert ["two?" in text for text in texts] == [False, True]
+    # The reward came after the third answer, which stands second in the row.
+    at = batch["turn_rewards"][0].nonzero().item()
+    assert batch["turn_ids"][0, at] == 2
+    assert batch["turn_ids"][0].amax() == 3
+
+
+def test_the_run_s_sampling_is_used(functions, caplog):
+    seen = []
+
+    class Seen(Babble):
+        def generate(self, data, **given):
+            seen.append(given["sampling_options"])
+            return super().generate(data, **given)
+
+    batch = functions.collect([task("own_sampling", "a")] * 2, engine=Seen())
+    assert {options.sampling for options in seen} == {SamplingParams()}
+    lengths = [len(sampled(batch, row, turn)[0]) for row in (0, 1) for turn in (1, 2)]
+    assert max(lengths[0::2]) <= 2
+    assert max(lengths[1::2]) <= MOST
+    assert not torch.equal(batch["input_ids"][0], batch["input_ids"][1])  # its seed is not
+    [said] = [one.message for one in caplog.records if "the run's own" in one.message]
+    assert "seed, temperature, top_p" in said
+
+
+def test_calls_of_tools_are_heard(functions):
+    batch = functions.collect([task("with_tools")])
+    assert "result of add: 2" in batch["prompts"][0]
+
+
+@pytest.mark.parametrize("what", ["asks_on", "asks_on_and_ends_well"])
+def test_more_turns_than_allowed(what):
+    batch = collected([task(what)], max_turns=3, **RUN)
+    assert batch["end_reasons"] == ["max_turns"]
+    assert batch["turn_ids"].amax() == 3
+    well = what == "asks_on_and_ends_well"
+    assert [turn["reward"] for turn in batch["turns"][0]] == [0.0, 1.0, 7.0 if well else 2.0]
+    assert batch["failures"] == [[]]
+
+
+def test_more_tokens_than_allowed():
+    batch = collected([task("asks_on")], max_turns=50, max_tokens=150, **RUN)
+    assert batch["end_reasons"] == ["max_tokens"]
+    assert 150 - 60 < batch["input_ids"].shape[1] <= 150
+    with pytest.raises(EnvironmentCallError, match=r"does not fit environment.max_tokens=400"):
+        collected([task("asks_much")], **RUN)
+
+
+def test_without_a_reward_it_is_not_scored(functions):
+    batch = functions.collect([task("unscored"), task("two_turns")])
+    assert batch["is_scored"].tolist() == batch["sample_mask"].tolist() == [0, 1]
+    with pytest.raises(EnvironmentCallError, match="scored none of the 1 conversations"):
+        functions.collect([task("unscored")])
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("crashes", "exit code 3; what it wrote ends: the cause of it"),
+        (
+            "asks_nothing",
+            "ended without an answer of the policy; what it wrote ends: nothing to do",
+        ),
+    ],
+)
+def test_a_failure_stops_the_run_with_its_cause(what, cause):
+    with pytest.raises(EnvironmentCallError, match=f"more than environment.retries=1; .*{cause}"):
+        collected([task(what)], retries=1, **COMMAND)
+
+
+def test_a_failure_is_drawn_again(tmp_path):
+    rows = [task("crashes_once", marker=tmp_path / "x"), task("two_turns")]
+    batch = collected(rows, retries=1, **COMMAND)
+    assert batch["failures"] == [["env_error"], []]
+    assert batch["end_reasons"] == ["done", "done"]
+    other = collected([task("two_turns")], **COMMAND)  # with other random numbers than at first
+    assert sampled(batch, 0, 1) != sampled(other, 0, 1)
+
+
+@pytest.mark.parametrize("by", [RUN, COMMAND], ids=["function", "command"])
+def test_one_that_hangs_is_killed_with_its_children(by, tmp_path):
+    marker = tmp_path / "pids"
+    began = time.monotonic()
+    rows = [task("hangs_once", marker=marker)]
+    batch = collected(rows, retries=1, timeout_s=1.5, **by)
+    assert batch["failures"] == [["env_timeout"]]
+    assert time.monotonic() - began < 20
+    for pid in map(int, marker.read_text().split()):
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+    with pytest.raises(
+        EnvironmentCallError, match=r"environment.timeout_s=0.5 seconds and was kil"
+    ):
+        collected([task("hangs", marker=marker)], timeout_s=0.5, **RUN)
+
+
+def test_the_policy_s_time_is_not_the_agent_s():
+    class Slow(Babble):
+        def generate(self, data, **given):
+            time.sleep(0.8)
+            return super().generate(data, **given)
+
+    with ExitStack() as closing:
+        agents = Agents(closing, ("what", "name", "saw", "marker"), timeout_s=0.6, **RUN)
+        batch = agents.collect([task("two_turns")], engine=Slow())
+    assert batch["failures"] == [[]]
+
+
+def test_what_a_command_writes_is_bounded_and_kept():
+    batch = collected([task("floods")], **COMMAND)
+    output = batch["turns"][0][0]["info"]["output"]
+    assert output.endswith("x\nthe end")
+    assert len(output) <= 500
+
+
+def test_a_function_returns_its_reward(tmp_path):
+    rows = [{"what": "a"}, {"what": "b"}]
+    settings = {"factory": f"{FILE}:returns", "kwargs": {"scale": 0.5}}
+    with ExitStack() as closing:
+        batch = Agents(closing, ("what",), **settings).collect(rows, 2)
+    assert batch["turn_rewards"].sum(1).tolist() == [0.5] * 4
+    seeds = [parts["seed"] for parts in batch["reward_parts"]]
+    assert seeds[0::2] == seeds[1::2]
+    assert seeds[0] != seeds[2]
+
+
+def test_an_error_of_the_engine_ends_the_rollout(functions):
+    class Broken(Babble):
+        def generate(self, data, **given):
+            raise ZeroDivisionError("of the engine")
+
+    with pytest.raises(ZeroDivisionError, match="of the engine"):
+        functions.collect([task("two_turns")], engine=Broken())
+    assert functions.collect([task("two_turns")])["end_reasons"] == ["done"]
+
+
+def test_the_agent_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "environments.md").read_text()
+    source = "# my_agent.py" + page.split("# my_agent.py", 1)[1].split("```", 1)[0]
+    assert len(source.splitlines()) <= 30
+    (tmp_path / "my_agent.py").write_text(source)
+    command = (sys.executable, str(tmp_path / "my_agent.py"))
+    columns = ("prompt", "ground_truth")
+    batch = collected([{"prompt": "1+1=", "ground_truth": "2"}], columns, command=command)
+    assert (batch["end_reasons"], batch["turn_ids"].amax().item()) == (["done"], 2)
+    assert batch["reward_parts"] == [{"accuracy": 0.0}]
+
+
+@pytest.mark.extended
+def test_the_openai_package():
+    pytest.importorskip("openai", reason="the package openai is not installed")
+    batch = collected([{"what": "?"}], ("what",), factory=f"{FILE}:with_openai")
+    assert (batch["end_reasons"], batch["is_scored"].tolist()) == (["done"], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"command": ("no-such-program",)}, "environment.command=.*there is no program"),
+        ({"factory": f"{FILE}:nobody"}, "has no function 'nobody'"),
+        ({"factory": f"{FILE}:act"}, "is called with base_url, api_key, seed, the columns"),
+        ({**RUN, "kwargs": {"seed": 1}}, "seed would be given twice"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_at_once(settings, said):
+    with pytest.raises(ConfigError, match=said), ExitStack() as closing:
+        Agents(closing, **settings)

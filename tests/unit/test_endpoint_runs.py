@@ -1,0 +1,103 @@
+"""Runs over agents that ask the policy: PPO and GRPO of the tiny model, and what is refused."""
+
+import json
+import sys
+
+import pytest
+import user_agents
+from test_conf import composed
+
+from aligner.algorithms.ask.evaluate import evaluate
+from aligner.algorithms.ppo.build import train_ppo
+from aligner.config import EvaluateConfig, load_config, parse_config
+from aligner.errors import ConfigError
+from aligner.observe.metrics import read_metrics
+
+AGENT = ["reward=environment", "environment.kind=endpoint"]
+FACTORY = f"{user_agents.__file__}:graded"
+BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl", *AGENT]
+
+
+def settings(tiny_nemo, folder):
+    return [
+        *(*AGENT, f"environment.factory={FACTORY}", f"model.restore_from_path={tiny_nemo}"),
+        f"data.train.source={folder / 'rows.jsonl'}",
+        f"+data.validation.source={folder / 'rows.jsonl'}",
+        *("environment.max_tokens=200", "environment.concurrency=2"),
+        *("model.ppo.length_params.max_length=6", "model.ppo.num_rollout_samples=4"),
+        *("model.ppo.num_rollouts_per_prompt=2", "trainer.ppo.max_steps=1"),
+        *("model.global_batch_size=4", "model.micro_batch_size=2"),
+        f"exp_manager.explicit_log_dir={folder / 'run'}",
+        "exp_manager.create_tensorboard_logger=false",
+    ]
+
+
+@pytest.mark.parametrize(
+    "script", ["gpt_ppo", pytest.param("gpt_reinforce", marks=pytest.mark.extended)]
+)
+def test_a_step(script, tiny_nemo, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"name": "a"}\n{"name": "b"}\n')
+    critic = ["critic.global_batch_size=4", "critic.micro_batch_size=2"]
+    given = [*settings(tiny_nemo, tmp_path), *(critic if script == "gpt_ppo" else [])]
+    train_ppo(load_config(composed(script, given)))
+    metrics = {}
+    for line in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        metrics |= line
+    for prefix in ("train_rollouts", "val_rollouts"):
+        assert metrics[f"{prefix}/turns"] == 2
+        assert metrics[f"{prefix}/ended_done"] == 1
+        assert 0 < metrics[f"{prefix}/rewards"] < 12
+    # The sampler's log-probs and the trainer's are of the same tokens.
+    assert 0 < metrics["sampler/logprob_gap_max"] < 1e-3
+
+
+def test_an_evaluation(tiny_nemo, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"name": "a"}\n{"name": "b"}\n')
+    values = {
+        "model": {"restore_from_path": str(tiny_nemo)},
+        "data": {"prompts": {"source": str(tmp_path / "rows.jsonl")}},
+        "sampling": {"max_length": 6, "samples_per_prompt": 2},
+        "reward": {"kind": "environment"},
+        "environment": {"kind": "endpoint", "factory": FACTORY, "max_tokens": 200},
+        "output": str(tmp_path / "out"),
+    }
+    evaluate(parse_config(values, EvaluateConfig))
+    answers = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").open()]
+    assert [len(answer["turns"]) for answer in answers] == [2] * 4
+    assert [answer["end_reason"] for answer in answers] == ["done"] * 4
+    assert {answer["columns"]["name"] for answer in answers} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "neither environment.command nor environment.factory"),
+        (["environment.command=a", "environment.factory=b.py:c"], "an agent is one of them"),
+        (["environment.command=''"], "is empty; give a program"),
+        (['environment.command="a \'b"'], "No closing quotation; write it as a list of words"),
+        (["environment.kind=messages", "environment.command=a"], "set environment.kind=endpoint"),
+        (["environment.command=a", "environment.rewritten_history=keep"], "set it to fork"),
+        (
+            [
+                *("environment.command=a", "generation.async_rollouts=true"),
+                *("generation.backend=vllm", "cluster.engine=ray"),
+                "model.ppo.correction.weights=token",
+                f"generation.vllm.python={sys.executable}",
+            ],
+            "agents are answered while nothing else is done",
+        ),
+        (["environment.command=a", "reward=function", "reward.function=a.b:f"], "or neither"),
+        (["environment.command=[1]"], "expected a string, got 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(composed("gpt_ppo", [*BASE, *overrides]))
+
+
+def test_a_command_is_a_text_or_words():
+    text, words = "'python my.py -a \"b c\"'", "[python,my.py,-a,b c]"
+    for given in (f"environment.command={text}", f"environment.command={words}"):
+        config = load_config(composed("gpt_ppo", [*BASE, given]))
+        assert config.environment.words == ["python", "my.py", "-a", "b c"]
+        assert config.environment.named == "environment.command=\"python my.py -a 'b c'\""
