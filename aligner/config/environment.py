@@ -31,7 +31,7 @@ class EnvironmentConfig:
     """
 
     command: StrictStr | tuple[StrictStr, ...] | None = None
-    """With `kind=endpoint` in place of `factory`: a command, `python my_agent.py`; null: none.
+    """With `kind=endpoint` in place of `factory`: a program and its arguments; null: none.
 
     A text is split as a shell does, but there is no shell; or a list of words.
     """

@@ -29,10 +29,11 @@ def test_two_processes(tmp_path, tiny_nemo):
             *("critic.global_batch_size=4", "critic.micro_batch_size=2"),
         ]
         run_ranks(SCRIPT, ranks, arguments, 200)
-        return list(read_metrics(folder / "metrics.jsonl"))
+        lines = read_metrics(folder / "metrics.jsonl")
+        return [line for line in lines if "train_rollouts/rewards" in line]
 
     one, two = run(1), run(2)
-    assert len(one) == len(two) == 2
-    key = "train_rollouts/rewards"
-    assert one[0][key] == two[0][key]
-    assert [line["train_rollouts/turns"] for line in two] == [2, 2]
+    assert len(one) == len(two) >= 1
+    for key in ("turns", "rewards", "response_lengths"):
+        assert one[0][f"train_rollouts/{key}"] == two[0][f"train_rollouts/{key}"]
+    assert two[0]["train_rollouts/turns"] == 2

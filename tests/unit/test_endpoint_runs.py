@@ -46,7 +46,7 @@ def test_a_step(script, tiny_nemo, tmp_path):
     for prefix in ("train_rollouts", "val_rollouts"):
         assert metrics[f"{prefix}/turns"] == 2
         assert metrics[f"{prefix}/ended_done"] == 1
-        assert 0 < metrics[f"{prefix}/rewards"] < 12
+        assert 0 < metrics[f"{prefix}/rewards"] <= 12.5
     # The sampler's log-probs and the trainer's are of the same tokens.
     assert 0 < metrics["sampler/logprob_gap_max"] < 1e-3
 
