@@ -195,6 +195,37 @@ def test_a_failed_conversation_is_no_sample(tmp_path):
         collected(envs.FailsTwice, rows, retries=1)
 
 
+class Keeping(Babble):
+    """Records with every token what a filter kept: the token, its successor, and the attempt."""
+
+    def generate(self, *args, **kwargs):
+        found = super().generate(*args, **kwargs)
+        ids = found["output_ids"]
+        attempt = torch.full_like(ids, len(self.calls))
+        found["kept_ids"] = torch.stack([ids, ids + 1, attempt], 2).int()
+        return found
+
+
+def test_what_a_filter_kept_stands_at_its_token(tmp_path):
+    """Turns are joined; of a conversation that failed nothing is left."""
+    rows = [{"marker": str(tmp_path / "x")}, {"marker": str(tmp_path / "y"), "turns": 1}]
+    (tmp_path / "y").write_text("xx")
+    engine = Keeping()
+    batch = collected(envs.FailsTwice, rows, engine=engine)
+    assert batch["failures"] == [["env_error", "env_error"], []]
+    kept, ids, turns = batch["kept_ids"], batch["input_ids"], batch["turn_ids"]
+    assert kept.dtype == torch.int32
+    assert kept.shape == (*ids.shape, 3)
+    assert kept[turns == 0].unique().tolist() == [-1]  # what was read, and padding
+    sampled = turns > 0
+    assert torch.equal(kept[sampled][:, 0], ids[sampled].int())
+    assert torch.equal(kept[sampled][:, 1], ids[sampled].int() + 1)
+    assert turns[0].max() == 3
+    for turn in (1, 2, 3):  # rounds 1 and 2 failed
+        assert kept[0][turns[0] == turn][:, 2].unique().tolist() == [turn + 2]
+    assert "kept_ids" not in collected(of_row, ROWS)
+
+
 class Killing(Babble):
     """Kills the environment of slot 1 before it answers to the second round."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError, EnvironmentCallError
 from aligner.models.interfaces import GenerationInterface
 from aligner.rewards.interface import ScoredResponses
+from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,8 @@ class EnvironmentRollouts:
         columns are used; ``per_prompt`` adjacent rows have environments with one seed. Besides the
         columns of a single-turn rollout it has ``turn_ids`` int64 [B, S], ``turn_rewards`` float32
         [B, S] and ``is_scored`` float32 [B], where conversations may fork ``position_ids`` int64
-        [B, S], and the lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks``
-        and ``failures``.
+        [B, S], where the engine records them ``kept_ids`` int32 [B, S, K], and the lists
+        ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``.
 
         Raises:
             EnvironmentCallError: more conversations failed than ``environment.retries``, or none
@@ -117,15 +118,17 @@ class EnvironmentRollouts:
         ids, lengths = pad_right([row.ids for row in rows], self._tokenizer.pad_id)
         width = ids.shape[1]
         turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
-        positions: dict[str, Tensor] = {}
+        optional = {}
         if self._config.rewritten_history == "fork":
             each = [row.positions for row in rows]
-            positions["position_ids"] = _padded(each, width, torch.int64)
+            optional["position_ids"] = _padded(each, width, torch.int64)
+        if any(row.kept for row in rows):
+            optional["kept_ids"] = _kept_ids([row.kept for row in rows], width)
         return BatchedDataDict(
             {
                 "input_ids": ids,
                 "input_lengths": lengths,
-                **positions,
+                **optional,
                 "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
                 "sample_ids": data["sample_ids"],
                 "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
@@ -178,9 +181,16 @@ class EnvironmentReward:
         )
 
 
+class KeptTokens(NamedTuple):
+    """What top-k and top-p kept with each token of a turn."""
+
+    place: int  # of the first token in the row
+    ids: Tensor  # int32 [n, K]
+
+
 @dataclass(frozen=True)
 class Trajectory:
-    """A conversation that ended, in plain objects; lists are of one value a token."""
+    """A conversation that ended; lists of numbers are of one a token."""
 
     prompt: str
     prompt_length: int
@@ -196,6 +206,7 @@ class Trajectory:
     text: str
     turns: list[dict[str, Any]]
     failures: list[str]
+    kept: Sequence[KeptTokens] = ()
 
 
 @dataclass
@@ -210,6 +221,7 @@ class _Waiting:
     slot: int = -1
     seconds: float = 0.0  # of the environment's calls
     conversation: Conversation | None = None
+    kept: list[KeptTokens] = field(default_factory=list)
 
     @property
     def talk(self) -> Conversation:
@@ -264,6 +276,9 @@ class _Conversations:
         for index, one in enumerate(self._active):
             begin = len(one.talk.sequence)
             end = int(output["unpadded_sequence_lengths"][index])
+            if "kept_ids" in output:  # a copy: a view is sent with all that it is a part of
+                kept = output["kept_ids"][index, begin:end].clone()
+                one.kept.append(KeptTokens(len(one.talk.ids), kept))
             message = one.talk.answered(
                 output["output_ids"][index, begin:end].tolist(),
                 output["logprobs"][index, begin:end].tolist(),
@@ -313,7 +328,7 @@ class _Conversations:
         for one, answer in zip(starting, self._pool.call(calls), strict=True):
             start = self._value_of(one, answer)
             if start is not None:
-                one.conversation = Conversation(self._renderer, start)
+                one.conversation, one.kept = Conversation(self._renderer, start), []
                 self._check_room(one.talk)
                 self._active.append(one)
 
@@ -403,6 +418,7 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         text=transcript(talk),
         turns=[vars(turn).copy() for turn in talk.turns],
         failures=one.failures,
+        kept=one.kept,
     )
 
 
@@ -414,6 +430,16 @@ def transcript(talk: Conversation) -> str:
         lines.append(f"{turn.content} [{earned}]")
         lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
     return "\n".join(lines)
+
+
+def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
+    """What was kept, at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
+    most = next(kept.ids.shape[1] for row in rows for kept in row)
+    result = torch.full((len(rows), width, most), PAD_VALUES["kept_ids"], dtype=torch.int32)
+    for index, row in enumerate(rows):
+        for place, ids in row:
+            result[index, place : place + len(ids)] = ids
+    return result
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:

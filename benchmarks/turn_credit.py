@@ -1,0 +1,123 @@
+"""Credit of turns beside credit of trajectories: the tiny model learns a game with both.
+
+    python -m benchmarks.turn_credit [--model models/tiny.nemo] [--seeds 1 2 3 4 5] [--steps 40]
+
+A conversation names eight numbers, each to be answered with the next larger one
+(`aligner.environments.games.NextNumber`). A turn earns its own reward, and no turn depends on
+another. RLOO compares what conversations earned from a turn on with ``credit=turn``, and all that
+they earned with ``credit=trajectory``: there the rewards of earlier turns are in the advantage of a
+turn, too, whose mean over conversations is 0 and whose variance is not. All else is the same. The
+share of right answers is that of the training rollouts. Exits with 1 where turn credit is not
+ahead, at the end, in the mean over seeds.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from aligner.config import load_config
+from aligner.observe.metrics import read_metrics
+from benchmarks.common import ROOT, log, stdout_reserved
+
+CREDITS = ("turn", "trajectory")
+LAST = 5  # steps whose mean is the end of a curve
+Curves = Mapping[str, Sequence[Sequence[float]]]  # by credit: of every seed, by step
+_GAMES = "aligner.environments.games"
+_SETTINGS = (
+    "reward=environment",
+    f"environment.factory={_GAMES}:NextNumber",
+    f"data.train.source={_GAMES}:next_numbers",
+    "environment.max_tokens=256",
+    "environment.concurrency=32",
+    "trainer.ppo.advantage.estimator=rloo",
+    "trainer.ppo.val_check_interval=0",
+    "trainer.ppo.save_interval=0",
+    "model.micro_batch_size=32",
+    "model.global_batch_size=32",
+    "model.ppo.num_rollout_samples=32",
+    "model.ppo.num_rollouts_per_prompt=4",
+    "model.ppo.length_params.max_length=1",
+    "model.optim.lr=6.0e-3",
+    "exp_manager.create_tensorboard_logger=false",
+    "exp_manager.save_nemo=false",
+)
+
+
+def curve(model: str, credit: str, seed: int, steps: int) -> list[float]:
+    """Share of right answers in the rollout of each step of a run."""
+    from aligner.algorithms.ppo.build import train_ppo
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [
+            *_SETTINGS,
+            f"model.restore_from_path={Path(model).absolute()}",
+            f"trainer.ppo.advantage.credit={credit}",
+            f"trainer.ppo.max_steps={steps}",
+            f"seed={seed}",
+            f"exp_manager.explicit_log_dir={folder}",
+        ]
+        with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
+            composed = compose("gpt_reinforce", overrides=settings)
+        train_ppo(load_config(composed))
+        lines: list[dict[str, Any]] = read_metrics(Path(folder) / "metrics.jsonl")
+    return [line["train_rollouts/accuracy"] for line in lines if line["step"]]
+
+
+def ends(curves: Curves) -> dict[str, list[float]]:
+    """Share of right answers at the end, of every credit and seed."""
+    return {
+        credit: [statistics.fmean(one[-LAST:]) for one in each] for credit, each in curves.items()
+    }
+
+
+def table(curves: Curves, seeds: Sequence[int]) -> str:
+    """Markdown: every seed, mean over seeds, and seeds in which turn credit is ahead."""
+    heads = [f"credit of the {credit}: last {LAST} steps | all steps" for credit in CREDITS]
+    last = ends(curves)
+    whole = {name: [statistics.fmean(one) for one in each] for name, each in curves.items()}
+    columns = [found[credit] for credit in CREDITS for found in (last, whole)]
+    rows = [f"| seed | {' | '.join(heads)} |", f"|---|{'---:|' * len(columns)}"]
+    for index, seed in enumerate(seeds):
+        rows.append(_row(str(seed), [column[index] for column in columns]))
+    rows.append(_row("mean", [statistics.fmean(column) for column in columns]))
+    for what, found in (("at the end", last), ("over all steps", whole)):
+        pairs = zip(*(found[credit] for credit in CREDITS), strict=True)
+        ahead = sum(turn > trajectory for turn, trajectory in pairs)
+        rows.append(f"Turn credit is ahead {what} with {ahead} of {len(seeds)} seeds.")
+    return "\n".join(rows)
+
+
+def _row(name: str, values: Sequence[float]) -> str:
+    return f"| {name} | {' | '.join(f'{value:.3f}' for value in values)} |"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="models/tiny.nemo", help="the model to begin with")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--steps", type=int, default=40, help="steps of a run")
+    options = parser.parse_args()
+    curves: dict[str, list[list[float]]] = {credit: [] for credit in CREDITS}
+    with stdout_reserved():
+        for seed in options.seeds:
+            for credit in CREDITS:
+                found = curve(options.model, credit, seed, options.steps)
+                curves[credit].append(found)
+                log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in found)}")
+    print(f"{os.cpu_count()} CPU cores, {options.steps} steps\n\n{table(curves, options.seeds)}")
+    last = {credit: statistics.fmean(each) for credit, each in ends(curves).items()}
+    sys.exit(last["turn"] <= last["trajectory"])
+
+
+if __name__ == "__main__":
+    main()
