@@ -273,6 +273,17 @@ def test_what_is_not_scored_is_no_zero():
         collected(lambda **given: envs.Does(turns=3, **given), rows[:1])
 
 
+def test_rewards_of_steps_are_rewards_of_tokens():
+    """Two steps that end with the first character, which is a token; nothing else is scored."""
+    batch = collected(lambda **given: envs.Does(**given), [{"what": "scores_steps", "turns": 2}])
+    (first, second) = ((batch["turn_ids"][0] == turn).nonzero()[0] for turn in (1, 2))
+    assert batch["turn_rewards"][0].nonzero().flatten().tolist() == [first, second]
+    assert batch["turn_rewards"][0].sum() == 1.5
+    assert batch["is_scored"].tolist() == [1]
+    assert batch["turns"][0][0]["steps"] == [(1, 0.25), (1, 0.5)]
+    assert score(EnvironmentReward(), batch)["rewards"] == 1.5
+
+
 def test_parts_are_summed_over_turns():
     class Parts(envs.Echo):
         def step(self, message):

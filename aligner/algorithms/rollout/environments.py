@@ -397,11 +397,8 @@ def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T
 def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
     talk = one.talk
     length = talk.length
-    rewards = [0.0] * length
-    last_of = {turn: at for at, turn in enumerate(talk.turn_ids[:length])}
     parts: Counter[str] = Counter()
-    for number, turn in enumerate(talk.turns, start=1):
-        rewards[last_of[number]] = turn.reward or 0.0
+    for turn in talk.turns:
         parts.update(turn.parts)
     return Trajectory(
         prompt=talk.prompt,
@@ -410,8 +407,8 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         turn_ids=talk.turn_ids[:length],
         positions=talk.positions,
         logprobs=talk.logprobs[:length],
-        rewards=rewards,
-        is_scored=any(turn.reward is not None for turn in talk.turns),
+        rewards=talk.rewards,
+        is_scored=any(turn.reward is not None or turn.steps for turn in talk.turns),
         parts=dict(parts),
         end_reason=reason,
         forks=talk.forks,
