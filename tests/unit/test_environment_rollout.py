@@ -208,8 +208,9 @@ class Keeping(Babble):
 
 def test_what_a_filter_kept_stands_at_its_token(tmp_path):
     """Turns are joined; of a conversation that failed nothing is left."""
-    rows = [{"marker": str(tmp_path / "x")}, {"marker": str(tmp_path / "y"), "turns": 1}]
-    (tmp_path / "y").write_text("xx")
+    failing, calm = tmp_path / "x", tmp_path / "y"
+    calm.write_text("xx")
+    rows = [{"marker": str(failing), "turns": 3}, {"marker": str(calm), "turns": 1}]
     engine = Keeping()
     batch = collected(envs.FailsTwice, rows, engine=engine)
     assert batch["failures"] == [["env_error", "env_error"], []]
