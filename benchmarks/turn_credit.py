@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,24 @@ CREDITS = ("turn", "trajectory")
 LAST = 5  # steps whose mean is the end of a curve
 Curves = Mapping[str, Sequence[Sequence[float]]]  # by credit: of every seed, by step
 _GAMES = "aligner.environments.games"
+# Messages and nothing around them: two tokens a turn, and a number stands before its answer.
+_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _SETTINGS = (
     "reward=environment",
     f"environment.factory={_GAMES}:NextNumber",
     f"data.train.source={_GAMES}:next_numbers",
     "environment.max_tokens=256",
-    "environment.concurrency=32",
+    "environment.concurrency=16",
     "trainer.ppo.advantage.estimator=rloo",
     "trainer.ppo.val_check_interval=0",
     "trainer.ppo.save_interval=0",
-    "model.micro_batch_size=32",
-    "model.global_batch_size=32",
-    "model.ppo.num_rollout_samples=32",
+    "model.micro_batch_size=16",
+    "model.global_batch_size=16",
+    "model.ppo.num_rollout_samples=16",
     "model.ppo.num_rollouts_per_prompt=4",
     "model.ppo.length_params.max_length=1",
-    "model.optim.lr=6.0e-3",
+    "model.ppo.entropy_bonus=0.02",
+    "model.optim.lr=3.0e-3",
     "exp_manager.create_tensorboard_logger=false",
     "exp_manager.save_nemo=false",
 )
@@ -55,47 +58,48 @@ def curve(model: str, credit: str, seed: int, steps: int) -> list[float]:
     from aligner.algorithms.ppo.build import train_ppo
 
     with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder) / "plain.jinja"
+        template.write_text(_TEMPLATE)
         settings = [
             *_SETTINGS,
+            f"environment.chat_template={template}",
             f"model.restore_from_path={Path(model).absolute()}",
             f"trainer.ppo.advantage.credit={credit}",
             f"trainer.ppo.max_steps={steps}",
             f"seed={seed}",
-            f"exp_manager.explicit_log_dir={folder}",
+            f"exp_manager.explicit_log_dir={folder}/run",
         ]
         with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
             composed = compose("gpt_reinforce", overrides=settings)
         train_ppo(load_config(composed))
-        lines: list[dict[str, Any]] = read_metrics(Path(folder) / "metrics.jsonl")
+        lines: list[dict[str, Any]] = read_metrics(Path(folder) / "run" / "metrics.jsonl")
     return [line["train_rollouts/accuracy"] for line in lines if line["step"]]
 
 
-def ends(curves: Curves) -> dict[str, list[float]]:
-    """Share of right answers at the end, of every credit and seed."""
-    return {
-        credit: [statistics.fmean(one[-LAST:]) for one in each] for credit, each in curves.items()
-    }
+MEASURES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    f"last {LAST} steps": lambda shares: statistics.fmean(shares[-LAST:]),
+    "all steps": statistics.fmean,
+}
 
 
 def table(curves: Curves, seeds: Sequence[int]) -> str:
-    """Markdown: every seed, mean over seeds, and seeds in which turn credit is ahead."""
-    heads = [f"credit of the {credit}: last {LAST} steps | all steps" for credit in CREDITS]
-    last = ends(curves)
-    whole = {name: [statistics.fmean(one) for one in each] for name, each in curves.items()}
-    columns = [found[credit] for credit in CREDITS for found in (last, whole)]
-    rows = [f"| seed | {' | '.join(heads)} |", f"|---|{'---:|' * len(columns)}"]
-    for index, seed in enumerate(seeds):
-        rows.append(_row(str(seed), [column[index] for column in columns]))
-    rows.append(_row("mean", [statistics.fmean(column) for column in columns]))
-    for what, found in (("at the end", last), ("over all steps", whole)):
-        pairs = zip(*(found[credit] for credit in CREDITS), strict=True)
-        ahead = sum(turn > trajectory for turn, trajectory in pairs)
-        rows.append(f"Turn credit is ahead {what} with {ahead} of {len(seeds)} seeds.")
+    """Markdown: share of right answers by credit and seed, and in the mean."""
+    rows = [
+        f"| credit | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
+        f"|---|{'---:|' * (len(seeds) + 1)}",
+    ]
+    for name, measure in MEASURES.items():
+        for credit, each in curves.items():
+            values = [measure(one) for one in each]
+            cells = [f"{value:.3f}" for value in (*values, statistics.fmean(values))]
+            rows.append(f"| {credit}, {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _row(name: str, values: Sequence[float]) -> str:
-    return f"| {name} | {' | '.join(f'{value:.3f}' for value in values)} |"
+def ahead(curves: Curves, measure: Callable[[Sequence[float]], float]) -> int:
+    """Number of seeds in which turn credit has more right answers."""
+    pairs = zip(*(curves[credit] for credit in CREDITS), strict=True)
+    return sum(measure(turn) > measure(trajectory) for turn, trajectory in pairs)
 
 
 def main() -> None:
@@ -114,9 +118,13 @@ def main() -> None:
                 found = curve(options.model, credit, seed, options.steps)
                 curves[credit].append(found)
                 log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in found)}")
-    print(f"{os.cpu_count()} CPU cores, {options.steps} steps\n\n{table(curves, options.seeds)}")
-    last = {credit: statistics.fmean(each) for credit, each in ends(curves).items()}
-    sys.exit(last["turn"] <= last["trajectory"])
+    print(f"{os.cpu_count()} CPU cores, {options.steps} steps\n\n{table(curves, options.seeds)}\n")
+    for name, measure in MEASURES.items():
+        count = ahead(curves, measure)
+        print(f"{name}: turn credit is ahead with {count} of {len(options.seeds)} seeds")
+    last = next(iter(MEASURES.values()))
+    turn, trajectory = (statistics.fmean(map(last, curves[credit])) for credit in CREDITS)
+    sys.exit(turn <= trajectory)
 
 
 if __name__ == "__main__":

@@ -245,8 +245,8 @@ class Conversation:
         return rewards
 
     def _ends(self, places: Sequence[int], characters: Sequence[int]) -> list[int]:
-        """Of the tokens at ``places``, which follow one another, those that complete so many
-        characters of their text.
+        """Tokens that complete so many characters of the text of those at ``places``, which follow
+        one another.
         """
         if not characters:
             return []

@@ -115,7 +115,7 @@ class NextNumber:
 
     def init(self) -> Start:
         """Name the first number."""
-        return Start([{"role": "user", "content": f"{self._asked[0]}?"}])
+        return Start([{"role": "user", "content": str(self._asked[0])}])
 
     def step(self, message: dict[str, Any]) -> Turn:
         """Compare the number that a message begins with; name the next one."""
@@ -125,7 +125,7 @@ class NextNumber:
         self._at += 1
         done = self._at == len(self._asked)
         return Turn(
-            [] if done else [{"role": "user", "content": f"{self._asked[self._at]}?"}],
+            [] if done else [{"role": "user", "content": str(self._asked[self._at])}],
             {
                 "reward": 1.0 if right else self._hint_reward if fits else 0.0,
                 "accuracy": right / len(self._asked),

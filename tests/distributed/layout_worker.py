@@ -91,7 +91,7 @@ def forked(ids: torch.Tensor) -> torch.Tensor:
         start = 0
         for length in lengths:
             alike = min(8, length - 1)
-            ids[row, start : start + alike] = ids[row, :alike]
+            ids[row, start : start + alike] = ids[row, :alike].clone()
             positions[row, start:] = torch.arange(WIDTH - start)
             start += length
     return positions

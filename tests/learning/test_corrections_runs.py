@@ -165,7 +165,10 @@ def test_recorded_tokens_leave_no_gap_and_no_kl(tmp_path, tiny_nemo):
 
 
 def test_recorded_tokens_of_conversations_have_ratio_one(tmp_path, tiny_nemo):
-    """PPO's ratio begins at the sampler, so that before the first update it is that of the gap."""
+    """PPO's ratio begins at the sampler, so that before the first update it is that of the gap.
+
+    The trainer's own set has the end of sequence that the sampler's may not have: a ratio below 1.
+    """
     ratios = {}
     for recorded in (0, 259):
         options = [
@@ -173,8 +176,8 @@ def test_recorded_tokens_of_conversations_have_ratio_one(tmp_path, tiny_nemo):
             *("data.validation=null", "environment.concurrency=8"),
             *("model.global_batch_size=8", "critic.global_batch_size=8"),
             *("model.micro_batch_size=4", "critic.micro_batch_size=4"),
-            "model.ppo.sampling_params.top_p=0.8",
-            "model.ppo.length_params.min_length=2",
+            *("model.ppo.sampling_params.top_p=0.8", "model.ppo.length_params.max_length=6"),
+            *("model.ppo.length_params.min_length=6", "environment.max_tokens=160"),
             f"model.ppo.record_kept_tokens={recorded}",
             f"{KEY}.old_logprobs=sampler",
         ]
@@ -183,4 +186,4 @@ def test_recorded_tokens_of_conversations_have_ratio_one(tmp_path, tiny_nemo):
         assert line["train_rollouts/turns"] > 1
         ratios[recorded] = line["train_optim/ppo_ratio"], line["train_optim/ppo_ratio_max"]
     assert ratios[259] == pytest.approx((1, 1), abs=1e-5)
-    assert abs(ratios[0][1] - 1) > 1e-3
+    assert ratios[0][0] < 0.999

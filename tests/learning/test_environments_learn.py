@@ -174,13 +174,13 @@ def test_a_layout_has_the_same_forked_conversations(tmp_path, tiny_nemo, forking
         *forking,
     ]
     one, two = tmp_path / "one", tmp_path / "two"
-    (first, *_) = run(one, tiny_nemo, *options)
+    _, first, *_ = run(one, tiny_nemo, *options)
     script = ROOT / "examples" / "train_gpt_ppo.py"
     arguments = ["--config-name", RECIPE, *settings(two, tiny_nemo), *options, *LAYOUTS[layout]]
     run_ranks(script, 2, [*arguments, "trainer.devices=2"], 240)
     ours, theirs = ([s for s in samples_of(folder) if s["step"] == 1] for folder in (one, two))
     assert ours == theirs
-    (other, *_) = read_metrics(two / "metrics.jsonl")
+    _, other, *_ = read_metrics(two / "metrics.jsonl")
     assert first["train_rollouts/forks"] > 0
     names = [name for name in first if not name.startswith("timers/")]
     assert {name: other[name] for name in names} == pytest.approx(

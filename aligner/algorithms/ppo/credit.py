@@ -166,8 +166,8 @@ class Credit:
         )
 
     def _states(self, batch: BatchedDataDict) -> Tensor:
-        """Where values, returns and advantages are counted, bool [B, S]: before every token, or
-        with ``timestep=turn`` before every turn.
+        """States whose values, returns and advantages are counted, bool [B, S]: those before every
+        token, or with ``timestep=turn`` before every turn.
         """
         if self.trainer.timestep == "token" or "turn_ids" not in batch:
             return batch["token_mask"] > 0

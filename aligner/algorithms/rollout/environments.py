@@ -182,7 +182,7 @@ class EnvironmentReward:
 
 
 class KeptTokens(NamedTuple):
-    """What top-k and top-p kept with each token of a turn."""
+    """Tokens that top-k and top-p kept, for each that a turn sampled."""
 
     place: int  # of the first token in the row
     ids: Tensor  # int32 [n, K]
@@ -430,7 +430,7 @@ def transcript(talk: Conversation) -> str:
 
 
 def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
-    """What was kept, at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
+    """Kept ids at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
     most = next(kept.ids.shape[1] for row in rows for kept in row)
     result = torch.full((len(rows), width, most), PAD_VALUES["kept_ids"], dtype=torch.int32)
     for index, row in enumerate(rows):
