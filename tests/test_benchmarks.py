@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -41,3 +43,19 @@ def test_a_step_goes_through_no_more_code_than_it_did(tiny_nemo):
     assert found["frames_in_files"] <= 12
     assert {"aligner/losses/policy.py", "aligner/losses/advantages.py"} <= set(found["files"])
     assert len(found["files"]) <= 85  # 83 here; other CPUs take other kernels
+
+
+@pytest.mark.extended
+def test_start_up_is_measured(tiny_nemo):
+    options = ["--model", str(tiny_nemo), "--recipe", "recipes/ppo_tiny_cpu", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.startup", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert 0 < found["help_cpu_s"] < found["import_cpu_s"]
+    assert found["first_token_s"] > 0

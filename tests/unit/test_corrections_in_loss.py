@@ -298,7 +298,7 @@ def conversed(log, **ppo):
         columns=[{"turns": 3}, {"turns": 2, "what": "is_not_scored"}],
         ppo=ppo,
         generation=Talker(),
-        environments=EnvironmentRollouts(config, HerePool(Does), TOKENIZER, response_length=MOST),
+        rollout_source=EnvironmentRollouts(config, HerePool(Does), TOKENIZER, response_length=MOST),
     )
     t.reward = EnvironmentReward()
     t.step(1, PhaseTimers())

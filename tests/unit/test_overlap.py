@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from aligner.algorithms.rollout.prefetch import Rollouts
+from aligner.algorithms.rollout.rollout import prompts_batch
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
-from aligner.data.prompts import Prompt, PromptDataset
+from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
@@ -195,3 +196,23 @@ def test_an_engine_that_cannot_is_refused(tiny_nemo):
     )
     with pytest.raises(ConfigError, match=r"async_rollouts=true.*vllm"):
         run.rollouts.take(0, more=True)
+
+
+def test_a_run_state_with_an_engines_own_columns_goes_on(tiny_nemo):
+    """States of before 2026-11-23 have the responses of a rollout in flight as the engine does."""
+    run = Run(tiny_nemo, "finish", 2)
+    first = run.rollouts.take(0, more=True)
+    state = run.rollouts.state_dict()
+    expected = run.rollouts.take(first.size, more=False)
+    lists = {"prompts", "ground_truths", "columns"}
+    data = prompts_batch(
+        collate_prompts([PROMPTS[index] for index in state["indices"]], 0), first.size
+    )
+    own = run.engine.own.generate(data, seed=configuration(tiny_nemo).seed).to("cpu")
+    assert "output_ids" in own
+
+    run.rollouts.load_state_dict({"indices": state["indices"], "output": dict(own.items())})
+    taken = run.rollouts.take(first.size, more=False)
+    assert set(taken) == set(expected) >= lists
+    for name, value in expected.items():
+        assert torch.equal(value, taken[name]) if torch.is_tensor(value) else value == taken[name]

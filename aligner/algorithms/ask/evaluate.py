@@ -45,7 +45,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         engine, workers = asked.start(longest, console.print)
         judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
         asking = asked.asking(engine, config.sampling.samples_per_prompt)
-        asking = replace(asking, environments=talks)
+        if talks is not None:
+            asking = replace(asking, source=talks)
         found = {
             name: judge.evaluate(ask(asking, prompts), asking.samples_per_prompt)
             for name, prompts in sets.items()

@@ -14,9 +14,8 @@ from typing import Any
 
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
-    generate,
+    SingleTurn,
     prompts_batch,
-    rollout_of,
 )
 from aligner.algorithms.rs.trainer import TRAIN_COLUMNS
 from aligner.algorithms.run.engine import Workers, run_settings
@@ -82,7 +81,7 @@ def _respond(student: Policy, batch: BatchedDataDict, seed: int, consumed: int |
     if consumed is None:
         seed += VALIDATION_SEED_OFFSET
     batch["sample_ids"] = batch["sample_ids"] + (consumed or 0)
-    rollout = rollout_of(batch, generate(student, batch, seed=seed))
+    rollout = SingleTurn().collect(student, batch, seed=seed)
     batch.data = columns_of(rollout, TRAIN_COLUMNS).data
 
 

@@ -54,7 +54,7 @@ def train_ppo(config: RunConfig) -> None:
                     generation=engines,
                     total_steps=steps,
                     val_sets=prompts.sets,
-                    environments=environments,
+                    rollout_source=environments,
                     policy_loss=policy_loss,
                     estimator=estimator,
                 )

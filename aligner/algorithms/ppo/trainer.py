@@ -18,9 +18,14 @@ from typing import Any
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.ppo.user_estimator import UserEstimator
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups, prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import (
+    RolloutSource,
+    fill_with_varied_groups,
+    prefixed,
+    samples_of,
+    score,
+)
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.batches.batched_data_dict import BatchedDataDict
@@ -68,7 +73,7 @@ class PPOTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
-        environments: EnvironmentRollouts | None = None,
+        rollout_source: RolloutSource | None = None,
         policy_loss: LossFunction,
         estimator: UserEstimator | None,
     ) -> None:
@@ -78,7 +83,7 @@ class PPOTrainer:
         ``value``: the critic, where ``trainer.ppo.advantage.estimator`` asks for one.
         ``generation`` samples the responses; default ``policy`` itself. No rollout is begun for
         a step beyond ``total_steps`` (None: not known). ``val_sets``: further validation prompts.
-        ``environments``: of a run over conversations. ``policy_loss``, ``estimator``: of
+        ``rollout_source``: of a run over conversations. ``policy_loss``, ``estimator``: of
         `make_policy_loss` and `make_estimator`.
         """
         self.config = config
@@ -89,7 +94,7 @@ class PPOTrainer:
         self.generation = generation or policy
         self.total_steps = total_steps
         self.rollouts = Rollouts(
-            config, self.generation, train_prompts, sampler, pad_id, environments
+            config, self.generation, train_prompts, sampler, pad_id, rollout_source
         )
         self.kl_controller = make_kl_controller(config.trainer.ppo)
         self.credit = Credit(

@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from aligner.algorithms.rollout.ahead import ConversationsAhead
+from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import EnvironmentConfig, SamplingOptions
 from aligner.data.prompts import pad_right
@@ -27,7 +29,7 @@ from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError, EnvironmentCallError
-from aligner.models.interfaces import GenerationInterface
+from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.rewards.interface import ScoredResponses
 from aligner.types import PAD_VALUES
 
@@ -42,7 +44,7 @@ FAILURE_REASONS = ("env_timeout", "env_error")
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
 
 
-class EnvironmentRollouts:
+class EnvironmentRollouts(RolloutSource):
     """Conversations in place of single responses.
 
     Args:
@@ -74,7 +76,7 @@ class EnvironmentRollouts:
         data: BatchedDataDict,
         *,
         seed: int,
-        per_prompt: int,
+        per_prompt: int = 1,
         sampling_options: SamplingOptions | None = None,
     ) -> BatchedDataDict:
         """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
@@ -113,6 +115,14 @@ class EnvironmentRollouts:
             _of(here, partial(_Conversations.answered, output=output.to("cpu")))
         generation.finish_generation()
         return self._joined(data, _of(here, _Conversations.rows))
+
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """See `RolloutSource.begin`."""
+        return ConversationsAhead(
+            partial(self.collect, data=data, seed=seed, per_prompt=per_prompt), generation
+        )
 
     def _joined(self, data: BatchedDataDict, rows: "list[Trajectory]") -> BatchedDataDict:
         ids, lengths = pad_right([row.ids for row in rows], self._tokenizer.pad_id)

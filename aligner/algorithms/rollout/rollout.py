@@ -5,6 +5,7 @@ responses to a prompt earn the same, their advantages are 0. Others take their p
 update learns from as many samples.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
 from aligner.data.prompts import PromptBatch
 from aligner.losses.advantages import has_reward_variance, token_rewards
-from aligner.models.interfaces import GenerationInterface
+from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics
 from aligner.observe.samples import Sample
 from aligner.rewards.interface import RewardInterface
@@ -38,23 +39,79 @@ def prompts_batch(
     return data
 
 
-def generate(
-    generation: GenerationInterface,
-    data: BatchedDataDict,
-    *,
-    seed: int,
-    greedy: bool = False,
-    sampling_options: SamplingOptions | None = None,
-) -> BatchedDataDict:
-    """Responses to a `prompts_batch` on the host; see ``GenerationOutputSpec``.
+class RolloutSource(ABC):
+    """A way from prompts to a rollout batch: one response each (`SingleTurn`), or conversations.
 
-    ``sampling_options``: lengths and sampling, in place of the engine's own.
+    All of them sample by `GenerationInterface.generate`, and what follows (rewards, advantages,
+    updates, validation, rollouts ahead, run states) knows no difference.
     """
-    others = {} if sampling_options is None else {"sampling_options": sampling_options}
-    generation.prepare_for_generation()
-    output = generation.generate(data, greedy=greedy, seed=seed, **others).to("cpu")
-    generation.finish_generation()
-    return output
+
+    @abstractmethod
+    def collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        *,
+        seed: int,
+        per_prompt: int = 1,
+        sampling_options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
+        """A rollout batch (`aligner.types`) on the host, up to ``generation_logprobs``.
+
+        ``data``: a `prompts_batch`, whose lists are taken over; ``per_prompt`` adjacent rows are
+        of one prompt. ``sampling_options``: lengths and sampling, in place of the engine's own.
+        """
+
+    @abstractmethod
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """Begin `collect` while the policy trains; the result is the rollout batch."""
+
+
+class SingleTurn(RolloutSource):
+    """One response to each prompt: one turn, and its end."""
+
+    def collect(
+        self,
+        generation: GenerationInterface,
+        data: BatchedDataDict,
+        *,
+        seed: int,
+        per_prompt: int = 1,
+        sampling_options: SamplingOptions | None = None,
+    ) -> BatchedDataDict:
+        """See `RolloutSource.collect`."""
+        del per_prompt
+        others: dict[str, Any] = {}
+        if sampling_options is not None:
+            others["sampling_options"] = sampling_options
+        generation.prepare_for_generation()
+        output = generation.generate(data, seed=seed, **others).to("cpu")
+        generation.finish_generation()
+        return rollout_of(data, output)
+
+    def begin(
+        self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
+    ) -> PendingGeneration:
+        """See `RolloutSource.begin`."""
+        del per_prompt
+        return _ResponsesAhead(generation.generate_in_background(data, seed=seed), data)
+
+
+class _ResponsesAhead:
+    """Responses that an engine is sampling (`PendingGeneration`)."""
+
+    def __init__(self, pending: PendingGeneration, data: BatchedDataDict) -> None:
+        self._pending, self._data = pending, data
+
+    def result(self) -> BatchedDataDict:
+        """Wait for them, as a rollout batch."""
+        return rollout_of(self._data, self._pending.result().to("cpu"))
+
+    def abandon(self) -> None:
+        """End and forget them."""
+        self._pending.abandon()
 
 
 def rollout_of(data: BatchedDataDict, output: BatchedDataDict) -> BatchedDataDict:

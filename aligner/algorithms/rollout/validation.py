@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
-    generate,
+    RolloutSource,
+    SingleTurn,
     prefixed,
     prompts_batch,
-    rollout_of,
     samples_of,
     score,
 )
@@ -33,7 +32,7 @@ class Asking:
 
     ``sampling_options``: None: the engine's own. ``rows``: responses of one call.
     ``seed``: of the random numbers, which depend only on it, the prompt's place and the sample.
-    ``environments``: those that the policy converses with; None: it answers the prompts.
+    ``source``: of rollouts.
     """
 
     generation: GenerationInterface
@@ -42,7 +41,7 @@ class Asking:
     rows: int
     samples_per_prompt: int = 1
     sampling_options: SamplingOptions | None = None
-    environments: EnvironmentRollouts | None = None
+    source: RolloutSource = field(default_factory=SingleTurn)
 
 
 def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> BatchedDataDict:
@@ -56,19 +55,14 @@ def ask(asking: Asking, prompts: PromptDataset, limit: int | None = None) -> Bat
     for indices in sequential_batches(size, max(1, asking.rows // per_prompt)):
         asked = collate_prompts([prompts[i] for i in indices], asking.pad_id)
         data = prompts_batch(asked, indices[0] * per_prompt, per_prompt)
-        options = asking.sampling_options
-        if asking.environments is None:
-            output = generate(asking.generation, data, seed=asking.seed, sampling_options=options)
-            batches.append(rollout_of(data, output))
-        else:
-            found = asking.environments.collect(
-                asking.generation,
-                data,
-                seed=asking.seed,
-                per_prompt=per_prompt,
-                sampling_options=options,
-            )
-            batches.append(found)
+        found = asking.source.collect(
+            asking.generation,
+            data,
+            seed=asking.seed,
+            per_prompt=per_prompt,
+            sampling_options=asking.sampling_options,
+        )
+        batches.append(found)
     return BatchedDataDict.from_batches(batches, pad_value_dict={"input_ids": asking.pad_id})
 
 
@@ -168,7 +162,7 @@ def validate_on_prompts(
         config.model.rollout.num_rollout_samples,
         validation.samples_per_prompt,
         validation.sampling_options(config.model.rollout),
-        rollouts.environments,
+        rollouts.source,
     )
     metrics: dict[str, float] = {}
     samples: list[Sample] = []

@@ -43,7 +43,7 @@ def train_rs(config: RSRunConfig) -> None:
                     generation=engines,
                     total_steps=steps,
                     val_sets=prompts.sets,
-                    environments=environments,
+                    rollout_source=environments,
                 )
                 attempt.closing.callback(trainer.rollouts.close)
                 learned = (

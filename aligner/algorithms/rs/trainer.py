@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.rollout.environments import EnvironmentRollouts
 from aligner.algorithms.rollout.prefetch import Rollouts
-from aligner.algorithms.rollout.rollout import prefixed, samples_of, score
+from aligner.algorithms.rollout.rollout import RolloutSource, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.cluster.dispatch import columns_of
@@ -50,7 +49,7 @@ class RSTrainer:
         generation: GenerationInterface | None = None,
         total_steps: int | None = None,
         val_sets: Mapping[str, PromptDataset] | None = None,
-        environments: EnvironmentRollouts | None = None,
+        rollout_source: RolloutSource | None = None,
     ) -> None:
         """Arguments as in `aligner.algorithms.ppo.trainer.PPOTrainer`."""
         self.config = config
@@ -60,7 +59,7 @@ class RSTrainer:
         self.generation = generation or policy
         self.total_steps = total_steps
         self.rollouts = Rollouts(
-            config, self.generation, train_prompts, sampler, pad_id, environments
+            config, self.generation, train_prompts, sampler, pad_id, rollout_source
         )
         self.loss = NegativeLogLikelihoodLoss()
         self.consumed_samples = 0
