@@ -150,7 +150,8 @@ class Host:
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)
             return check_start(awaited(self._environment.init(), self._loop))
         if name == "step":
-            return check_turn(awaited(self._environment.step(argument), self._loop))
+            characters = len(argument["content"])  # the environment may change the message
+            return check_turn(awaited(self._environment.step(argument), self._loop), characters)
         return self._close()
 
     def _close(self) -> None:

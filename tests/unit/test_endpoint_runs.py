@@ -8,7 +8,7 @@ import user_agents
 from test_conf import composed
 
 from aligner.algorithms.ask.evaluate import evaluate
-from aligner.algorithms.ppo.build import train_ppo
+from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.config import EvaluateConfig, load_config, parse_config
 from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics

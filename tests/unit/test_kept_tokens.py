@@ -274,11 +274,6 @@ def test_a_policy_scores_over_what_it_recorded(policy):
             VLLM,
             r"use_greedy=true for top_k=1 there.* set it to false",
         ),
-        (
-            {},
-            {"reward": {"kind": "environment"}, "environment": {"factory": "my_game.py:Game"}},
-            r"record_kept_tokens=8: environment.factory=my_game.py:Game.*set it to 0",
-        ),
     ],
 )
 def test_refusals(ppo, others, message):

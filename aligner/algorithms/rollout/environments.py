@@ -22,6 +22,7 @@ from aligner.algorithms.rollout.trajectories import (
     END_REASONS,
     EndReason,
     Failures,
+    KeptTokens,
     Trajectory,
     check_scored,
     environment_seed,
@@ -90,8 +91,8 @@ class EnvironmentRollouts(RolloutSource):
         columns are used; ``per_prompt`` adjacent rows have environments with one seed. Besides the
         columns of a single-turn rollout it has ``turn_ids`` int64 [B, S], ``turn_rewards`` float32
         [B, S] and ``is_scored`` float32 [B], where conversations may fork ``position_ids`` int64
-        [B, S], and the lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks``
-        and ``failures``.
+        [B, S], where the engine records them ``kept_ids`` int32 [B, S, K], and the lists
+        ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``.
 
         Raises:
             EnvironmentCallError: more conversations failed than ``environment.retries``, or none
@@ -175,6 +176,7 @@ class _Waiting:
     slot: int = -1
     seconds: float = 0.0  # of the environment's calls
     conversation: Conversation | None = None
+    kept: list[KeptTokens] = field(default_factory=list)
 
     @property
     def talk(self) -> Conversation:
@@ -228,6 +230,9 @@ class _Conversations:
         for index, one in enumerate(self._active):
             begin = len(one.talk.sequence)
             end = int(output["unpadded_sequence_lengths"][index])
+            if "kept_ids" in output:  # a copy: a view is sent with all that it is a part of
+                kept = output["kept_ids"][index, begin:end].clone()
+                one.kept.append(KeptTokens(len(one.talk.ids), kept))
             message = one.talk.answered(
                 output["output_ids"][index, begin:end].tolist(),
                 output["logprobs"][index, begin:end].tolist(),
@@ -271,7 +276,7 @@ class _Conversations:
         for one, answer in zip(starting, self._pool.call(calls), strict=True):
             start = self._value_of(one, answer)
             if start is not None:
-                one.conversation = Conversation(self._renderer, start)
+                one.conversation, one.kept = Conversation(self._renderer, start), []
                 self._check_room(one.talk)
                 self._active.append(one)
 
@@ -334,11 +339,8 @@ def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T
 def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
     talk = one.talk
     length = talk.length
-    rewards = [0.0] * length
-    last_of = {turn: at for at, turn in enumerate(talk.turn_ids[:length])}
     parts: Counter[str] = Counter()
-    for number, turn in enumerate(talk.turns, start=1):
-        rewards[last_of[number]] = turn.reward or 0.0
+    for turn in talk.turns:
         parts.update(turn.parts)
     return Trajectory(
         prompt=talk.prompt,
@@ -347,12 +349,13 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         turn_ids=talk.turn_ids[:length],
         positions=talk.positions,
         logprobs=talk.logprobs[:length],
-        rewards=rewards,
-        is_scored=any(turn.reward is not None for turn in talk.turns),
+        rewards=talk.rewards,
+        is_scored=any(turn.reward is not None or turn.steps for turn in talk.turns),
         parts=dict(parts),
         end_reason=reason,
         forks=talk.forks,
         text=transcript(talk.turns),
         turns=[vars(turn).copy() for turn in talk.turns],
         failures=one.failures,
+        kept=one.kept,
     )

@@ -4,7 +4,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,19 @@ from aligner.data.prompts import pad_right
 from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Failure
 from aligner.errors import EnvironmentCallError
+from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
 EndReason = Literal["done", "max_turns", "max_tokens"]
 END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
+
+
+class KeptTokens(NamedTuple):
+    """Tokens that top-k and top-p kept, for each that a turn sampled."""
+
+    place: int  # of the first token in the row
+    ids: Tensor  # int32 [n, K]
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Trajectory:
     text: str
     turns: list[dict[str, Any]]
     failures: list[str]
+    kept: Sequence[KeptTokens] = ()
 
 
 class Failures:
@@ -111,14 +120,16 @@ def rollout_batch(
     ids, lengths = pad_right([row.ids for row in rows], pad_id)
     width = ids.shape[1]
     turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
-    positions: dict[str, Tensor] = {}
+    optional: dict[str, Tensor] = {}
     if with_positions:
-        positions["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
+        optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
+    if any(row.kept for row in rows):
+        optional["kept_ids"] = _kept_ids([row.kept for row in rows], width)
     return BatchedDataDict(
         {
             "input_ids": ids,
             "input_lengths": lengths,
-            **positions,
+            **optional,
             "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
             "sample_ids": data["sample_ids"],
             "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
@@ -139,6 +150,16 @@ def rollout_batch(
             "columns": data["columns"],
         }
     )
+
+
+def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
+    """Kept ids at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
+    most = next(kept.ids.shape[1] for row in rows for kept in row)
+    result = torch.full((len(rows), width, most), PAD_VALUES["kept_ids"], dtype=torch.int32)
+    for index, row in enumerate(rows):
+        for place, ids in row:
+            result[index, place : place + len(ids)] = ids
+    return result
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:

@@ -263,7 +263,7 @@ class PolicyPPOConfig(RolloutConfig):
 
     Recorded, they are used again in training and by the reference, so that ratios and KL are exact.
     Where more are kept, none is recorded, and the trainer filters anew. vLLM records where `top_k`
-    is set; of conversations nothing is recorded.
+    is set; of an agent behind an endpoint nothing is recorded.
     """
 
     @property
