@@ -1,6 +1,7 @@
 # make ppo    set up everything and run the main job
 # make pipeline   fine-tuning, reward model, PPO, GRPO, rejection sampling, DPO: one comparison
 # make pipeline DATA=gsm8k GSM8K=folder   fine-tuning and a reward model on GSM8K
+# make agent SEED=1   SmolLM2 learns to call a calculator: fine-tuning on traces, then PPO
 # make test   set up what is missing and run the tests, in JOBS=2 processes
 # make setup  the environment alone
 # make models/smollm2-135m-instruct.nemo   the pretrained model alone
@@ -33,7 +34,7 @@ MINUTES ?= 2
 JOBS    ?= 2
 export GSM8K ?= data/gsm8k
 
-.PHONY: ppo pipeline test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
+.PHONY: ppo pipeline agent test setup test-extended test-ray test-gpu test-vllm test-adapters campaign vllm-env adapters-env docs lint clean
 
 ppo: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/train_gpt_ppo.py --config-name recipes/ppo_smollm2_arithmetic_cpu \
@@ -41,6 +42,9 @@ ppo: $(READY) $(SMOLLM2)
 
 pipeline: $(READY) $(SMOLLM2)
 	$(BIN)/python examples/pipeline.py conf/pipelines/$(DATA).yaml
+
+agent: $(READY) $(SMOLLM2)
+	SEED=$(SEED) $(BIN)/python examples/pipeline.py conf/pipelines/agent.yaml
 
 test: $(READY) $(TINY) $(SMOLLM2)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

@@ -272,6 +272,7 @@ TABLES = {
 # The page has the machine and the date.
 RESULTS = {
     ("seed", "before"): "make ppo",
+    ("seed", "after fine-tuning"): "make agent",
     ("step", "seed 1"): "make ppo",
     ("model", "made from"): "make pipeline",
     ("stage", "held out"): "make pipeline DATA=gsm8k GSM8K=path/of/gsm8k",

@@ -120,7 +120,6 @@ ONE_IMPORTER = {
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
-    "aligner.data.arithmetic": "a task; its importer is a command",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
     "aligner.dry.device": "the device, which tests and benchmarks enter",

@@ -73,13 +73,15 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """``1 - Var(returns - values) / Var(returns)`` over the tokens where ``mask`` is 1.
 
     ``values``, ``returns``: float [B, S]; ``mask``: [B, S]. Both variances have the same
-    denominator (counted tokens), which cancels. NaN where the returns are constant.
+    denominator (counted tokens), which cancels. NaN where the returns are constant up to rounding:
+    those of GAE are sums in float32 that differ by some 1e-7 of their size.
     """
     kept = mask.bool()
     target = returns[kept].double()
     error = target - values[kept].double()
     total = _squares(target)
-    return torch.where(total > 0, 1 - _squares(error) / total, _NAN).float()
+    is_spread = total > 1e-12 * target.square().sum()
+    return torch.where(is_spread, 1 - _squares(error) / total, _NAN).float()
 
 
 def reward_length_correlation(

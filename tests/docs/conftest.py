@@ -21,7 +21,7 @@ MODELS = (
     *("my_model.nemo", "my.nemo", "MODEL.nemo", "BASE.nemo", "FILE.nemo", "small.nemo"),
     *("SMALL.nemo", "models/tiny.nemo", "models/smollm2-135m-instruct.nemo"),
     *("results/my_run/policy.nemo", "results/sft_smollm2_arithmetic_cpu/policy.nemo"),
-    "results/sft_smollm2_gsm8k_cpu/policy.nemo",
+    *(f"results/sft_smollm2_{name}_cpu/policy.nemo" for name in ("gsm8k", "calculator")),
 )
 TEACHERS = ("large.nemo", "LARGE.nemo", "models/tiny_teacher.nemo")
 REWARD_MODELS = (

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
@@ -205,3 +206,40 @@ def test_the_game_is_learned(tmp_path, tiny_nemo, seed):
     lines = run(tmp_path, tiny_nemo, f"seed={seed}")
     assert lines[0]["val_rollouts/rewards"] < 0.15
     assert lines[-1]["val_rollouts/rewards"] > 0.4
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_the_agent_s_pipeline_runs_to_its_end(tmp_path, tiny_nemo, monkeypatch):
+    """The recipes of `make agent` with a tiny model: what is shorter is what is set here."""
+    from aligner.algorithms.multi_run.stages import run_pipeline
+
+    monkeypatch.chdir(tmp_path)
+    values = yaml.safe_load((ROOT / "conf" / "pipelines" / "agent.yaml").read_text())
+    values["start"] = str(tiny_nemo)
+    values["evaluation"]["overrides"] = ["data.validation.arguments.size=4"]
+    few = ["data.train.arguments.size=16", "data.validation.arguments.size=4"]
+    shorter = {
+        "sft": ["trainer.sft.max_steps=2", "model.global_batch_size=8", "model.micro_batch_size=8"],
+        "ppo": [
+            *("trainer.ppo.max_steps=2", "model.ppo.num_rollout_samples=8"),
+            *("model.global_batch_size=8", "model.micro_batch_size=8"),
+            *("critic.global_batch_size=8", "critic.micro_batch_size=8"),
+        ],
+    }
+    for stage in values["stages"]:
+        stage["overrides"] += [*few, *shorter[stage["name"]]]
+    Path("agent.yaml").write_text(yaml.safe_dump(values))
+    run_pipeline(Path("agent.yaml"), ROOT / "conf", ROOT / "examples")
+
+    folder = Path("results/pipeline_agent/seed1")
+    numbers = json.loads((folder / "comparison.json").read_text())
+    assert list(numbers["policies"]) == ["start", "sft", "ppo"]
+    learned = read_metrics(folder / "sft" / "metrics.jsonl")
+    assert learned[-1]["val_optim/loss"] < learned[0]["val_optim/loss"]
+    lines = read_metrics(folder / "ppo" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in lines[1:])
+    (first, *_) = samples_of(folder / "ppo")
+    assert "calculator(expression)" in first["prompt"]
+    assert first["turns"]

@@ -28,7 +28,9 @@ def test_explained_variance_by_hand():
     assert explained_variance(values, returns, mask).item() == pytest.approx(0.8)
     assert explained_variance(returns, returns, mask).item() == 1.0
     assert explained_variance(torch.zeros(2, 3), returns, mask).item() == 0.0
-    assert math.isnan(explained_variance(values, torch.ones(2, 3), mask).item())
+    rounded = torch.ones(2, 3) + torch.tensor([0.0, 0.0, 1.2e-7])
+    for constant in (torch.ones(2, 3), rounded, torch.zeros(2, 3)):
+        assert math.isnan(explained_variance(values, constant, mask).item())
 
 
 def test_reward_length_correlation_by_hand():

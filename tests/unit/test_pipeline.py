@@ -245,7 +245,7 @@ def test_a_start_that_is_not_there(place):
         run()
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "gsm8k"])
+@pytest.mark.parametrize("name", ["arithmetic", "gsm8k", "agent"])
 def test_the_shipped_pipelines_compose(name):
     stages = plan(load_pipeline(CONF / "pipelines" / f"{name}.yaml"), CONF, Path("examples"))
     held_out = {
@@ -255,6 +255,13 @@ def test_the_shipped_pipelines_compose(name):
     }
     assert len(held_out) <= 1  # all are asked the same
     assert all(stage.config.exp_manager.explicit_log_dir.startswith("results/") for stage in stages)
+
+
+def test_every_seed_has_a_folder_of_its_own(monkeypatch):
+    monkeypatch.setenv("SEED", "3")
+    stages = plan(load_pipeline(CONF / "pipelines" / "agent.yaml"), CONF, Path("examples"))
+    assert {stage.folder.parts[2] for stage in stages} == {"seed3"}
+    assert {stage.config.seed for stage in stages if stage.trained is not None} == {3}
 
 
 # The page -------------------------------------------------------------------------------------
