@@ -220,12 +220,18 @@ def test_a_failure_is_drawn_again(tmp_path):
     assert sampled(batch, 0, 1) != sampled(other, 0, 1)
 
 
-@pytest.mark.parametrize("by", [RUN, COMMAND], ids=["function", "command"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        pytest.param(RUN, id="function", marks=pytest.mark.extended),
+        pytest.param(COMMAND, id="command"),
+    ],
+)
 def test_one_that_hangs_is_killed_with_its_children(by, tmp_path):
     marker = tmp_path / "pids"
     began = time.monotonic()
     rows = [task("hangs_once", marker=marker)]
-    batch = collected(rows, retries=1, timeout_s=1.5, **by)
+    batch = collected(rows, retries=1, timeout_s=1.0, **by)
     assert batch["failures"] == [["env_timeout"]]
     assert time.monotonic() - began < 20
     for pid in map(int, marker.read_text().split()):
@@ -236,6 +242,7 @@ def test_one_that_hangs_is_killed_with_its_children(by, tmp_path):
         collected([task("hangs", marker=marker)], timeout_s=0.5, **RUN)
 
 
+@pytest.mark.extended
 def test_the_policy_s_time_is_not_the_agent_s():
     class Slow(Babble):
         def generate(self, data, **given):
