@@ -221,24 +221,22 @@ def test_a_failure_is_drawn_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "by",
+    ("by", "timeout_s"),
     [
-        pytest.param(RUN, id="function", marks=pytest.mark.extended),
-        pytest.param(COMMAND, id="command"),
+        pytest.param(RUN, 1.5, id="function"),
+        pytest.param(COMMAND, 5.0, id="command", marks=pytest.mark.extended),
     ],
 )
-def test_one_that_hangs_is_killed_with_its_children(by, tmp_path):
+def test_one_that_hangs_is_killed_with_its_children(by, timeout_s, tmp_path):
     marker = tmp_path / "pids"
     began = time.monotonic()
     rows = [task("hangs_once", marker=marker)]
-    batch = collected(rows, retries=1, timeout_s=1.0, **by)
+    batch = collected(rows, retries=1, timeout_s=timeout_s, **by)
     assert batch["failures"] == [["env_timeout"]]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     for pid in map(int, marker.read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
-    with pytest.raises(
-        EnvironmentCallError, match=r"environment.timeout_s=0.5 seconds and was kil"
-    ):
+    with pytest.raises(EnvironmentCallError, match=r"environment.timeout_s=0.5 seconds and"):
         collected([task("hangs", marker=marker)], timeout_s=0.5, **RUN)
 
 
