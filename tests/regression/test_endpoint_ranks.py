@@ -34,6 +34,6 @@ def test_two_processes(tmp_path, tiny_nemo):
 
     one, two = run(1), run(2)
     assert len(one) == len(two) >= 1
-    for key in ("turns", "rewards", "response_lengths"):
+    for key in ("turns", "rewards", "generation_length"):
         assert one[0][f"train_rollouts/{key}"] == two[0][f"train_rollouts/{key}"]
     assert two[0]["train_rollouts/turns"] == 2

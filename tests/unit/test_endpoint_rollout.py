@@ -220,22 +220,27 @@ def test_a_failure_is_drawn_again(tmp_path):
     assert sampled(batch, 0, 1) != sampled(other, 0, 1)
 
 
-@pytest.mark.parametrize("by", [RUN, COMMAND], ids=["function", "command"])
-def test_one_that_hangs_is_killed_with_its_children(by, tmp_path):
+@pytest.mark.parametrize(
+    ("by", "timeout_s"),
+    [
+        pytest.param(RUN, 1.5, id="function"),
+        pytest.param(COMMAND, 5.0, id="command", marks=pytest.mark.extended),
+    ],
+)
+def test_one_that_hangs_is_killed_with_its_children(by, timeout_s, tmp_path):
     marker = tmp_path / "pids"
     began = time.monotonic()
     rows = [task("hangs_once", marker=marker)]
-    batch = collected(rows, retries=1, timeout_s=1.5, **by)
+    batch = collected(rows, retries=1, timeout_s=timeout_s, **by)
     assert batch["failures"] == [["env_timeout"]]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30
     for pid in map(int, marker.read_text().split()):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
-    with pytest.raises(
-        EnvironmentCallError, match=r"environment.timeout_s=0.5 seconds and was kil"
-    ):
+    with pytest.raises(EnvironmentCallError, match=r"environment.timeout_s=0.5 seconds and"):
         collected([task("hangs", marker=marker)], timeout_s=0.5, **RUN)
 
 
+@pytest.mark.extended
 def test_the_policy_s_time_is_not_the_agent_s():
     class Slow(Babble):
         def generate(self, data, **given):
