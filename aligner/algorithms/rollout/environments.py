@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from aligner.types import PAD_VALUES
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# What top-k and top-p kept in a turn: place of its first token in the row, ids int32 [n, K].
+KeptTokens = tuple[int, Tensor]
 EndReason = Literal["done", "max_turns", "max_tokens"]
 END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
 FAILURE_REASONS = ("env_timeout", "env_error")
@@ -191,13 +193,6 @@ class EnvironmentReward:
         )
 
 
-class KeptTokens(NamedTuple):
-    """Tokens that top-k and top-p kept, for each that a turn sampled."""
-
-    place: int  # of the first token in the row
-    ids: Tensor  # int32 [n, K]
-
-
 @dataclass(frozen=True)
 class Trajectory:
     """A conversation that ended; lists of numbers are of one a token."""
@@ -287,8 +282,7 @@ class _Conversations:
             begin = len(one.talk.sequence)
             end = int(output["unpadded_sequence_lengths"][index])
             if "kept_ids" in output:  # a copy: a view is sent with all that it is a part of
-                kept = output["kept_ids"][index, begin:end].clone()
-                one.kept.append(KeptTokens(len(one.talk.ids), kept))
+                one.kept.append((len(one.talk.ids), output["kept_ids"][index, begin:end].clone()))
             message = one.talk.answered(
                 output["output_ids"][index, begin:end].tolist(),
                 output["logprobs"][index, begin:end].tolist(),
@@ -441,7 +435,7 @@ def transcript(talk: Conversation) -> str:
 
 def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
     """Kept ids at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
-    most = next(kept.ids.shape[1] for row in rows for kept in row)
+    most = next(ids.shape[1] for row in rows for _, ids in row)
     result = torch.full((len(rows), width, most), PAD_VALUES["kept_ids"], dtype=torch.int32)
     for index, row in enumerate(rows):
         for place, ids in row:
