@@ -1,6 +1,6 @@
 """Credit of turns beside credit of trajectories: the tiny model learns a game with both.
 
-    python -m benchmarks.turn_credit [--model models/tiny.nemo] [--seeds 1 2 3 4 5] [--steps 40]
+    python -m benchmarks.turn_credit [--model models/tiny.nemo] [--seeds 1 2 3 4 5] [--steps 100]
 
 A conversation names eight numbers, each to be answered with the next larger one
 (`aligner.environments.games.NextNumber`). A turn earns its own reward, and no turn depends on
@@ -41,12 +41,11 @@ _SETTINGS = (
     "trainer.ppo.advantage.estimator=rloo",
     "trainer.ppo.val_check_interval=0",
     "trainer.ppo.save_interval=0",
-    "model.micro_batch_size=16",
-    "model.global_batch_size=16",
-    "model.ppo.num_rollout_samples=16",
-    "model.ppo.num_rollouts_per_prompt=4",
+    "model.micro_batch_size=32",
+    "model.global_batch_size=32",
+    "model.ppo.num_rollout_samples=32",
+    "model.ppo.num_rollouts_per_prompt=8",
     "model.ppo.length_params.max_length=1",
-    "model.ppo.entropy_bonus=0.02",
     "model.optim.lr=3.0e-3",
     "exp_manager.create_tensorboard_logger=false",
     "exp_manager.save_nemo=false",
@@ -109,7 +108,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="models/tiny.nemo", help="the model to begin with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--steps", type=int, default=40, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a run")
     options = parser.parse_args()
     curves: dict[str, list[list[float]]] = {credit: [] for credit in CREDITS}
     with stdout_reserved():

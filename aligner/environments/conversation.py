@@ -252,7 +252,8 @@ class Conversation:
             return []
         start = max(start for start in self.starts if start <= places[0])
         decoder = IncrementalDecoder(self._renderer.tokenizer, self.ids[start : places[0]])
-        known, count = [], 0
+        known: list[int] = []
+        count = 0
         for at in places:
             count += len(decoder.push(self.ids[at]))
             known.append(count)

@@ -71,7 +71,7 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
     first = samples_of(tmp_path)[0]
     assert len(first["turns"]) == first["response"].count("[+") > 1
     assert first["turns"][0]["reward"] is not None
-    assert "[user] " in (tmp_path / "report.html").read_text()
+    assert "<b>user</b> read, masked" in (tmp_path / "report.html").read_text()
 
 
 @pytest.fixture

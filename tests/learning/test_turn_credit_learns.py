@@ -12,7 +12,7 @@ SEEDS = (1, 2, 3, 4, 5)
 @pytest.mark.extended
 def test_turn_credit_is_ahead_of_trajectory_credit_over_five_seeds(tiny_nemo):
     curves = {
-        credit: [curve(str(tiny_nemo), credit, seed, 200) for seed in SEEDS] for credit in CREDITS
+        credit: [curve(str(tiny_nemo), credit, seed, 100) for seed in SEEDS] for credit in CREDITS
     }
     print(table(curves, SEEDS))
     at_the_end, over_all = MEASURES.values()
