@@ -52,7 +52,15 @@ _SETTINGS = (
 )
 
 
-def curve(model: str, credit: str, seed: int, steps: int) -> list[float]:
+def settings_with(options: Sequence[str]) -> list[str]:
+    """Options of a run, ``key=value`` each: the game's, or others in their place."""
+    others = {option.partition("=")[0] for option in options}
+    return [one for one in _SETTINGS if one.partition("=")[0] not in others] + list(options)
+
+
+def curve(
+    model: str, credit: str, seed: int, steps: int, options: Sequence[str] = ()
+) -> list[float]:
     """Share of right answers in the rollout of each step of a run."""
     from aligner.algorithms.ppo.trainer import train_ppo
 
@@ -60,7 +68,7 @@ def curve(model: str, credit: str, seed: int, steps: int) -> list[float]:
         template = Path(folder) / "plain.jinja"
         template.write_text(_TEMPLATE)
         settings = [
-            *_SETTINGS,
+            *settings_with(options),
             f"environment.chat_template={template}",
             f"model.restore_from_path={Path(model).absolute()}",
             f"trainer.ppo.advantage.credit={credit}",
@@ -109,12 +117,13 @@ def main() -> None:
     parser.add_argument("--model", default="models/tiny.nemo", help="the model to begin with")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=100, help="steps of a run")
+    parser.add_argument("options", nargs="*", help="key=value: options of the runs")
     options = parser.parse_args()
     curves: dict[str, list[list[float]]] = {credit: [] for credit in CREDITS}
     with stdout_reserved():
         for seed in options.seeds:
             for credit in CREDITS:
-                found = curve(options.model, credit, seed, options.steps)
+                found = curve(options.model, credit, seed, options.steps, options.options)
                 curves[credit].append(found)
                 log(f"seed {seed}, {credit}: {' '.join(f'{share:.2f}' for share in found)}")
     print(f"{os.cpu_count()} CPU cores, {options.steps} steps\n\n{table(curves, options.seeds)}\n")
