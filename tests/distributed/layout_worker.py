@@ -7,7 +7,8 @@ where experts are shared out; what is left of the world is data parallel and the
 micro-batches are formed. Mode ``masked`` is padded, and no sample of the batch's second half
 counts. Modes ``shared`` and ``separate`` are padded and have a batch whose sequences begin alike,
 which goes through the model once, or once a row. In ``recorded`` and ``recorded separate`` they are
-conversations, too, and of the actor alone, with recorded sets of the tokens that top-p kept.
+conversations, too, and of the actor alone, with recorded sets of the tokens that top-p kept. In
+``forked`` and ``forked separate`` rows hold several sequences, which begin alike, too.
 """
 
 import sys
@@ -38,7 +39,8 @@ from aligner.models.value.lm_value import Value
 ROWS, WIDTH = 8, 40
 RUN = RunSettings(gradient_clip_val=0.0)
 OPTIM = OptimConfig(lr=1e-4, eps=1e-3)
-BEGIN_ALIKE = ("shared", "separate", "recorded", "recorded separate")
+BEGIN_ALIKE = ("shared", "separate", "recorded", "recorded separate", "forked", "forked separate")
+FORKS = [[17, 23], [9, 20, 9], [], [5, 7], [26, 14], [], [11, 12, 11], []]  # lengths of sequences
 KEPT, VOCABULARY = 6, 259
 
 
@@ -59,6 +61,10 @@ def make_batch(layout: str) -> BatchedDataDict:
         lengths = torch.tensor([40, 38, 36, 12, 40, 39, 34, 9])
         mask = (position >= prompts[:, None]) & (position < lengths[:, None])
     old, others = -5.5, {}
+    if ",forked" in layout:
+        where = forked(ids)
+        mask &= where > 1
+        others = {"position_ids": where}
     if is_recorded(layout):
         mask &= position % 9 >= 3  # between them what an environment said
         old, others = -1.5, {"kept_ids": recorded_sets(ids, generator)}
@@ -76,6 +82,19 @@ def make_batch(layout: str) -> BatchedDataDict:
             **others,
         }
     )
+
+
+def forked(ids: torch.Tensor) -> torch.Tensor:
+    """Positions int64 [B, S]; sequences of one row begin with up to 8 tokens in common."""
+    positions = torch.arange(WIDTH).repeat(ROWS, 1)
+    for row, lengths in enumerate(FORKS):
+        start = 0
+        for length in lengths:
+            alike = min(8, length - 1)
+            ids[row, start : start + alike] = ids[row, :alike].clone()
+            positions[row, start:] = torch.arange(WIDTH - start)
+            start += length
+    return positions
 
 
 def is_recorded(layout: str) -> bool:

@@ -1,6 +1,6 @@
 """Every layout gives one process's numbers, whether micro-batches are padded, dynamic or
-packed, and whether what sequences begin with in common goes through the model once: conversations
-and recorded sets of what a filter kept among them.
+packed, and whether what sequences begin with in common goes through the model once: conversations,
+forked ones and recorded sets of what a filter kept among them.
 
 Scores, what training reports, every parameter's gradient, and the weights after two updates, of
 actor and critic. Float32 rounding differs with the order of sums: the largest difference stays
@@ -42,6 +42,13 @@ RECORDED = {
     4: ("context 2 x tensor 2",),
 }
 SEPARATE = "1,1,1,0,recorded separate"
+# Where rows hold several sequences, of actor and critic.
+FORKED = {
+    1: ("one process",),
+    2: ("data 2", "tensor 2 + sequence", "pipe 2", "context 2"),
+    4: ("context 2 x tensor 2",),
+}
+UNSHARED = "1,1,1,0,forked separate"
 FURTHER = pytest.mark.extended  # four processes on a small machine take long
 CASES = [
     pytest.param(processes, name, mode, marks=FURTHER if processes == 4 else ())
@@ -55,8 +62,9 @@ CASES = [
 def launch(processes, model, output):
     layouts = [f"{sizes},{mode}" for sizes in LAYOUTS[processes].values() for mode in MODES]
     layouts += [f"{LAYOUTS[processes][name]},recorded" for name in RECORDED[processes]]
+    layouts += [f"{LAYOUTS[processes][name]},forked" for name in FORKED[processes]]
     if processes == 1:
-        layouts += ["1,1,1,0,separate", SEPARATE]
+        layouts += ["1,1,1,0,separate", SEPARATE, UNSHARED]
     if processes < 4:
         layouts.append("1,1,1,0,masked")  # over two processes: one has no valid token
     run_ranks(WORKER, processes, [model, output, *layouts], timeout_s=600)
@@ -95,6 +103,23 @@ def test_what_a_filter_kept_stays_with_its_token(processes, name, seen):
     # Of six tokens or fewer a token has more than of all.
     assert (one["before"] - unfiltered["before"]).max() > 2
     assert_same(one, seen(processes)[f"{LAYOUTS[processes][name]},recorded"]["actor"])
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(
+    ("processes", "name"),
+    [
+        pytest.param(processes, name, marks=FURTHER if processes == 4 else ())
+        for processes, names in FORKED.items()
+        for name in names
+    ],
+)
+def test_rows_of_several_sequences(processes, name, role, seen):
+    """Held to one process that shares nothing; what that computes is held to rows of one sequence
+    in unit/test_forked_rows.py.
+    """
+    layout = f"{LAYOUTS[processes][name]},forked"
+    assert_same(seen(1)[UNSHARED][role], seen(processes)[layout][role])
 
 
 def assert_same(one, other):

@@ -71,7 +71,7 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
     first = samples_of(tmp_path)[0]
     assert len(first["turns"]) == first["response"].count("[+") > 1
     assert first["turns"][0]["reward"] is not None
-    assert "[user] " in (tmp_path / "report.html").read_text()
+    assert "<b>user</b> read, masked" in (tmp_path / "report.html").read_text()
 
 
 @pytest.fixture
@@ -157,6 +157,36 @@ def test_two_processes_have_the_same_conversations(tmp_path, tiny_nemo):
     first = [sample for sample in samples_of(one) if sample["step"] == 1]
     assert first == [sample for sample in samples_of(two) if sample["step"] == 1]
     assert len(first) > 1
+
+
+LAYOUTS = {
+    "tensor": ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+    "pipeline": ["model.pipeline_model_parallel_size=2"],
+    "context": ["model.context_parallel_size=2"],
+}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_has_the_same_forked_conversations(tmp_path, tiny_nemo, forking, layout):
+    options = [
+        *(*short("ppo"), "critic.global_batch_size=8", "critic.micro_batch_size=4"),
+        *("data.validation=null", "environment.concurrency=4", "trainer.ppo.val_check_interval=0"),
+        *forking,
+    ]
+    one, two = tmp_path / "one", tmp_path / "two"
+    _, first, *_ = run(one, tiny_nemo, *options)
+    script = ROOT / "examples" / "train_gpt_ppo.py"
+    arguments = ["--config-name", RECIPE, *settings(two, tiny_nemo), *options, *LAYOUTS[layout]]
+    run_ranks(script, 2, [*arguments, "trainer.devices=2"], 240)
+    ours, theirs = ([s for s in samples_of(folder) if s["step"] == 1] for folder in (one, two))
+    assert ours == theirs
+    _, other, *_ = read_metrics(two / "metrics.jsonl")
+    assert first["train_rollouts/forks"] > 0
+    names = [name for name in first if not name.startswith("timers/")]
+    assert {name: other[name] for name in names} == pytest.approx(
+        {name: first[name] for name in names}, rel=2e-4, abs=2e-5, nan_ok=True
+    )
 
 
 # Over the same conversations, each of these makes its passes in another way.
