@@ -286,6 +286,7 @@ RESULTS = {
     ),
     ("rollouts by",): "python examples/train_gpt_ppo.py --config-name recipes/ppo_tiny_cpu",
     ("", "accuracy at the end"): "python -m benchmarks.value_parity",
+    ("credit", "seed 1"): "python -m benchmarks.turn_credit",
 }
 
 

@@ -11,6 +11,12 @@ from aligner.errors import ConfigError
 _NUMBER = re.compile(r"-?\d+")
 
 
+def _number(message: dict[str, Any]) -> int | None:
+    """The number that a message begins with; None: it begins with none."""
+    found = _NUMBER.match(message["content"].strip())
+    return None if found is None else int(found.group()[:9])
+
+
 class GuessingGame:
     """A number is to be found; every guess is answered with ``higher`` or ``lower``.
 
@@ -45,8 +51,7 @@ class GuessingGame:
     def step(self, message: dict[str, Any]) -> Turn:
         """Compare the first number of a message with the one that is to be found."""
         self._left -= 1
-        found = _NUMBER.match(message["content"].strip())
-        guess = None if found is None else int(found.group()[:9])
+        guess = _number(message)
         right = guess == self._secret
         reward = {"reward": 1.0 if right else 0.0, "accuracy": float(right)}
         said = "a number?"
@@ -75,6 +80,89 @@ def guessing_games(
     _check_split(split, "guessing games")
     for index in range(size):
         yield {"secret": random.Random(f"{seed}/{split}/{index}").randint(low, high)}
+
+
+class NextNumber:
+    """Numbers are named one after another, and each is answered with the next larger one.
+
+    A turn earns 1 where it says that number, ``hint_reward`` where it says what is right for
+    another number of the game, and 0 else. No turn depends on the ones before: what a turn earns is
+    its own doing, and all other rewards of the conversation are noise to it. ``accuracy`` is the
+    share of turns that were right.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        asked: Sequence[int] | None = None,
+        low: int = 1,
+        high: int = 4,
+        turns: int = 8,
+        hint_reward: float = 0.1,
+        **columns: Any,
+    ) -> None:
+        """Choose ``turns`` numbers by ``seed``, unless the row has them in the column ``asked``.
+
+        Raises:
+            ConfigError: no number to ask for.
+        """
+        del columns
+        _check_numbers(low, high, turns if asked is None else len(asked))
+        self._asked = _asked(random.Random(seed), low, high, turns) if asked is None else [*asked]
+        self._low, self._high, self._hint_reward = low, high, hint_reward
+        self._at = 0
+
+    def init(self) -> Start:
+        """Name the first number."""
+        return Start([{"role": "user", "content": str(self._asked[0])}])
+
+    def step(self, message: dict[str, Any]) -> Turn:
+        """Compare the number that a message begins with; name the next one."""
+        said = _number(message)
+        right = said == self._asked[self._at] + 1
+        fits = said is not None and self._low < said <= self._high + 1
+        self._at += 1
+        done = self._at == len(self._asked)
+        return Turn(
+            [] if done else [{"role": "user", "content": str(self._asked[self._at])}],
+            {
+                "reward": 1.0 if right else self._hint_reward if fits else 0.0,
+                "accuracy": right / len(self._asked),
+            },
+            done,
+        )
+
+
+def next_numbers(
+    split: str = "train",
+    size: int = 1024,
+    *,
+    seed: int = 0,
+    low: int = 1,
+    high: int = 4,
+    turns: int = 8,
+) -> Iterator[dict[str, Any]]:
+    """Yield ``size`` rows with the column asked, ``turns`` numbers from ``low`` to ``high``.
+
+    Row ``i`` depends only on (seed, split, i).
+    """
+    _check_split(split, "next numbers")
+    _check_numbers(low, high, turns)
+    for index in range(size):
+        yield {"asked": _asked(random.Random(f"{seed}/{split}/{index}"), low, high, turns)}
+
+
+def _asked(rng: random.Random, low: int, high: int, turns: int) -> list[int]:
+    return [rng.randint(low, high) for _ in range(turns)]
+
+
+def _check_numbers(low: int, high: int, turns: int) -> None:
+    if not (low <= high and turns >= 1):
+        raise ConfigError(
+            f"the game of next numbers needs low={low} of at most high={high}, and turns={turns} "
+            "of at least 1"
+        )
 
 
 class SlidingPuzzle:

@@ -1,10 +1,15 @@
-"""The sliding puzzle: moves, rewards of turns, boards that can be solved."""
+"""The sliding puzzle: moves, rewards of turns, boards that can be solved. Next numbers: rewards."""
 
 import itertools
 
 import pytest
 
-from aligner.environments.games import SlidingPuzzle, sliding_puzzles
+from aligner.environments.games import (
+    NextNumber,
+    SlidingPuzzle,
+    next_numbers,
+    sliding_puzzles,
+)
 from aligner.errors import ConfigError
 
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
@@ -88,3 +93,32 @@ def test_rows_of_puzzles():
     assert len(boards) > 10
     with pytest.raises(ConfigError, match="split='test'"):
         next(sliding_puzzles("test"))
+
+
+def test_every_number_has_a_reward_of_its_own():
+    game = NextNumber(seed=0, asked=[2, 4, 1, 3])
+    assert game.init().messages[0]["content"] == "2"
+    turns = [game.step(say(text)) for text in ("3", " 2 or so", "5?", "what")]
+    assert [turn.score for turn in turns] == [1.0, 0.1, 0.1, 0.0]
+    assert [turn.parts["accuracy"] for turn in turns] == [0.25, 0.0, 0.0, 0.0]
+    assert [turn.done for turn in turns] == [False, False, False, True]
+    asked = [message["content"] for turn in turns for message in turn.messages]
+    assert asked == ["4", "1", "3"]
+    for nothing in ("1", "6", "-3", ""):  # right for no number from 1 to 4
+        assert NextNumber(seed=0, asked=[2]).step(say(nothing)).score == 0.0
+
+
+def test_rows_of_numbers():
+    rows = list(next_numbers(size=20, high=9, turns=3))
+    assert rows == list(next_numbers(size=30, high=9, turns=3))[:20]
+    assert rows != list(next_numbers("validation", size=20, high=9, turns=3))
+    assert {len(row["asked"]) for row in rows} == {3}
+    assert {number for row in rows for number in row["asked"]} == set(range(1, 10))
+    assert NextNumber(seed=4)._asked == NextNumber(seed=4)._asked != NextNumber(seed=5)._asked
+    for settings in ({"low": 5}, {"turns": 0}):
+        with pytest.raises(ConfigError, match="next numbers needs low="):
+            NextNumber(seed=0, **settings)
+        with pytest.raises(ConfigError, match="next numbers needs low="):
+            next(next_numbers(**settings))
+    with pytest.raises(ConfigError, match="split='test'"):
+        next(next_numbers("test"))
