@@ -150,6 +150,7 @@ ONE_IMPORTER = {
     "aligner.models.value.workers.dtensor_value_worker_v2": "a published path",
     "aligner.models.value.workers.megatron_value_worker": "a published path",
     "aligner.observe.progress": "a line on the terminal",
+    "aligner.observe.report.conversation": "messages of a sample, which know nothing of pages",
     "aligner.observe.report.evaluation": "a page of the report",
     "aligner.observe.report.run": "a page of the report",
     "aligner.plan.layouts": "candidates of a search",

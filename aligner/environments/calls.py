@@ -31,6 +31,7 @@ is loaded by environments' processes.
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +48,8 @@ _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]\s*(.*?)
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _OBJECT_WITH_NAME = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _JSON = json.JSONDecoder()
+_BRIEF = reprlib.Repr()  # also of what is nested too deeply for repr()
+_BRIEF.maxstring = _BRIEF.maxother = 500
 
 
 class ToolCall(NamedTuple):
@@ -60,6 +63,11 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
     problem: str | None = None
     id: str | None = None
+
+    def __str__(self) -> str:
+        """``add(x=1)``, long values cut; and why it cannot be made."""
+        given = ", ".join(f"{name}={_BRIEF.repr(value)}" for name, value in self.arguments.items())
+        return f"{self.name}({given})" + (f": {self.problem}" if self.problem else "")
 
 
 class CallForm(NamedTuple):

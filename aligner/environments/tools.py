@@ -62,7 +62,8 @@ class ToolEnv:
     """An environment with tools; a subclass asks the question and scores the answer.
 
     A message with calls has them made, several at the same time, and earns what `call_reward`
-    says; errors and unknown tools go back as text. A message without is the answer.
+    says; errors and unknown tools go back as text. A message without is the answer. Samples have
+    the calls as ``info["calls"]``, a line each.
 
     A subclass with a parameter ``form`` is made with that of the tokenizer's chat template
     (`aligner.environments.calls.form_of`), unless ``environment.kwargs`` has it. ``calls_at_once``:
@@ -109,7 +110,8 @@ class ToolEnv:
         with ThreadPoolExecutor(max_workers=self.calls_at_once) as threads:
             results = list(threads.map(self._result, calls))
         said = FORMS[self._form].results(calls, results)
-        return Turn(said, self.call_reward(calls, results))
+        made = "\n".join(map(str, calls))
+        return Turn(said, self.call_reward(calls, results), info={"calls": made})
 
     def _result(self, call: ToolCall) -> str:
         if call.problem is not None:

@@ -131,6 +131,8 @@ def test_a_calculation_with_calls():
     assert turn.messages[0]["content"] == "42"
     assert "there is no tool 'oracle'; there are calculator" in turn.messages[1]["content"]
     assert (turn.done, turn.score) == (False, None)  # one of the calls failed
+    made = "calculator(expression='6*7')"
+    assert turn.info == {"calls": f"{made}\n{made.replace('calculator', 'oracle')}"}
     assert env.step(say(call % "calculator")).score == 0.1
     assert env.step(say("so it is 41")).reward == {"reward": 0.0, "accuracy": 0.0}
     assert env.step(say("so it is 42")).score == 1.0
@@ -143,6 +145,8 @@ def test_the_plain_form_needs_no_template():
     assert start.messages[0]["content"].startswith("calculator(expression): Compute")
     turn = env.step(say('call calculator {"expression": "1/0"}'))
     assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
+    unread = env.step(say("call calculator {")).info["calls"]
+    assert unread.startswith("calculator(): ")
 
 
 def test_calls_run_at_the_same_time():

@@ -21,6 +21,7 @@ from aligner.observe.report.chart import (
     thin_out,
     ticks,
 )
+from aligner.observe.report.conversation import messages_of
 from aligner.observe.report.page import render, templates
 from aligner.observe.report.run import (
     RunRecord,
@@ -128,6 +129,65 @@ def test_hostile_text_is_text_wherever_it_stands():
     # Title twice, status, two charts, a bar, a pair's four cells and a sample's three,
     # configuration, two tables of a name and a value.
     assert "".join(document.text).count(hostile) == 2 + 1 + 2 + 1 + 4 + 3 + 1 + 4
+
+
+TURNS = [
+    {
+        "content": "let me see <tool_call>{}</tool_call>",
+        "tokens": 17,
+        "ended": True,
+        "reward": 0.25,
+        "parts": {"format": 1.0},
+        "answer": [{"role": "tool", "content": "42"}, {"role": "user", "content": "and </td>?"}],
+        "info": {"calls": "calculator(expression='6*7')", "seconds": 0.5},
+    },
+    {
+        "content": "it is",
+        "tokens": 3,
+        "ended": False,
+        "reward": None,
+        "parts": {},
+        "answer": [{"role": "user", "content": "over"}],
+        "info": {},
+    },
+]
+
+
+def test_a_conversation_is_shown_message_by_message():
+    talk = sample(1, "train", turns=TURNS, response="as a transcript")
+    shown = [(one.role, one.is_trained, one.text) for one in messages_of(talk)]
+    assert shown == [
+        ("assistant", True, TURNS[0]["content"]),
+        ("tool", False, "42"),
+        ("user", False, "and </td>?"),
+        ("assistant", True, "it is"),
+        ("user", False, "over"),
+    ]
+    html = render_report(a_run(samples=[talk, sample(1, "train")]))
+    document = Document(html)
+    classes = [value for name, value in document.attributes if name == "class"]
+    assert classes.count("message trained") == 2
+    assert classes.count("message") == 3
+    text = "".join(document.text)
+    for part in (
+        "assistant turn 1 · 17 tokens, trained · reward +0.25, format 1 · seconds: 0.5",
+        "calls calculator(expression='6*7')",
+        "tool read, masked42user read, masked",
+        "assistant turn 2 · 3 tokens, trained · cut · not scored",
+        "user behind the end, not read",
+        "what has a bar was sampled and is trained",
+    ):
+        assert part in text
+    assert "as a transcript" not in text
+    single = "".join(Document(render_report(a_run())).text)
+    assert "what has a bar" not in single
+
+
+def test_conversations_stand_before_and_after_and_in_old_files():
+    talks = [sample(step, turns=[{"content": f"said at {step}"}]) for step in (0, 3)]
+    text = "".join(Document(render_report(a_run(samples=talks))).text)
+    for step in (0, 3):
+        assert f"assistant turn 1 · ? tokens, trained · not scoredsaid at {step}" in text
 
 
 def test_a_value_that_a_template_lacks_is_an_error():

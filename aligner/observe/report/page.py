@@ -4,6 +4,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from aligner.observe.report.chart import short_number
+from aligner.observe.report.conversation import messages_of
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -22,6 +23,7 @@ def templates() -> "Environment":
         lstrip_blocks=True,
     )
     found.filters["number"] = short_number
+    found.filters["messages"] = messages_of
     return found
 
 

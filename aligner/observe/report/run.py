@@ -141,6 +141,7 @@ def render_report(run: RunRecord) -> str:
         overview=_overview(series),
         gap=_gap(series, run.precision),
         has_samples=bool(run.samples),
+        samples_lead=_what_samples_show(run.samples),
         pairs=before_and_after(run.samples)[:_MOST_ROWS],
         training_samples=_training_samples(run.samples),
         phases=_phases(series),
@@ -155,6 +156,16 @@ def _what_a_step_does(series: Mapping[str, Series]) -> str:
     if any(name.startswith(("train_rollouts/", "val_rollouts/")) for name in series):
         return "Each step the model answers prompts, is rewarded, and is changed a little."
     return "Each step the model is changed a little, by what a batch of examples tells."
+
+
+def _what_samples_show(samples: Sequence[Sample]) -> str:
+    lead = "Responses as they were sampled, with their rewards."
+    if any(sample.turns for sample in samples):
+        lead += (
+            " Of conversations, what has a bar was sampled and is trained; the prompt and all "
+            "other messages were read, and are masked."
+        )
+    return lead
 
 
 class _Tile(NamedTuple):
