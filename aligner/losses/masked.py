@@ -72,14 +72,16 @@ def masked_whiten(
     mask: Tensor,
     group: dist.ProcessGroup | None = None,
     eps: float = 1e-8,
+    *,
+    over: Tensor | None = None,
 ) -> Tensor:
     """``(values - mean) * rsqrt(variance + eps)`` where ``mask`` is 1, and 0 elsewhere.
 
     ``values``: float [...]; ``mask``: [...], of the same shape. Mean and unbiased variance are
     taken over all unmasked elements of all ranks of ``group`` (the convention of verl and TRL;
-    OpenRLHF and NeMo-Aligner use the population variance).
+    OpenRLHF and NeMo-Aligner use the population variance), or those where ``over`` [...] is 1.
     """
-    mean, variance = masked_moments(values, mask, group)
+    mean, variance = masked_moments(values, mask if over is None else over, group)
     scale = torch.rsqrt(variance + eps)
     return torch.where(mask.bool(), _less(values, mean) * scale.to(values.dtype), 0)
 

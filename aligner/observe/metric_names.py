@@ -20,6 +20,8 @@ class MetricInfo(NamedTuple):
 
 _SAMPLES = "mean over the step's samples"
 _TOKENS = "mean over generated tokens that count (token_mask · sample_mask)"
+_TURNS = "with trainer.ppo.timestep=turn over turns, each by the state before it"
+_STATES = f"{_TOKENS}; {_TURNS}"
 _MINI_BATCHES = "mean over the step's optimizer updates"
 _TRAINED = "mean over trained tokens of a global batch, then over the step's updates"
 
@@ -97,11 +99,11 @@ _TRAIN_ROLLOUT = {
     "shaped_rewards": MetricInfo(
         "Reward after scale, shift, clip and the penalty for not ending.", _SAMPLES
     ),
-    "advantages_mean": MetricInfo("Advantage before whitening.", _TOKENS),
+    "advantages_mean": MetricInfo("Advantage before whitening.", _STATES),
     "advantages_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
     "advantages_min": MetricInfo("Smallest advantage before whitening.", "minimum over tokens"),
     "advantages_max": MetricInfo("Largest advantage before whitening.", "maximum over tokens"),
-    "returns_mean": MetricInfo("Target of the critic: advantage plus value.", _TOKENS),
+    "returns_mean": MetricInfo("Target of the critic: advantage plus value.", _STATES),
     "returns_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
     "masked_samples": MetricInfo(
         "Samples that do not count: they did not end, or were not scored.", "count"
@@ -168,9 +170,9 @@ _CRITIC = {
     "explained_var": MetricInfo(
         "1 - Var(returns - values) / Var(returns), values before training. 1: perfect, 0: no "
         "better than a constant, negative: worse. Undefined (NaN) where returns are constant.",
-        "counted tokens",
+        f"counted tokens; {_TURNS}",
     ),
-    "values_mean": MetricInfo("Predicted value before training.", _TOKENS),
+    "values_mean": MetricInfo("Predicted value before training.", _STATES),
     "values_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
     "values_min": MetricInfo("Smallest predicted value.", "minimum over tokens"),
     "values_max": MetricInfo("Largest predicted value.", "maximum over tokens"),

@@ -133,6 +133,36 @@ def test_credit_with_a_critic_counts_in_turns():
         assert batch["advantages"][:, 0].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("timestep", ["token", "turn"])
+def test_whitening_and_explained_variance_count_tokens_or_turns(timestep):
+    """Turns of one and three tokens; γ = λ = 1, and values that differ within a turn."""
+    turns = torch.tensor([[0, 1, 0, 2, 2, 2], [0, 1, 1, 1, 0, 0], [1, 0, 0, 2, 0, 0]])
+    values = torch.tensor([[9.0, 1, 9, 2, 4, -3], [9, 0, 2, 5, 9, 9], [1, 9, 9, 7, 9, 9]])
+    rewards = torch.zeros(3, 6)
+    rewards[0, 5], rewards[1, 3], rewards[2, 0], rewards[2, 3] = 3, 1, -2, 5
+    batch = rollout(values=values)
+    batch |= {"turn_ids": turns, "token_mask": (turns > 0).float(), "turn_rewards": rewards}
+    batch["sample_mask"] = torch.ones(3)
+    trainer = TrainerPPOConfig(discount_factor=1.0, gae_lambda=1.0, timestep=timestep)
+    how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=1, max_length=4)
+    how.shape(batch)
+    metrics = how.assign(batch, 0.0)[0]
+    to_go = torch.tensor([[0.0, 3, 0, 3, 3, 3], [0, 1, 1, 1, 0, 0], [3, 0, 0, 5, 0, 0]])
+    counted = turns > 0
+    raw = (to_go - values)[counted]
+    states = counted
+    if timestep == "turn":
+        states = torch.tensor([[0, 1, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0], [1, 0, 0, 1, 0, 0]]) > 0
+    over = (to_go - values)[states]
+    expected = (raw - over.mean()) / over.std()
+    torch.testing.assert_close(batch["advantages"][counted], expected)
+    assert metrics["train_rollouts/advantages_mean"] == pytest.approx(over.mean().item())
+    explained = 1 - over.var() / to_go[states].var()
+    assert metrics["critic/explained_var"] == pytest.approx(explained.item())
+    assert metrics["critic/values_max"] == values[states].max()
+    assert metrics["train_rollouts/returns_mean"] == pytest.approx(to_go[states].mean().item())
+
+
 @pytest.mark.parametrize(
     ("compared", "first", "second"),
     [("trajectory", [3.5, -2.5, -1.0], [3.5, -2.5, 0]), ("turn", [3.5, -2.5, -1.0], [5, -5, 0])],

@@ -80,13 +80,14 @@ class Credit:
                 batch["prev_logprobs"], batch["ref_logprobs"], trainer.kl_estimator
             )
         charged = kl if self.kl_in_reward else None
+        states = mask * self._states(batch)
         if "values" in batch:
-            metrics = self._with_critic(batch, shaped, charged, beta, mask)
+            metrics = self._with_critic(batch, shaped, charged, beta, states)
         else:
             metrics = self._without_critic(batch, shaped, charged, beta)
-        metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], mask))
+        metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], states))
         if trainer.normalize_advantages:
-            batch["advantages"] = masked_whiten(batch["advantages"], mask)
+            batch["advantages"] = masked_whiten(batch["advantages"], mask, over=states)
         mean = statistics(shaped, batch.get("is_scored"))["mean"]
         metrics["train_rollouts/shaped_rewards"] = mean.item()
         metrics["train_rollouts/masked_samples"] = int((batch["sample_mask"] == 0).sum())
@@ -101,7 +102,7 @@ class Credit:
         shaped: Tensor,
         kl: Tensor | None,
         beta: float,
-        mask: Tensor,
+        states: Tensor,
     ) -> dict[str, float]:
         """Generalised advantage estimation, or the user's; ``returns`` are the critic's targets."""
         if self.own is None:
@@ -117,10 +118,11 @@ class Credit:
             )
         else:
             batch["advantages"], batch["returns"] = self._by_user(self.own, batch, kl, beta)
-        explained = explained_variance(batch["values"], batch["returns"], mask)
+        explained = explained_variance(batch["values"], batch["returns"], states)
+        returns = statistics(batch["returns"], states)
         return {
-            **_named("train_rollouts/returns", statistics(batch["returns"], mask), ("mean", "std")),
-            **_named("critic/values", statistics(batch["values"], mask)),
+            **_named("train_rollouts/returns", returns, ("mean", "std")),
+            **_named("critic/values", statistics(batch["values"], states)),
             "critic/explained_var": explained.item(),
         }
 
@@ -162,6 +164,16 @@ class Credit:
                 "gae_lambda": self.trainer.gae_lambda,
             }
         )
+
+    def _states(self, batch: BatchedDataDict) -> Tensor:
+        """States whose values, returns and advantages are counted, bool [B, S]: those before every
+        token, or with ``timestep=turn`` before every turn.
+        """
+        if self.trainer.timestep == "token" or "turn_ids" not in batch:
+            return batch["token_mask"] > 0
+        turns = batch["turn_ids"]
+        before = torch.nn.functional.pad(turns, (1, 0))[:, :-1]
+        return (turns > 0) & (turns != before)
 
     def _groups(self, batch: BatchedDataDict) -> Tensor:
         """Number of each row's prompt, int64 [B]."""

@@ -212,7 +212,8 @@ class TrainerPPOConfig(SamplingLoopConfig):
     timestep: Literal["token", "turn"] = "token"
     """Unit of γ and λ of `gae`: a `token`, or a `turn` of a conversation.
 
-    With `turn` they apply between turns and are 1 within one (docs/environments.md#credit).
+    With `turn` they apply between turns and are 1 within one, and whitening counts each turn once
+    (docs/environments.md#credit).
     """
 
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
