@@ -20,7 +20,8 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``token_mask``             float32 [B, S]  1 where the token was generated (EOS included)
 ``turn_ids``               int64 [B, S]    of conversations: number of the turn that generated the
                                            token, from 1; 0 where the token was not generated
-``turn_rewards``           float32 [B, S]  of conversations: reward of a turn, at its last token
+``turn_rewards``           float32 [B, S]  of conversations: reward of a turn, at its last token,
+                                           and of its steps, at theirs
 ``is_scored``              float32 [B]     of conversations: 1 where at least one turn was scored
 ``sample_mask``            float32 [B]     1 where the sample counts
 ``generation_logprobs``    float32 [B, S]  of the sampling engine

@@ -12,13 +12,14 @@ policy would read next does not begin with what it has read and sampled. The con
 trajectory with the rewards of all turns (tinker and prime-rl make several samples of it).
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
 from aligner.data.chat import Message, Tools, check_all_used, render
-from aligner.data.tokenizers.decoding import decode_response
+from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn
@@ -185,6 +186,7 @@ class TurnRecord:
     parts: dict[str, float] = field(default_factory=dict)
     answer: list[Message] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    steps: list[tuple[int, float]] = field(default_factory=list)  # end in characters, reward
 
 
 class Conversation:
@@ -227,6 +229,40 @@ class Conversation:
         return list(chain.from_iterable(each))[: self.length]
 
     @property
+    def rewards(self) -> list[float]:
+        """Reward of each token up to `length`: of a turn at its last one, of a step at that which
+        completes it; 0 of the others.
+        """
+        places: dict[int, list[int]] = {}
+        for at, number in enumerate(self.turn_ids):
+            places.setdefault(number, []).append(at)
+        rewards = [0.0] * self.length
+        for number, turn in enumerate(self.turns, start=1):
+            rewards[places[number][-1]] += turn.reward or 0.0
+            ends = self._ends(places[number], [end for end, _ in turn.steps])
+            for at, (_, reward) in zip(ends, turn.steps, strict=True):
+                rewards[at] += reward
+        return rewards
+
+    def _ends(self, places: Sequence[int], characters: Sequence[int]) -> list[int]:
+        """Tokens that complete so many characters of the text of those at ``places``, which follow
+        one another.
+        """
+        if not characters:
+            return []
+        start = max(start for start in self.starts if start <= places[0])
+        decoder = IncrementalDecoder(self._renderer.tokenizer, self.ids[start : places[0]])
+        known: list[int] = []
+        count = 0
+        for at in places:
+            count += len(decoder.push(self.ids[at]))
+            known.append(count)
+        return [
+            places[min(bisect_left(known, end), len(places) - 1)]  # the rest may be incomplete
+            for end in characters
+        ]
+
+    @property
     def forks(self) -> int:
         """Number of further sequences in which the policy said something."""
         length = self.length
@@ -248,7 +284,7 @@ class Conversation:
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts
         record.answer = [dict(message) for message in turn.messages]
-        record.info = dict(turn.info)
+        record.info, record.steps = dict(turn.info), list(turn.steps)
         if not goes_on:
             return
         before = self._messages

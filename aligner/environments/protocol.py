@@ -35,13 +35,16 @@ class Turn:
     ``messages``: what the policy reads next; none are needed where ``done``, and those there are
     go to samples only. ``reward``: of the policy's message; None: it is not scored, which is not 0.
     A mapping has ``reward`` and further numbers, which become metrics (``accuracy`` the verdict).
-    ``done``: the conversation is over. ``info``: kept with the sample.
+    ``done``: the conversation is over. ``info``: kept with the sample. ``steps``: rewards of parts
+    of the message, ``(end, reward)`` each, beside that of the whole; ``end`` is the number of its
+    characters up to the end of the part.
     """
 
     messages: Sequence[Message] = ()
     reward: Reward = None
     done: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
+    steps: Sequence[tuple[int, float]] = ()
 
     @property
     def score(self) -> float | None:
@@ -99,8 +102,11 @@ def check_start(value: Any) -> Start:
     return Start(parse_messages(list(value.messages)), tools)
 
 
-def check_turn(value: Any) -> Turn:
-    """``value``, of plain classes only; DataError where it is no answer."""
+def check_turn(value: Any, characters: int = 0) -> Turn:
+    """``value``, of plain classes only; DataError where it is no answer.
+
+    ``characters``: of the policy's message; where there are none it has no steps.
+    """
     if not isinstance(value, Turn):
         raise DataError(f"step returned {_shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
@@ -116,7 +122,24 @@ def check_turn(value: Any) -> Turn:
         reward = _number(value.reward, "reward")
     messages = parse_messages(list(value.messages)) if value.messages else []
     info = {str(name): _plain(each) for name, each in value.info.items()}
-    return Turn(messages, reward, bool(value.done), info)
+    steps = tuple(_step(each, characters) for each in value.steps)
+    return Turn(messages, reward, bool(value.done), info, steps)
+
+
+def _step(value: Any, characters: int) -> tuple[int, float]:
+    try:
+        end, reward = value
+        if isinstance(end, bool) or int(end) != end or not 0 < end <= characters:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise DataError(
+            f"steps has {_shown(value)}; a step is (end, reward), and its end a number of "
+            f"characters from 1 to the message's {characters}"
+        ) from None
+    number = _number(reward, "the reward of a step")
+    if number is None:
+        raise DataError(f"the step that ends at {end} has no reward; leave it out of steps")
+    return int(end), number
 
 
 def _number(value: Any, name: str) -> float | None:

@@ -121,7 +121,8 @@ class Host:
             self._environment = self._factory(seed=seed, **columns, **self._kwargs)
             return check_start(self._awaited(self._environment.init()))
         if name == "step":
-            return check_turn(self._awaited(self._environment.step(argument)))
+            characters = len(argument["content"])  # the environment may change the message
+            return check_turn(self._awaited(self._environment.step(argument)), characters)
         return self._close()
 
     def _close(self) -> None:

@@ -304,7 +304,7 @@ def turn_advantages(
 ) -> Tensor:
     """Advantages of turns without a critic, float [B, S], 0 where no turn is or a mask is 0.
 
-    ``turn_rewards``: float [B, S], the reward of a turn at one of its tokens. ``turn_ids``: int64
+    ``turn_rewards``: float [B, S], the rewards of a turn at tokens of it. ``turn_ids``: int64
     [B, S], number of the turn that generated a token, from 1; 0: none did. ``penalty``: float
     [B, S], what each token takes off the reward. Positions of no turn may hold anything.
 

@@ -4,7 +4,8 @@ trainer does not know: the two differ from the first token on.
 1. Every kind, with what it meets in a run, and the numbers do not depend on the micro-batch; of
    conversations, too.
 2. A resumed run is the run that went through, to the bit.
-3. Where a filter differs from the trainer's, what it kept is recorded and used again.
+3. Where a filter differs from the trainer's, what it kept is recorded and used again, also of
+   conversations.
 """
 
 from string import ascii_lowercase
@@ -161,3 +162,28 @@ def test_recorded_tokens_leave_no_gap_and_no_kl(tmp_path, tiny_nemo):
         gaps[recorded] = [line["sampler/logprob_gap_max"] for line in lines_of(folder)[1:]]
     assert min(gaps[0]) > 1e-3
     assert max(gaps[259]) < 1e-4
+
+
+def test_recorded_tokens_of_conversations_have_ratio_one(tmp_path, tiny_nemo):
+    """PPO's ratio begins at the sampler, so that before the first update it is that of the gap.
+
+    The trainer's own set has the end of sequence that the sampler's may not have: a ratio below 1.
+    """
+    ratios = {}
+    for recorded in (0, 259):
+        options = [
+            *("trainer.ppo.max_steps=1", "model.ppo.num_rollout_samples=8"),
+            *("data.validation=null", "environment.concurrency=8"),
+            *("model.global_batch_size=8", "critic.global_batch_size=8"),
+            *("model.micro_batch_size=4", "critic.micro_batch_size=4"),
+            *("model.ppo.sampling_params.top_p=0.8", "model.ppo.length_params.max_length=6"),
+            *("model.ppo.length_params.min_length=6", "environment.max_tokens=160"),
+            f"model.ppo.record_kept_tokens={recorded}",
+            f"{KEY}.old_logprobs=sampler",
+        ]
+        converse(tmp_path / str(recorded), tiny_nemo, *options)
+        (line,) = [one for one in lines_of(tmp_path / str(recorded)) if one["step"]]
+        assert line["train_rollouts/turns"] > 1
+        ratios[recorded] = line["train_optim/ppo_ratio"], line["train_optim/ppo_ratio_max"]
+    assert ratios[259] == pytest.approx((1, 1), abs=1e-5)
+    assert ratios[0][0] < 0.999

@@ -160,3 +160,36 @@ def test_messages_that_a_template_leaves_out_are_refused():
     talk.answered([ord("4"), 258], [-1.0, -1.0], True)
     with pytest.raises(DataError, match="makes nothing of messages of role 'tool'"):
         talk.follow(Turn([{"role": "tool", "content": "14"}]), goes_on=True)
+
+
+def test_rewards_of_steps_stand_at_the_tokens_that_complete_them():
+    """A step ends in a character of two bytes; the last one ends with the message."""
+    tokenizer = byte_level_tokenizer()
+    talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
+    for text, turn in (
+        ("ab\ncé.", Turn([user("r")], 2.0, steps=[(3, 0.5), (5, -1.0), (6, 4.0)])),
+        ("é", Turn(done=True, steps=[(1, 8.0)])),
+    ):
+        ids = [*tokenizer.encode(text), ends(tokenizer)]
+        message = talk.answered(ids, [-1.0] * len(ids), True)
+        assert message["content"] == text
+        talk.follow(turn, goes_on=not turn.done)
+    sampled = [
+        [reward for reward, number in zip(talk.rewards, talk.turn_ids, strict=False) if number == n]
+        for n in (0, 1, 2)
+    ]
+    assert set(sampled[0]) == {0.0}
+    assert sampled[1] == [0, 0, 0.5, 0, 0, -1.0, 4.0, 2.0]  # a b \n c é é . end
+    assert sampled[2] == [0, 8.0, 0]
+    assert len(talk.rewards) == talk.length
+
+
+def test_a_step_that_ends_within_what_was_cut():
+    """Half a character at the end is shown as one: its step is the last token's."""
+    tokenizer = byte_level_tokenizer()
+    talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
+    ids = tokenizer.encode("aé")[:2]
+    message = talk.answered(ids, [-1.0] * 2, False)
+    assert len(message["content"]) == 2
+    talk.follow(Turn(done=True, steps=[(1, 1.0), (2, 3.0)]), goes_on=False)
+    assert talk.rewards[-2:] == [1.0, 3.0]

@@ -68,6 +68,8 @@ def test_conversations_in_slots_of_their_own(pool):
         ("is_no_turn", "step returned .*; it must return a Turn"),
         ("is_no_number", "reward is nan; it must be finite"),
         ("says_nothing", "neither a message nor done=True"),
+        ("has_a_step_outside", r"steps has \(6, 1.0\); .* from 1 to the message's 5"),
+        ("has_a_step_of_nothing", "the step that ends at 5 has no reward; leave it out"),
     ],
 )
 def test_a_failure_is_told_and_touches_nobody_else(pool, what, said):
@@ -152,6 +154,36 @@ def test_memory_is_bounded(module):
         pool.close()
     assert "raised MemoryError" in failed.text
     assert failed.text.endswith("environment.memory_mb=256 is what it may allocate")
+
+
+def use(how, limit=60.0):
+    said = {"role": "assistant", "content": f'call misbehave {{"how": "{how}"}}'}
+    return Call(0, "step", said, limit)
+
+
+def test_tools_that_misbehave(module, tmp_path):
+    """One that hangs is killed with its environment and what it forked; others say what it was."""
+    marker = tmp_path / "pids"
+    pool = EnvironmentPool(f"{module}:Tools", {}, ["marker"], memory_mb=512)
+    try:
+        for how in ("hangs", "forks_many"):
+            marker.unlink(missing_ok=True)
+            pool.call([begin(0, marker=str(marker))])
+            (failed,) = pool.call([use(how, limit=1.5)])
+            assert failed.reason == "env_timeout"
+            assert all(gone(int(pid)) for pid in marker.read_text().split())
+        pool.call([begin(0, marker="")])
+        for how, said in (
+            ("floods", "result of misbehave: Turn(messages=[{'role': 'user', 'content': 'xxx"),
+            ("eats_memory", "result of misbehave: error: MemoryError"),
+            ("raises", "result of misbehave: error: ZeroDivisionError: of the environment"),
+        ):
+            (answer,) = pool.call([use(how)])
+            text = answer.value.messages[0]["content"]
+            assert text.startswith(said)
+            assert len(text) < 4100
+    finally:
+        pool.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux")

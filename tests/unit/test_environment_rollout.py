@@ -195,6 +195,45 @@ def test_a_failed_conversation_is_no_sample(tmp_path):
         collected(envs.FailsTwice, rows, retries=1)
 
 
+class Keeping(Babble):
+    """Records with every token what a filter kept: the token, its successor, and the round.
+
+    From the third round on responses are short: what was recorded before reaches beyond them.
+    """
+
+    def _row(self, ids, key, most):
+        new = [97] * (4 if len(self.calls) < 3 else 1)
+        return ids + new, [0.0] * len(ids) + [-1.0] * len(new), False
+
+    def generate(self, *args, **kwargs):
+        found = super().generate(*args, **kwargs)
+        ids = found["output_ids"]
+        attempt = torch.full_like(ids, len(self.calls))
+        found["kept_ids"] = torch.stack([ids, ids + 1, attempt], 2).int()
+        return found
+
+
+def test_what_a_filter_kept_stands_at_its_token(tmp_path):
+    """Turns are joined; of a conversation that failed nothing is left."""
+    failing, calm = tmp_path / "x", tmp_path / "y"
+    calm.write_text("xx")
+    rows = [{"marker": str(failing), "turns": 3}, {"marker": str(calm), "turns": 1}]
+    engine = Keeping()
+    batch = collected(envs.FailsTwice, rows, engine=engine)
+    assert batch["failures"] == [["env_error", "env_error"], []]
+    kept, ids, turns = batch["kept_ids"], batch["input_ids"], batch["turn_ids"]
+    assert kept.dtype == torch.int32
+    assert kept.shape == (*ids.shape, 3)
+    assert kept[turns == 0].unique().tolist() == [-1]  # what was read, and padding
+    sampled = turns > 0
+    assert torch.equal(kept[sampled][:, 0], ids[sampled].int())
+    assert torch.equal(kept[sampled][:, 1], ids[sampled].int() + 1)
+    assert turns[0].max() == 3
+    for turn in (1, 2, 3):  # rounds 1 and 2 failed
+        assert kept[0][turns[0] == turn][:, 2].unique().tolist() == [turn + 2]
+    assert "kept_ids" not in collected(of_row, ROWS)
+
+
 class Killing(Babble):
     """Kills the environment of slot 1 before it answers to the second round."""
 
@@ -240,6 +279,17 @@ def test_what_is_not_scored_is_no_zero():
     assert metrics["generated_tokens"] == batch["token_mask"].sum()
     with pytest.raises(EnvironmentCallError, match="scored none of the 1 conversations"):
         collected(lambda **given: envs.Does(turns=3, **given), rows[:1])
+
+
+def test_rewards_of_steps_are_rewards_of_tokens():
+    """Two steps that end with the first character, which is a token; nothing else is scored."""
+    batch = collected(lambda **given: envs.Does(**given), [{"what": "scores_steps", "turns": 2}])
+    (first, second) = ((batch["turn_ids"][0] == turn).nonzero()[0] for turn in (1, 2))
+    assert batch["turn_rewards"][0].nonzero().flatten().tolist() == [first, second]
+    assert batch["turn_rewards"][0].sum() == 1.5
+    assert batch["is_scored"].tolist() == [1]
+    assert batch["turns"][0][0]["steps"] == [(1, 0.25), (1, 0.5)]
+    assert score(EnvironmentReward(), batch)["rewards"] == 1.5
 
 
 def test_parts_are_summed_over_turns():

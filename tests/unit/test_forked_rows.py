@@ -152,6 +152,15 @@ class Thinks(Babble):
         return ids + thought, [0.0] * len(ids) + [-0.5] * len(thought), True
 
 
+class Keeps(Thinks):
+    """Records with every token itself."""
+
+    def generate(self, *args, **kwargs):
+        found = super().generate(*args, **kwargs)
+        found["kept_ids"] = found["output_ids"][..., None].int()
+        return found
+
+
 class Ask:
     """Asks ``turns`` times; the rewards are 1, 2, ..."""
 
@@ -167,12 +176,20 @@ class Ask:
         return Turn([] if done else [{"role": "user", "content": "r"}], float(self.said), done)
 
 
-def collected(**settings):
+def collected(engine=None, **settings):
     config = EnvironmentConfig(factory="here", **{"max_tokens": 400, **settings})
     rollouts = EnvironmentRollouts(config, HerePool(Ask), TOKENIZER, response_length=16)
     rows = [Prompt(index, "", [], None, {"turns": turns}) for index, turns in enumerate((3, 1))]
     data = prompts_batch(collate_prompts(rows, 0), 0, 1)
-    return rollouts.collect(Thinks(), data, seed=3, per_prompt=1)
+    return rollouts.collect(engine or Thinks(), data, seed=3, per_prompt=1)
+
+
+def test_what_a_filter_kept_stands_where_its_token_was_sampled():
+    batch = collected(Keeps())
+    assert batch["forks"] == [2, 0]
+    sampled = batch["token_mask"] > 0  # a sequence that repeats it has none
+    expected = torch.where(sampled, batch["input_ids"], -1).int()
+    assert torch.equal(batch["kept_ids"], expected[..., None])
 
 
 def test_a_conversation_forks_where_thinking_is_dropped():

@@ -265,11 +265,6 @@ def test_a_policy_scores_over_what_it_recorded(policy):
             },
             r"record_kept_tokens=8: generation.backend=vllm does not say.*set it to 0",
         ),
-        (
-            {},
-            {"reward": {"kind": "environment"}, "environment": {"factory": "my_game.py:Game"}},
-            r"record_kept_tokens=8: environment.factory=my_game.py:Game.*set it to 0",
-        ),
     ],
 )
 def test_refusals(ppo, others, message):

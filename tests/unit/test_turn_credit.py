@@ -129,6 +129,22 @@ def test_equal_returns_are_worth_exactly_nothing():
     assert found.abs().max() == 0
 
 
+# Rewards of steps --------------------------------------------------------------------------------
+
+
+def test_rewards_of_steps_of_a_single_answer():
+    """Process rewards: a return counts what is still to come, a group compares the sums."""
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 2.0], [0.5, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    turns = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+    values = torch.zeros_like(rewards)
+    advantages, _ = generalized_advantage_estimate(values, rewards, turns > 0, 0.5, 1.0)
+    assert advantages.tolist() == [[0.0, 1.5, 1.0, 2.0], [0.5, 0.0, 0.0, 0.0]]
+    groups, counts = torch.zeros(2).long(), torch.ones(2)
+    found = turn_advantages(rewards, turns, groups, counts, "rloo")
+    expected = group_advantages(rewards.sum(1), groups, counts, "rloo")
+    torch.testing.assert_close(found, torch.where(turns > 0, expected[:, None], 0.0))
+
+
 # A decision tree -------------------------------------------------------------------------------
 #
 # At every turn the policy goes on or stops, with a logit of its own for each turn; a turn k that it

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from aligner.environments import Start, Turn
+from aligner.environments.tools import ToolEnv
 
 
 class Echo:
@@ -150,6 +151,34 @@ class Does(Echo):
 
     def is_not_scored(self, turn):
         return Turn(turn.messages, None, turn.done)
+
+    def has_a_step_outside(self, turn):
+        return Turn(turn.messages, 1.0, steps=[(2, 0.5), (6, 1.0)])
+
+    def has_a_step_of_nothing(self, turn):
+        return Turn(turn.messages, 1.0, steps=[(5, None)])
+
+    def scores_steps(self, turn):
+        return Turn(turn.messages, None, turn.done, steps=[(1, 0.25), (1, 0.5)])
+
+
+class Tools(ToolEnv):
+    """Has a tool that does what `Does` does, in a thread of its own."""
+
+    def __init__(self, seed, **columns):
+        super().__init__([self.misbehave], "plain")
+        self.columns = columns
+
+    def question(self):
+        return "?"
+
+    def misbehave(self, how: str) -> str:
+        """Do something.
+
+        Args:
+            how: Name of the method.
+        """
+        return getattr(Does, how)(self, None)
 
 
 class Closes(Echo):

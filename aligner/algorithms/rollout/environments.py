@@ -31,10 +31,13 @@ from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError, EnvironmentCallError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.rewards.interface import ScoredResponses
+from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# What top-k and top-p kept in a turn: place of its first token in the row, ids int32 [n, K].
+KeptTokens = tuple[int, Tensor]
 EndReason = Literal["done", "max_turns", "max_tokens"]
 END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
 FAILURE_REASONS = ("env_timeout", "env_error")
@@ -84,8 +87,8 @@ class EnvironmentRollouts(RolloutSource):
         columns are used; ``per_prompt`` adjacent rows have environments with one seed. Besides the
         columns of a single-turn rollout it has ``turn_ids`` int64 [B, S], ``turn_rewards`` float32
         [B, S] and ``is_scored`` float32 [B], where conversations may fork ``position_ids`` int64
-        [B, S], and the lists ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks``
-        and ``failures``.
+        [B, S], where the engine records them ``kept_ids`` int32 [B, S, K], and the lists
+        ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``.
 
         Raises:
             EnvironmentCallError: more conversations failed than ``environment.retries``, or none
@@ -127,15 +130,16 @@ class EnvironmentRollouts(RolloutSource):
         ids, lengths = pad_right([row.ids for row in rows], self._tokenizer.pad_id)
         width = ids.shape[1]
         turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
-        positions: dict[str, Tensor] = {}
+        optional = {}
         if self._config.rewritten_history == "fork":
-            each = [row.positions for row in rows]
-            positions["position_ids"] = _padded(each, width, torch.int64)
+            optional["position_ids"] = _padded([row.positions for row in rows], width, torch.int64)
+        if any(row.kept for row in rows):
+            optional["kept_ids"] = _kept_ids([row.kept for row in rows], width)
         return BatchedDataDict(
             {
                 "input_ids": ids,
                 "input_lengths": lengths,
-                **positions,
+                **optional,
                 "prompt_lengths": torch.tensor([row.prompt_length for row in rows]),
                 "sample_ids": data["sample_ids"],
                 "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
@@ -190,7 +194,7 @@ class EnvironmentReward:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A conversation that ended, in plain objects; lists are of one value a token."""
+    """A conversation that ended; lists of numbers are of one a token."""
 
     prompt: str
     prompt_length: int
@@ -206,6 +210,7 @@ class Trajectory:
     text: str
     turns: list[dict[str, Any]]
     failures: list[str]
+    kept: Sequence[KeptTokens] = ()
 
 
 @dataclass
@@ -220,6 +225,7 @@ class _Waiting:
     slot: int = -1
     seconds: float = 0.0  # of the environment's calls
     conversation: Conversation | None = None
+    kept: list[KeptTokens] = field(default_factory=list)
 
     @property
     def talk(self) -> Conversation:
@@ -274,6 +280,8 @@ class _Conversations:
         for index, one in enumerate(self._active):
             begin = len(one.talk.sequence)
             end = int(output["unpadded_sequence_lengths"][index])
+            if "kept_ids" in output:  # a copy: a view is sent with all that it is a part of
+                one.kept.append((len(one.talk.ids), output["kept_ids"][index, begin:end].clone()))
             message = one.talk.answered(
                 output["output_ids"][index, begin:end].tolist(),
                 output["logprobs"][index, begin:end].tolist(),
@@ -323,7 +331,7 @@ class _Conversations:
         for one, answer in zip(starting, self._pool.call(calls), strict=True):
             start = self._value_of(one, answer)
             if start is not None:
-                one.conversation = Conversation(self._renderer, start)
+                one.conversation, one.kept = Conversation(self._renderer, start), []
                 self._check_room(one.talk)
                 self._active.append(one)
 
@@ -392,11 +400,8 @@ def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T
 def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
     talk = one.talk
     length = talk.length
-    rewards = [0.0] * length
-    last_of = {turn: at for at, turn in enumerate(talk.turn_ids[:length])}
     parts: Counter[str] = Counter()
-    for number, turn in enumerate(talk.turns, start=1):
-        rewards[last_of[number]] = turn.reward or 0.0
+    for turn in talk.turns:
         parts.update(turn.parts)
     return Trajectory(
         prompt=talk.prompt,
@@ -405,14 +410,15 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         turn_ids=talk.turn_ids[:length],
         positions=talk.positions,
         logprobs=talk.logprobs[:length],
-        rewards=rewards,
-        is_scored=any(turn.reward is not None for turn in talk.turns),
+        rewards=talk.rewards,
+        is_scored=any(turn.reward is not None or turn.steps for turn in talk.turns),
         parts=dict(parts),
         end_reason=reason,
         forks=talk.forks,
         text=transcript(talk),
         turns=[vars(turn).copy() for turn in talk.turns],
         failures=one.failures,
+        kept=one.kept,
     )
 
 
@@ -424,6 +430,16 @@ def transcript(talk: Conversation) -> str:
         lines.append(f"{turn.content} [{earned}]")
         lines += [f"[{message['role']}] {message['content']}" for message in turn.answer]
     return "\n".join(lines)
+
+
+def _kept_ids(rows: Sequence[Sequence[KeptTokens]], width: int) -> Tensor:
+    """Kept ids at the tokens that were sampled, -1 elsewhere: int32 [B, width, K]."""
+    most = next(ids.shape[1] for row in rows for _, ids in row)
+    result = torch.full((len(rows), width, most), PAD_VALUES["kept_ids"], dtype=torch.int32)
+    for index, row in enumerate(rows):
+        for place, ids in row:
+            result[index, place : place + len(ids)] = ids
+    return result
 
 
 def _padded(rows: Sequence[Sequence[float]], width: int, dtype: torch.dtype) -> Tensor:

@@ -262,8 +262,7 @@ class PolicyPPOConfig(RolloutConfig):
     """Most tokens kept by top-k and top-p that are recorded with each sampled one; 0: none.
 
     Recorded, they are used again in training and by the reference, so that ratios and KL are exact.
-    Where more are kept, none is recorded, and the trainer filters anew. Only `megatron` records,
-    and no conversations.
+    Where more are kept, none is recorded, and the trainer filters anew. Only `megatron` records.
     """
 
     @property

@@ -97,8 +97,3 @@ def check_recorded(config: "RunConfig") -> None:
             f"{named}: generation.backend={backend} does not say with each token which others it "
             "kept; set it to 0, or generation.backend=megatron"
         )
-    if config.environment.factory is not None:
-        raise ConfigError(
-            f"{named}: environment.factory={config.environment.factory} is set, and of "
-            "conversations nothing is recorded; set it to 0"
-        )
