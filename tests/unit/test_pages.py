@@ -66,6 +66,21 @@ def test_kept_tensors_beside_temporary_ones_take_no_more_than_they_are():
 
 
 @pytest.mark.usefixtures("compiler")
+def test_ranges_that_touch_become_one():
+    run(
+        SERVED
+        + """
+    first, second = torch.empty(20 * MB), torch.empty(20 * MB)
+    assert held() == 64 * 2**20
+    del first  # by itself
+    del second  # between the first and what is left of the region
+    whole = torch.empty(64 * MB)
+    assert held() == 64 * 2**20, held()
+    """
+    )
+
+
+@pytest.mark.usefixtures("compiler")
 def test_no_two_tensors_share_a_byte_whatever_the_order():
     run(
         SERVED
