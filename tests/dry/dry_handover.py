@@ -128,6 +128,7 @@ def engine_worker(device, process, loads):
             max_batch_size=1,
             max_sequence_length=8,
             settings=VllmConfig(),
+            record_kept=0,
             weights_from=[RefitEnd.here("policy rank 0")],
         )
 

@@ -15,7 +15,7 @@ from aligner.distributed.parallel import initialize_parallel
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.models.gpt.forward.schedule import bypassed_output_layer, placed_positions
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
-from aligner.models.gpt.layers import layer_spec, short_attention
+from aligner.models.gpt.layers import elementwise, short_attention
 from aligner.models.gpt.layers.attention import SegmentParams, attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
 from aligner.models.gpt.megatron.build import build_gpt
@@ -155,7 +155,7 @@ def test_a_model_computes_the_same_without_them(groups, monkeypatch):
     assert len(calls) == 2  # one of each layer
     monkeypatch.setattr(short_attention, "MAX_LENGTH", 0)
     monkeypatch.setattr(
-        layer_spec,
+        elementwise,
         "rms_norm",
         lambda hidden, weight, eps: F.rms_norm(hidden, weight.shape, weight, eps),
     )

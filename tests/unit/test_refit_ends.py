@@ -86,6 +86,7 @@ def test_an_engine_looks_before_it_starts():
             max_batch_size=1,
             max_sequence_length=8,
             settings=VllmConfig(),
+            record_kept=0,
             weights_from=POLICY,
         )
 
