@@ -43,6 +43,8 @@ SHORTER = {
     r"plan\.architecture=": "plan.prompt_length=64 model.ppo.length_params.max_length=64",
     r"distill\.length_params\.max_length=256": "model.distill.length_params.max_length=64",
     r"recipes/(ppo|grpo)\w*_smollm2": "trainer.ppo.max_steps=2",
+    r"command='python my_agent.py'": "trainer.ppo.max_steps=2 model.ppo.num_rollout_samples=16"
+    " model.global_batch_size=16 critic.global_batch_size=16",
     r"recipes/ppo_reward_model_smollm2": "trainer.ppo.max_steps=2",
     r"recipes/rs_smollm2": "trainer.rs.max_steps=2",
     r"recipes/sft_smollm2": "trainer.sft.max_steps=2",
