@@ -26,6 +26,8 @@ ADAPTERS_VENV  := .venv-adapters
 ADAPTERS_READY := $(ADAPTERS_VENV)/.ready
 ADAPTERS_MCP1_VENV  := .venv-adapters-mcp1
 ADAPTERS_MCP1_READY := $(ADAPTERS_MCP1_VENV)/.ready
+ADAPTERS_VERIFIERS_VENV  := .venv-adapters-verifiers
+ADAPTERS_VERIFIERS_READY := $(ADAPTERS_VERIFIERS_VENV)/.ready
 DOCS_VENV  := .venv-docs
 DOCS_READY := $(DOCS_VENV)/.ready
 DATA    ?= arithmetic
@@ -97,7 +99,7 @@ $(VLLM_READY): requirements-vllm.txt
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict $(ARGS)
 
-adapters-env: $(ADAPTERS_READY) $(ADAPTERS_MCP1_READY)
+adapters-env: $(ADAPTERS_READY) $(ADAPTERS_MCP1_READY) $(ADAPTERS_VERIFIERS_READY)
 
 $(ADAPTERS_READY): requirements-adapters.txt
 	test -x $(ADAPTERS_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_VENV)
@@ -107,6 +109,11 @@ $(ADAPTERS_READY): requirements-adapters.txt
 $(ADAPTERS_MCP1_READY): requirements-adapters-mcp1.txt
 	test -x $(ADAPTERS_MCP1_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_MCP1_VENV)
 	$(ADAPTERS_MCP1_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters-mcp1.txt
+	touch $@
+
+$(ADAPTERS_VERIFIERS_READY): requirements-adapters-verifiers.txt
+	test -x $(ADAPTERS_VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_VERIFIERS_VENV)
+	$(ADAPTERS_VERIFIERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters-verifiers.txt
 	touch $@
 
 $(DOCS_READY): requirements-docs.txt
@@ -123,4 +130,4 @@ $(TINY): | $(READY)
 	$(BIN)/python -m aligner.checkpoint.tiny --output $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(ADAPTERS_MCP1_VENV) $(DOCS_VENV) models results site
+	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(ADAPTERS_MCP1_VENV) $(ADAPTERS_VERIFIERS_VENV) $(DOCS_VENV) models results site

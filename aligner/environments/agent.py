@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from aligner.child_process import kill_children
 from aligner.environments.protocol import Turn, check_turn
-from aligner.environments.worker import COMMAND_KEY, KEY, answer_calls, awaited
+from aligner.environments.worker import COMMAND_KEY, KEY, answer_calls, awaited, check_kwargs
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, load_function
 
@@ -58,7 +58,8 @@ class Agent:
         """Load a function by its name, or find the program of a command's words.
 
         Raises:
-            ConfigError: there is no such, or it cannot be called with the data's ``columns``.
+            ConfigError: there is no such, it cannot be called with the data's ``columns``, or its
+                ``check_kwargs`` refuses ``kwargs``.
         """
         self._kwargs = dict(kwargs)
         self._loop = asyncio.new_event_loop()
@@ -87,6 +88,7 @@ class Agent:
             "environment.kwargs",
             "Take what it does not need as **columns.",
         )
+        check_kwargs(self._function, kwargs, key)
 
     def call(self, name: str, argument: Any) -> Turn:
         """Run it; ``argument``: base URL, API key, seed and columns."""

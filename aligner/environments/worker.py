@@ -110,7 +110,7 @@ def load_factory(
             f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
             "the data or by environment.kwargs; rename one"
         )
-    check = getattr(found, "check_kwargs", None)
+    named = found
     if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
         found = partial(found, form=form)
     check_call(
@@ -119,12 +119,25 @@ def load_factory(
         f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
         "Take what it does not need as **columns.",
     )
-    if check is not None:
-        try:
-            check(kwargs)
-        except AlignerError as error:
-            raise ConfigError(f"{KEY}={factory!r}: {error}") from error
+    check_kwargs(named, kwargs, f"{KEY}={factory!r}")
     return found
+
+
+def check_kwargs(found: Any, kwargs: Mapping[str, Any], key: str) -> None:
+    """Ask the ``check_kwargs`` of what ``environment.factory`` names, where it has one.
+
+    ``key``: with its value, for the message.
+
+    Raises:
+        ConfigError: it refuses ``kwargs``.
+    """
+    check = getattr(found, "check_kwargs", None)
+    if check is None:
+        return
+    try:
+        check(kwargs)
+    except AlignerError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _takes_form(found: Callable[..., Any]) -> bool:

@@ -22,6 +22,12 @@ def packages_of_mcp1(monkeypatch):
     use(".venv-adapters-mcp1", monkeypatch)
 
 
+@pytest.fixture
+def packages_of_verifiers(monkeypatch):
+    """The same for verifiers from 0.4 on, which wants one version of mcp."""
+    use(".venv-adapters-verifiers", monkeypatch)
+
+
 def use(name, monkeypatch):
     environment = ROOT / name
     if not (environment / "bin" / "python").exists():

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from played import ADAPTERS, Game, kwargs_of, write_files
@@ -20,6 +21,7 @@ from aligner.environments.adapters.mcp import MCPEnv, result_text
 from aligner.environments.adapters.nemo_rl import NeMoRLEnv, actor_class, reward_of
 from aligner.environments.adapters.skyrl_gym import SkyRLGymEnv
 from aligner.environments.adapters.trl import TRLEnv
+from aligner.environments.agent import Agent
 from aligner.environments.tools import json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError, DataError
@@ -205,6 +207,19 @@ def test_a_missing_package_is_named_with_its_command(name, module, package, monk
     given = {"command": ["a"], "id": "x", "base_url": "u", "environment": "e"}
     with pytest.raises(ConfigError, match=rf"environment.factory=.*{name}.*pip install {package}$"):
         load_factory(f"{ADAPTERS}.{name}", given, ["prompt"])
+
+
+def test_each_version_of_verifiers_is_sent_to_its_own(monkeypatch):
+    agent = f"{ADAPTERS}.verifiers_agent:run"
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(ConfigError, match=rf"environment.factory='{agent}'.* 'verifiers>=0.4'$"):
+        Agent(agent, {"taskset": "t"}, ["prompt"])
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(MultiTurnEnv=None))
+    with pytest.raises(ConfigError, match=r"older than 0.4.*adapters.verifiers:VerifiersEnv$"):
+        Agent(agent, {"taskset": "t"}, ["prompt"])
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace())
+    with pytest.raises(ConfigError, match=rf"kind=endpoint and environment.factory={agent}; "):
+        load_factory(f"{ADAPTERS}.verifiers:VerifiersEnv", {"environment": "e"}, ["prompt"])
 
 
 class Discrete:
@@ -394,7 +409,7 @@ def test_processes_of_these_environments_stay_light():
     program = (
         "import sys, aligner.environments.worker;"
         "from aligner.environments.adapters import gymnasium, mcp, nemo_rl, openenv;"
-        "from aligner.environments.adapters import skyrl_gym, trl, verifiers;"
+        "from aligner.environments.adapters import skyrl_gym, trl, verifiers, verifiers_agent;"
         "heavy = {'torch', 'numpy', 'transformers', 'ray', 'omegaconf'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

@@ -76,8 +76,10 @@ class VerifiersEnv:
         found = imported("verifiers", _PACKAGE)
         if not hasattr(found, "MultiTurnEnv"):
             raise ConfigError(
-                "this version of verifiers has no MultiTurnEnv: 0.4 and later run agents against "
-                f"an endpoint; pip install {_PACKAGE}"
+                "this version of verifiers has no MultiTurnEnv: from 0.4 on its tasks are run with "
+                "environment.kind=endpoint and environment.factory="
+                "aligner.environments.adapters.verifiers_agent:run; for environments of before, "
+                f"pip install {_PACKAGE}"
             )
         if ":" in kwargs.get("environment", ""):
             loaded(kwargs["environment"], "environment")
