@@ -66,7 +66,8 @@ FACES = [
     "aligner.distributed.worker_groups",
 ]
 MODULES_IN_A_FOLDER = 16
-LINES_OF_A_FILE = 450
+LINES_OF_A_FILE = 600  # and nine in ten at most `LINES_OF_MOST_FILES`
+LINES_OF_MOST_FILES = 450
 LINES_OF_A_FUNCTION = 60  # from ``def`` to its end, the docstring too
 POSITIONAL_PARAMETERS = 7  # without ``self`` and ``cls``
 # Functions whose arguments and their order others have published, and who: more than
@@ -101,7 +102,6 @@ ONE_IMPORTER = {
     "aligner.algorithms.ppo.trainer": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.build": "an algorithm; its importers are commands",
     "aligner.algorithms.preference.reference_logprobs": "a pass over a data set, and its file",
-    "aligner.batches.columns": "columns, which know nothing of batches",
     "aligner.batches.packing": "a family of packers",
     "aligner.checkpoint.fingerprint": "a hash that reads a part of a file",
     "aligner.checkpoint.gathered_weights": "canonical weights from all ranks",
@@ -310,6 +310,8 @@ def test_no_folder_has_many_modules():
 def test_no_file_is_long():
     lengths = {relative(path): len(path.read_text().splitlines()) for path in modules()}
     assert {file: n for file, n in lengths.items() if n > LINES_OF_A_FILE} == {}
+    long = {file: n for file, n in lengths.items() if n > LINES_OF_MOST_FILES}
+    assert len(long) <= len(lengths) // 10, long
 
 
 def test_no_function_is_long():

@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.kernels.linear_product import has_wide_products, wide_mm
+from aligner.logprobs.output_layer import Tiles, VocabShard
 from aligner.logprobs.top_k_top_p import (
     EXCLUDED,
     Restriction,
     TrainingSamplingParams,
     restriction_of,
 )
-from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
 
 class RowStatistics(NamedTuple):

@@ -16,8 +16,8 @@ from torch import Tensor
 from aligner.distributed.collectives import gather_first
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import wide_mm
+from aligner.logprobs.output_layer import Tiles, VocabShard
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
-from aligner.logprobs.vocab_shard import Tiles, VocabShard
 
 # Of the logits that exist at a time; sorting them takes several times as much.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}

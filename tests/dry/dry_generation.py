@@ -13,7 +13,7 @@ from aligner.distributed import accelerator
 from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
 from aligner.logprobs import top_k_top_p as kept_set
-from aligner.logprobs.vocab_shard import VocabShard
+from aligner.logprobs.output_layer import VocabShard
 from aligner.models.gpt.layers.attention import attend_rows
 
 FEW, MANY = 6, 14

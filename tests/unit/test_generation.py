@@ -67,7 +67,7 @@ def without_short_cut(request, monkeypatch):
 def other_way(request, monkeypatch):
     """What larger weights, and other processors, take in place of the tiny model's way."""
     limits = {
-        "packed weights": "aligner.kernels.packed_linear._CACHED_BYTES",
+        "packed weights": "aligner.kernels.linear_product._CACHED_BYTES",
         "values in products": "aligner.models.gpt.decode.kv_cache._MOST_INT32",
     }
     monkeypatch.setattr(limits[request.param], 0)

@@ -7,7 +7,7 @@ import torch
 
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.errors import ConfigError
-from aligner.logprobs import vocab_shard
+from aligner.logprobs import output_layer
 from aligner.logprobs.top_k_top_p import threshold
 
 VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 8, 13
@@ -56,7 +56,7 @@ def _reference(hidden, weight, target, temperature=1.0, top_k=0, top_p=1.0):
 
 @pytest.fixture(params=[4 * 2**20, 13 * 64 * 8], ids=["one_tile", "many_tiles"])
 def _tile(request, monkeypatch):
-    monkeypatch.setitem(vocab_shard._TILE_BYTES, "cpu", request.param)
+    monkeypatch.setitem(output_layer._TILE_BYTES, "cpu", request.param)
 
 
 @pytest.mark.usefixtures("_tile")

@@ -21,7 +21,7 @@ from aligner.data.prompts import PromptBatch
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
-from aligner.logprobs import vocab_shard
+from aligner.logprobs import output_layer
 from aligner.models.gpt.decode.sampling import sample_tokens
 from aligner.models.policy.lm_policy import Policy
 
@@ -46,7 +46,7 @@ def recorded_sets(generator, tokens=TOKENS):
 
 @pytest.fixture(params=[4 * 2**20, 13 * 64 * 8], ids=["one_tile", "many_tiles"])
 def _tile(request, monkeypatch):
-    monkeypatch.setitem(vocab_shard._TILE_BYTES, "cpu", request.param)
+    monkeypatch.setitem(output_layer._TILE_BYTES, "cpu", request.param)
 
 
 # 1. Recording ---------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from aligner.kernels import linear_product as products
-from aligner.kernels import packed_linear
-from aligner.kernels.linear_product import Origin, linear_product
-from aligner.kernels.packed_linear import GatedProduct, Product
+from aligner.kernels.linear_product import GatedProduct, Origin, Product, linear_product
 
 INPUTS, OUTPUTS = 48, 80
 
@@ -19,7 +17,7 @@ def least_work(request, monkeypatch):
 
 @pytest.fixture(params=[0, 2**30], ids=["packed", "in cache"])
 def cached_bytes(request, monkeypatch):
-    monkeypatch.setattr(packed_linear, "_CACHED_BYTES", request.param)
+    monkeypatch.setattr("aligner.kernels.linear_product._CACHED_BYTES", request.param)
 
 
 def leaves(*shapes):
@@ -124,7 +122,7 @@ def test_added_to_a_residual(inputs):
 
 
 def test_a_weight_is_packed_when_first_multiplied_with(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_CACHED_BYTES", 0)
+    monkeypatch.setattr("aligner.kernels.linear_product._CACHED_BYTES", 0)
     weight = torch.randn(OUTPUTS, INPUTS)
     product, x = Product(weight), torch.randn(3, INPUTS)
     weight.mul_(2.0)

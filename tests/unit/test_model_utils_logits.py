@@ -253,9 +253,9 @@ def test_bfloat16_logits_are_never_float32_as_a_whole(group, sampling):
 
 
 def test_chunks_are_bounded_without_a_chunk_size(group, monkeypatch):
-    from aligner.logprobs import vocab_shard
+    from aligner.logprobs import output_layer
 
-    monkeypatch.setitem(vocab_shard._CHUNK_BYTES, "cpu", 4 * 128 * 4)
+    monkeypatch.setitem(output_layer._CHUNK_BYTES, "cpu", 4 * 128 * 4)
     logits = draw(0, 1, 96, 128, dtype=torch.bfloat16).requires_grad_()
     target = draw(1, 1, 96, 128, dtype=torch.bfloat16)
     with LargestFloat32() as seen:

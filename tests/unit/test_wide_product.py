@@ -10,9 +10,9 @@ import torch
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from aligner.kernels import linear_product
 from aligner.kernels.linear_product import wide_linear, wide_mm
-from aligner.logprobs import vocab_shard
+from aligner.logprobs import output_layer
+from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import keep_thresholds
-from aligner.logprobs.vocab_shard import VocabShard
 
 VOCAB, PADDING, HIDDEN, TOKENS = 301, 11, 24, 13
 HALF = 2**-8  # twice the largest relative error of one rounding to bfloat16
@@ -65,7 +65,7 @@ def _reference(hidden, weight, target, thresholds, temperature=1.0, **_):
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_logprobs_and_gradients(sampling, tile_bytes, monkeypatch):
     """Forward: float32's error. Gradients: each logit's is off by one rounding, then added up."""
-    monkeypatch.setitem(vocab_shard._TILE_BYTES, "cpu", tile_bytes)
+    monkeypatch.setitem(output_layer._TILE_BYTES, "cpu", tile_bytes)
     hidden, weight, target, scale = _inputs()
     logprobs, entropy = hidden_states_to_logprobs(
         hidden, weight, target, vocab_size=VOCAB, chunk_size=5, with_entropy=True, **sampling

@@ -18,7 +18,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.accelerator import DeviceInfo
 from aligner.distributed.host_memory import available_bytes
 from aligner.errors import ConfigError
-from aligner.logprobs.vocab_shard import tile_bytes
+from aligner.logprobs.output_layer import tile_bytes
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages
 from aligner.observe.startup import (

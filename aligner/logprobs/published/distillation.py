@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from aligner.errors import LayoutError
+from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.published.context_shard import gather_context, scatter_context
 from aligner.logprobs.published.dtensor_logprobs import local_shard
 from aligner.logprobs.published.logits_logprob import ChunkedDistributedGatherLogprob
 from aligner.logprobs.published.vocab_entropy import ChunkedDistributedEntropy
 from aligner.logprobs.published.vocab_topk import gather_logits_at_global_indices
-from aligner.logprobs.vocab_shard import VocabShard
 
 _CHUNK_SIZE = 1024  # positions at a time
 

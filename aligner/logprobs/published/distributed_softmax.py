@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
+from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 
 
 def arithmetic_dtype(logits: Tensor) -> torch.dtype:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from aligner.errors import LayoutError
+from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.published.logits_logprob import LogprobPlan, PlannedLogprob
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.logprobs.vocab_shard import VocabShard
 
 
 def get_logprobs_from_vocab_parallel_logits(

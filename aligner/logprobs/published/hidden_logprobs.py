@@ -24,10 +24,10 @@ from aligner.logprobs.fused import (
     row_statistics,
     shard_logprobs,
 )
+from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.published.context_shard import gather_context, scatter_context
 from aligner.logprobs.published.packed_frame import packed_targets, unpack
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.logprobs.vocab_shard import VocabShard
 
 
 def from_parallel_hidden_states_to_logprobs(

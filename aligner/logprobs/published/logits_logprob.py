@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams, shard_thresholds
-from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from aligner.errors import LayoutError
+from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.published.context_shard import gather_context, scatter_context
 from aligner.logprobs.published.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
 from aligner.logprobs.published.logits_logprob import LogprobPlan, PlannedLogprob
 from aligner.logprobs.published.packed_frame import packed_targets, unpack
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.logprobs.vocab_shard import VocabShard
 
 
 def from_parallel_logits_to_logprobs(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.published.logits_logprob import LogprobPlan, logprob_backward, logprob_forward
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
-from aligner.logprobs.vocab_shard import VocabShard
 
 
 def _plan(

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aligner.errors import LayoutError
+from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
-from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 class ChunkedDistributedEntropy(torch.autograd.Function):

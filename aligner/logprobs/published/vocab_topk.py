@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from aligner.logprobs.output_layer import VocabShard, sequence_chunks
 from aligner.logprobs.published.context_shard import gather_context, scatter_context
 from aligner.logprobs.published.distributed_softmax import arithmetic_dtype
 from aligner.logprobs.published.logits_logprob import take_owned
-from aligner.logprobs.vocab_shard import VocabShard, sequence_chunks
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 Every step adds one token to each sequence in flight. A sequence that ends leaves the batch at once
 and a waiting one takes its slot. The tokens of a sample depend on its prompt, the seed and its
 sample id only: the uniform numbers are counter-based (`sampling`), and on CPU every operation on
-a row gives the same bits whatever the other rows are (`kv_cache`, `packed_linear`). Where a
+a row gives the same bits whatever the other rows are (`kv_cache`, `linear_product`). Where a
 library does not keep that promise (other processors, GPUs), logits differ in the last bits and a
 token changes only if its uniform number falls within that distance of a boundary.
 
@@ -30,8 +30,13 @@ from aligner.distributed import accelerator
 from aligner.distributed.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.model import IncrementalModel
-from aligner.models.gpt.decode.responses import Prompts, RolloutRules
-from aligner.models.gpt.decode.scheduler import Rollout, TokenListener, WideNucleusError
+from aligner.models.gpt.decode.scheduler import (
+    Prompts,
+    Rollout,
+    RolloutRules,
+    TokenListener,
+    WideNucleusError,
+)
 
 
 class GenerationOutput(NamedTuple):

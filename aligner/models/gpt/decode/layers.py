@@ -27,7 +27,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from aligner.kernels.packed_linear import GatedProduct, Product
+from aligner.kernels.linear_product import GatedProduct, Product
 from aligner.models.gpt.decode.kv_cache import KVCache
 from aligner.models.gpt.layers.attention import CoreAttention
 from aligner.models.gpt.layers.elementwise import Norm, rms_norm_rows

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from aligner.architecture import GPTArchitecture
 from aligner.distributed import accelerator
 from aligner.errors import AlignerError, LayoutError
-from aligner.kernels.linear_product import has_wide_products, wide_mm
-from aligner.kernels.packed_linear import Product, packed_linears
-from aligner.logprobs.vocab_shard import VocabShard
+from aligner.kernels.linear_product import Product, has_wide_products, packed_linears, wide_mm
+from aligner.logprobs.output_layer import VocabShard
 from aligner.models.gpt.decode.kv_cache import KVCache, aligned
 from aligner.models.gpt.decode.layers import (
     IncrementalLayer,
