@@ -104,6 +104,7 @@ adapters-env: $(ADAPTERS_READY) $(ADAPTERS_MCP1_READY) $(ADAPTERS_VERIFIERS_READ
 $(ADAPTERS_READY): requirements-adapters.txt
 	test -x $(ADAPTERS_VENV)/bin/python || $(PYTHON) -m venv $(ADAPTERS_VENV)
 	$(ADAPTERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements-adapters.txt
+	$(ADAPTERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps trl==1.16.0
 	touch $@
 
 $(ADAPTERS_MCP1_READY): requirements-adapters-mcp1.txt

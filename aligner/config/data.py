@@ -71,7 +71,8 @@ class AnsweredColumns(PromptColumns):
     ground_truth_column: StrictStr | None = "ground_truth"
     """Column of ground truths; null: the data has none.
 
-    The reward function is given it as `ground_truths`.
+    The reward function is given it as `ground_truths`. An environment is given it as any other
+    column, and rows may be without it; it is shown with samples.
     """
 
     max_prompt_length: Count | None = None

@@ -94,14 +94,20 @@ class EpisodeDataset(PromptDataset):
         self._longest_prompt = longest_prompt
 
     @classmethod
-    def read(cls, source: PromptSourceConfig, longest_prompt: int) -> Self:
-        """Read all rows of ``source``; every column is the environment's."""
-        rows, _ = read_items(
-            source,
-            lambda row, index: Prompt(index, "", [], None, dict(row.columns)),
-            longest=None,
-            what="rows",
-        )
+    def read(
+        cls, source: PromptSourceConfig, longest_prompt: int, ground_truth_column: str | None
+    ) -> Self:
+        """Read all rows of ``source``; every column is the environment's.
+
+        ``ground_truth_column``: what it has is shown with samples; rows may be without it.
+        """
+
+        def episode(row: Row, index: int) -> Prompt:
+            columns = dict(row.columns)
+            truth = None if ground_truth_column is None else columns.get(ground_truth_column)
+            return Prompt(index, "", [], truth, columns)
+
+        rows, _ = read_items(source, episode, longest=None, what="rows")
         return cls(rows, longest_prompt=longest_prompt)
 
     @property

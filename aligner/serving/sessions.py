@@ -1,9 +1,9 @@
-"""Sessions: answers to one API key, by token id, as trajectories that can be trained on.
+"""Sessions: answers to one API key, by token id, as sequences that can be trained on.
 
-An answer continues the trajectory whose tokens its prompt begins with, to the last one. A prompt
+An answer continues the sequence whose tokens its prompt begins with, to the last one. A prompt
 whose text continues one keeps its tokens, also where the text would be encoded otherwise. Where the
 prompt begins otherwise (a history that was rewritten, a second answer to the same prompt) a new
-trajectory begins; what it has in common with an earlier one is context there, and sampled here
+sequence begins; what it has in common with an earlier one is context there, and sampled here
 once only (verl, prime-rl and OpenEnv link turns in the same way).
 """
 
@@ -25,12 +25,14 @@ _MOST_SESSIONS = 4096
 
 
 @dataclass
-class Trajectory:
-    """Tokens of turns that continue each other; the lists have one value a token.
+class RecordedSequence:
+    """Tokens of turns that continue each other, recorded by a session.
+
+    The lists have one value a token.
 
     ``turn_ids``: number of the turn that sampled a token, from 1; 0: none did, it was read.
     ``logprobs``: of the sampled ones, 0 of the others. ``ends``: why each turn ended.
-    ``forked_from``: number of an earlier trajectory of which it has ``shared`` tokens in common,
+    ``forked_from``: number of an earlier sequence of which it has ``shared`` tokens in common,
     sampled ones among them; None: of none. ``text``: of all its tokens; None: not known.
     """
 
@@ -77,7 +79,7 @@ Limit = Literal["max_turns", "max_tokens"]
 class Limits(NamedTuple):
     """Limits of a session, behind which it is over.
 
-    ``answers``: that it may ask for. ``tokens``: of all its trajectories.
+    ``answers``: that it may ask for. ``tokens``: of all its sequences.
     """
 
     answers: int
@@ -87,8 +89,8 @@ class Limits(NamedTuple):
 class Session:
     """Answers to a key, and their reward. Threads may share it.
 
-    ``seed``: of the random numbers of requests without one of their own. ``trajectories``: what was
-    recorded; ``order``: of each answer, as they came, the number of its trajectory and of its turn
+    ``seed``: of the random numbers of requests without one of their own. ``sequences``: what was
+    recorded; ``order``: of each answer, as they came, the number of its sequence and of its turn
     there. ``rewards``: by the number of answers that were recorded when they were given.
     ``exceeded``: the limit that a request ran into; None: none did.
     """
@@ -97,7 +99,7 @@ class Session:
         """A session of which nothing was asked yet; ``limits``: None: the server's own."""
         self.id, self.key = secrets.token_hex(8), f"session-{secrets.token_urlsafe(24)}"
         self.seed = seed
-        self.trajectories: list[Trajectory] = []
+        self.sequences: list[RecordedSequence] = []
         self.order: list[tuple[int, int]] = []
         self.rewards: dict[int, Turn] = {}
         self.exceeded: Limit | None = None
@@ -148,7 +150,7 @@ class Session:
     def encoded(
         self, text: str, begin: Callable[[str], list[int]], go_on: Callable[[str], list[int]]
     ) -> list[int]:
-        """Tokens of a prompt; where it continues a trajectory these come first as they are.
+        """Tokens of a prompt; where it continues a sequence these come first as they are.
 
         Args:
             text: of the prompt.
@@ -156,7 +158,7 @@ class Session:
             go_on: encodes what is added to one.
         """
         with self._lock:
-            known = [one for one in self.trajectories if one.text and text.startswith(one.text)]
+            known = [one for one in self.sequences if one.text and text.startswith(one.text)]
             longest = max(known, key=lambda one: len(one.text or ""), default=None)
             begun = [] if longest is None else longest.ids[:]
             rest = text if longest is None else text[len(longest.text or "") :]
@@ -180,7 +182,7 @@ class Session:
         with self._lock:
             bound, known = self._bound, 0
             if not self._pending:
-                followed = (len(one.ids) for one in self.trajectories if one.follows(prompt))
+                followed = (len(one.ids) for one in self.sequences if one.follows(prompt))
                 bound, known = self._tokens, max(followed, default=0)
             bound += answers * (len(prompt) + longest) - known
             self._admitted += answers
@@ -222,17 +224,17 @@ class Session:
             self._pending -= 1
             if self._is_closed:
                 return
-            followed = [n for n, one in enumerate(self.trajectories) if one.follows(prompt)]
-            number = max(followed, key=lambda n: len(self.trajectories[n].ids), default=None)
+            followed = [n for n, one in enumerate(self.sequences) if one.follows(prompt)]
+            number = max(followed, key=lambda n: len(self.sequences[n].ids), default=None)
             if number is None:
                 number = self._begin(prompt)
-            longest = self.trajectories[number]
+            longest = self.sequences[number]
             longest.read(prompt[len(longest.ids) :])
             longest.sampled(ids, logprobs, end)
             before = self._texts.get(tuple(prompt))
             longest.text = None if before is None else before + text
             self.order.append((number, len(longest.ends)))
-            self._tokens = sum(len(one.ids) for one in self.trajectories)
+            self._tokens = sum(len(one.ids) for one in self.sequences)
 
     def set_reward(self, reward: Any) -> None:
         """Take a reward: a number, null (not scored), or a mapping with ``reward``.
@@ -258,18 +260,19 @@ class Session:
                 "id": self.id,
                 "reward": self.reward,
                 "parts": self.parts,
-                "trajectories": [one.as_json() for one in self.trajectories],
+                # Clients know them by this name.
+                "trajectories": [one.as_json() for one in self.sequences],
             }
 
     def _begin(self, prompt: Sequence[int]) -> int:
-        """Number of a new trajectory."""
-        made = Trajectory([], [], [])
-        for number, one in enumerate(self.trajectories):
+        """Number of a new sequence."""
+        made = RecordedSequence([], [], [])
+        for number, one in enumerate(self.sequences):
             shared = one.common(prompt)
             if shared > made.shared and any(one.turn_ids[:shared]):
                 made.forked_from, made.shared = number, shared
-        self.trajectories.append(made)
-        return len(self.trajectories) - 1
+        self.sequences.append(made)
+        return len(self.sequences) - 1
 
 
 class Sessions:

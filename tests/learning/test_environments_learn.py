@@ -1,6 +1,7 @@
 """Runs over conversations: to their end by every algorithm, on two processes, and learning."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
 from aligner.config import RSRunConfig, RunConfig, load_config
+from aligner.environments.games import guessing_games
 from aligner.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +53,7 @@ def samples_of(folder):
     return [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
+def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo, capsys):
     small = ["critic.global_batch_size=8", "critic.micro_batch_size=4"]
     lines = run(
         tmp_path,
@@ -59,6 +61,7 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
         *short("ppo"),
         *small,
         "data.validation.arguments.size=8",
+        "data.ground_truth_column=secret",
         "environment.concurrency=4",
     )
     assert lines[0]["val_rollouts/turns"] > 1
@@ -68,10 +71,18 @@ def test_the_recipe_runs_to_its_end(tmp_path, tiny_nemo):
         # Over holes too, sampler and trainer agree on every log-prob.
         assert line["sampler/logprob_gap_max"] < 1e-4
         assert line["train_rollouts/failed_env_error"] == 0
-    first = samples_of(tmp_path)[0]
+    samples = samples_of(tmp_path)
+    first = samples[0]
     assert len(first["turns"]) == first["response"].count("[+") > 1
     assert first["turns"][0]["reward"] is not None
-    assert "<b>user</b> read, masked" in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert "<b>user</b> read, masked" in report
+    held_out = [sample["ground_truth"] for sample in samples if sample["split"] == "val"]
+    secrets = [str(row["secret"]) for row in guessing_games("validation", 4, high=3)]
+    assert held_out == secrets * 2  # four are shown of each validation
+    assert {sample["ground_truth"] for sample in samples} <= {"1", "2", "3"}
+    assert f'<div class="long">{secrets[0]}</div>' in report
+    assert re.search(r"truth +reward +tokens", capsys.readouterr().out)
 
 
 @pytest.fixture

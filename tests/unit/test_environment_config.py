@@ -77,9 +77,18 @@ def test_the_longest_sequences_are_those_of_a_conversation(tmp_path):
     assert longest_lengths(config) == (190, 10)
     rows = tmp_path / "t.jsonl"
     rows.write_text('{"secret": 3}\n{"prompt": "p", "x": null}\n')
-    episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190)
+    episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190, None)
     assert episodes.max_length == 190
     assert [episodes[n].columns for n in range(2)] == [{"secret": 3}, {"prompt": "p", "x": None}]
+
+
+def test_ground_truths_of_conversations_are_shown_where_rows_have_them(tmp_path):
+    rows = tmp_path / "t.jsonl"
+    rows.write_text('{"secret": 3}\n{"other": 1}\n')
+    for column, truths in (("secret", [3, None]), (None, [None, None])):
+        episodes = EpisodeDataset.read(PromptSourceConfig(str(rows)), 190, column)
+        assert [episodes[n].ground_truth for n in range(2)] == truths
+        assert [episodes[n].columns for n in range(2)] == [{"secret": 3}, {"other": 1}]
 
 
 # Two conversations of two turns (tokens 1 and 3) and one that was cut after its first.

@@ -66,7 +66,8 @@ def _sets(config: EvaluateConfig, asked: AskedModel) -> dict[str, PromptDataset]
             for name, source in sources.items()
         }
     longest = longest_opening(asked.run, asked.architecture)
-    return {name: EpisodeDataset.read(source, longest) for name, source in sources.items()}
+    truth = data.ground_truth_column
+    return {name: EpisodeDataset.read(source, longest, truth) for name, source in sources.items()}
 
 
 def _numbers(config: EvaluateConfig, model: str, found: dict[str, Evaluation]) -> dict[str, Any]:

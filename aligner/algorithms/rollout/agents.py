@@ -236,7 +236,7 @@ def trajectory_of(
     logprobs, turns = list[float](), list[TurnRecord]()
     place: dict[tuple[int, int], int] = {}
     prompt, prompt_length = "", 0
-    for number, one in enumerate(session.trajectories):
+    for number, one in enumerate(session.sequences):
         before = len(turns)
         for turn, (read, sampled) in enumerate(_spans(one.turn_ids, len(one.ends)), start=1):
             heard = tokenizer.decode(one.ids[slice(*read)])
@@ -272,7 +272,7 @@ def trajectory_of(
         is_scored=any(turn.reward is not None for turn in turns),
         parts=dict(parts),
         end_reason=reason,
-        forks=len(session.trajectories) - 1,
+        forks=len(session.sequences) - 1,
         text=transcript(turns),
         turns=[vars(turn).copy() for turn in turns],
         failures=failures,

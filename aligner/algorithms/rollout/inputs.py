@@ -77,12 +77,12 @@ def _load_episodes(run: Run[SamplingRunConfig]) -> Prompts:
     config = run.config
     longest = longest_opening(config, run.architecture)
     check_longest_sequence(config, longest)
-    held_out = config.data.validation
+    held_out, truth = config.data.validation, config.data.ground_truth_column
     return Prompts(
-        EpisodeDataset.read(config.data.train, longest),
-        None if held_out is None else EpisodeDataset.read(held_out, longest),
+        EpisodeDataset.read(config.data.train, longest, truth),
+        None if held_out is None else EpisodeDataset.read(held_out, longest, truth),
         {
-            name: EpisodeDataset.read(source, longest)
+            name: EpisodeDataset.read(source, longest, truth)
             for name, source in config.validation.sets.items()
         },
     )
