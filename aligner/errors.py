@@ -58,7 +58,7 @@ class RewardServerError(RewardError, ConnectionError):
 
 
 class EnvironmentCallError(AlignerError, RuntimeError):
-    """An environment failed more often than a rollout may begin again, or scored nothing."""
+    """Conversations failed more often than a rollout may begin again, or none was scored."""
 
 
 class EnvironmentTimeoutError(EnvironmentCallError, TimeoutError):

@@ -19,7 +19,7 @@ class WorkerGroup(Protocol):
     """Interface of a group of workers, for handles."""
 
     sharding_annotations: NamedSharding
-    is_whole: bool  # no call has failed: no worker waits for another that does not come
+    is_whole: bool  # no worker waits for another that does not come: no call failed, or `recover`
 
     def run_all_workers_single_data(self, method_name: str, **kwargs: Any) -> WorkerFuture:
         """Call a method with the same arguments on every worker."""
@@ -45,6 +45,13 @@ class WorkerGroup(Protocol):
 
     def get_all_worker_results(self, future: WorkerFuture) -> list[Any]:
         """Results of a call, in order of the sharded axis."""
+        ...
+
+    def recover(self) -> bool:
+        """After a call failed that has no collectives: wait for all workers; whether they answer.
+
+        Then they may be called again, and ``is_whole`` is true.
+        """
         ...
 
     def shutdown(self, cleanup_method: str | None = None) -> bool:

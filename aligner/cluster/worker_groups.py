@@ -333,6 +333,10 @@ class LocalWorkerGroup:
         """Results of a call, in data-parallel order."""
         return future.get_results()
 
+    def recover(self) -> bool:
+        """True: a sharded call that failed on one rank has returned, and was raised, on all."""
+        return True
+
     def shutdown(self, cleanup_method: str | None = None) -> bool:
         """Call ``cleanup_method`` on this process's worker; the process itself lives on."""
         if cleanup_method is not None:

@@ -68,9 +68,10 @@ class EnvironmentConfig:
     """
 
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
-    """Conversations that a rollout may begin again because their environment failed.
+    """Failures of environments and of the engine after which a rollout begins conversations again.
 
-    One that failed is no sample. With one more failure the run stops and names the cause.
+    One that failed is no sample. A call of the engine that fails counts once, however many waited
+    for it. With one more failure the run stops and names the cause.
     """
 
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _WORKER = "aligner.environments.worker"
 AGENT_WORKER = "aligner.environments.agent"
 _MOST_BYTES = 2**24  # of one answer
-FailureReason = Literal["env_timeout", "env_error"]
+FailureReason = Literal["env_timeout", "env_error", "engine_error"]
 
 
 class Call(NamedTuple):
@@ -37,10 +37,19 @@ class Answer(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """End of a conversation by its environment, in one of the reasons and in words."""
+    """End of a conversation that is no sample, in one of the reasons and in words.
+
+    ``cause``: what the engine raised; None: it was the environment.
+    """
 
     reason: FailureReason
     text: str
+    cause: Exception | None = None
+
+
+def engine_failure(error: Exception) -> Failure:
+    """Failure of a call of the engine: one object, for all conversations that waited for it."""
+    return Failure("engine_error", f"the engine raised {type(error).__name__}: {error}", error)
 
 
 class EnvironmentPool:

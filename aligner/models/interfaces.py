@@ -184,6 +184,13 @@ class GenerationInterface(ABC):
     def weights_changed(self) -> None:  # noqa: B027 - nothing where the policy itself samples
         """Mark the policy's weights as changed; the next `prepare_for_generation` fetches them."""
 
+    def recover(self) -> bool:
+        """End what a `generate` that raised has left behind; whether it may be called again.
+
+        On every rank, which all have the same answer. By default it may not.
+        """
+        return False
+
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Release the memory that only generation needs."""

@@ -75,6 +75,9 @@ _CONVERSATIONS = {
     "failed_env_error": MetricInfo(
         "Conversations begun again because their environment raised or died.", "count"
     ),
+    "failed_engine_error": MetricInfo(
+        "Conversations begun again because the engine raised instead of answering.", "count"
+    ),
     "unscored_samples": MetricInfo(
         "Conversations without any reward; they are in no mean of rewards and train nothing.",
         "count",

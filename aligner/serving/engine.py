@@ -13,6 +13,7 @@ from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions
 from aligner.data.prompts import pad_right
 from aligner.distributed.collectives import from_rank_zero, is_rank_zero
+from aligner.environments.pool import engine_failure
 from aligner.errors import WorkerError
 from aligner.models.interfaces import GenerationInterface
 from aligner.serving.queue import EndKind, Slot, Waiting, batch_options
@@ -59,16 +60,26 @@ class ServingEngine:
     """Answers what waits, with an engine that is ready to generate."""
 
     def __init__(
-        self, generation: GenerationInterface, waiting: Waiting, settings: EngineSettings
+        self,
+        generation: GenerationInterface,
+        waiting: Waiting,
+        settings: EngineSettings,
+        survives: Callable[[Exception], bool] | None = None,
     ) -> None:
-        """Nothing is asked yet."""
+        """Nothing is asked yet.
+
+        ``survives``: whether the engine may be asked again after what it raised, on every rank; by
+        default it may unless there are other ranks, whose state is then unknown, or a worker
+        failed.
+        """
         self._generation, self._waiting, self._settings = generation, waiting, settings
+        self._survives = survives or self._is_alone
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
         """Answer until ``is_stopping`` on rank 0; collective.
 
-        A batch that fails is reported to those who asked. Where there are other ranks their state
-        is then unknown, and an engine whose worker died answers nobody: the error is raised.
+        A batch that fails is reported to those who asked; an error that the engine does not survive
+        is raised.
         """
         most, positions = self._settings.rows, self._settings.positions
         while True:
@@ -88,12 +99,20 @@ class ServingEngine:
         except _NobodyWaitsError:
             _fail(slots, ConnectionAbortedError("the server is ending; try again later"))
         except Exception as error:
+            survives = self._survives(error)
+            failure = engine_failure(error)
+            for slot in slots:
+                if slot.is_wanted:
+                    slot.job.failure = failure
             _fail(slots, error)
-            if self._settings.has_peers or isinstance(error, WorkerError):
+            if not survives:
                 raise
         else:
             for number, slot in enumerate(slots):
                 _finish(slot, output, number)
+
+    def _is_alone(self, error: Exception) -> bool:
+        return not (self._settings.has_peers or isinstance(error, WorkerError))
 
     def _generated(
         self, batch: _Batch, slots: list[Slot], is_stopping: Callable[[], bool]

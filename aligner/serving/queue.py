@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from aligner.config import LengthParams, SamplingOptions
+from aligner.environments.pool import Failure
 
 GATHER_S = 0.005
 EndKind = Literal["stop", "length"]
@@ -46,13 +47,17 @@ class Row:
 
 @dataclass
 class Job:
-    """The rows of one request. ``tell`` is called in the engine's thread."""
+    """The rows of one request. ``tell`` is called in the engine's thread.
+
+    ``failure``: of the engine, in place of an answer.
+    """
 
     rows: Sequence[Row]
     tell: Tell
     taken: int = 0  # rows, from the first, that the engine was given
     ended: int = 0  # rows that have their whole answer
     is_left: bool = False  # nobody waits any more
+    failure: Failure | None = None
 
     @property
     def size(self) -> int:
@@ -62,7 +67,7 @@ class Job:
     @property
     def is_open(self) -> bool:
         """True as long as somebody waits for the engine."""
-        return not self.is_left and self.ended < self.size
+        return not self.is_left and self.failure is None and self.ended < self.size
 
     def take(self) -> "Slot":
         """The next row."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from aligner.environments.pool import Failure
 from aligner.environments.protocol import Turn, check_turn
 from aligner.errors import DataError
 from aligner.serving.queue import EndKind, Job, sample_id
@@ -127,8 +128,14 @@ class Session:
     def is_waiting(self) -> bool:
         """True as long as the engine owes it an answer."""
         with self._lock:
-            self._jobs = [job for job in self._jobs if job.is_open]
-            return bool(self._jobs)
+            self._jobs = [job for job in self._jobs if job.is_open or job.failure]
+            return any(job.is_open for job in self._jobs)
+
+    @property
+    def engine_failure(self) -> Failure | None:
+        """First failure of the engine in place of an answer; None: it has answered."""
+        with self._lock:
+            return next((job.failure for job in self._jobs if job.failure), None)
 
     def follow(self, job: Job) -> None:
         """Take note of a request that the engine is given."""

@@ -84,6 +84,18 @@ def test_places_threads_and_folder(group):
     assert "6,7" not in {place["CUDA_VISIBLE_DEVICES"] for place in places}
 
 
+def test_after_a_failure_all_are_waited_for(group):
+    group.run_all_workers_single_data("sleep", ranks=[0], seconds=2)
+    failed = group.run_single_worker_single_data("refuse", worker_idx=1, error=DataError("x"))
+    began = time.monotonic()
+    with pytest.raises(DataError):
+        group.get_all_worker_results(failed)
+    assert not group.is_whole
+    assert group.recover()
+    assert time.monotonic() - began > 1
+    assert group.is_whole
+
+
 def test_an_error_comes_back_as_itself_or_with_its_trace(group):
     future = group.run_all_workers_single_data("refuse", error=DataError("row 7 is empty"))
     with pytest.raises(DataError, match="row 7 is empty") as caught:

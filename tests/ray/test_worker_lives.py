@@ -55,6 +55,8 @@ def test_who_is_late_and_who_dies_is_named(cluster):
     assert "these are my last words" in message
     with pytest.raises(WorkerDiedError, match="teller rank 2"):
         group.run_all_workers_single_data("place").get_results()
+    assert not group.recover()
+    assert not group.is_whole
     assert group.shutdown(cleanup_method="nobody is asked any more")
 
 

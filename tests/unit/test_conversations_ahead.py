@@ -92,7 +92,7 @@ def test_a_failure_is_raised_by_the_step_that_takes_the_rollout(tiny_nemo):
     run.rollouts.close()  # may follow
 
 
-def test_abandoned_conversations_end_after_their_round(tiny_nemo, monkeypatch):
+def test_abandoned_conversations_end_after_their_round(tiny_nemo, monkeypatch, caplog):
     run = Played(tiny_nemo, "abandon")
     asked, go_on = threading.Event(), threading.Event()
     generate = ThreadedEngine.generate
@@ -104,6 +104,7 @@ def test_abandoned_conversations_end_after_their_round(tiny_nemo, monkeypatch):
         return generate(engine, data, greedy, seed=seed)
 
     monkeypatch.setattr(ThreadedEngine, "generate", waits)
+    monkeypatch.setattr(ThreadedEngine, "recover", lambda engine: engine.own.recover())
     run.step(1)
     assert asked.wait(60)
     before = run.engine.begun
@@ -111,6 +112,7 @@ def test_abandoned_conversations_end_after_their_round(tiny_nemo, monkeypatch):
     run.rollouts.close()
     assert go_on.is_set()
     assert run.engine.begun == before == 1  # no second round
+    assert "begins again" not in caplog.text  # as after a failure of the engine
     run.step(2)  # from the beginning, by the step that needs it
     assert run.seen[1]["turn_ids"].max() > 1
     run.rollouts.close()

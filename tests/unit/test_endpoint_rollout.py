@@ -271,13 +271,52 @@ def test_a_function_returns_its_reward(tmp_path):
     assert seeds[0] != seeds[2]
 
 
-def test_an_error_of_the_engine_ends_the_rollout(functions):
-    class Broken(Babble):
-        def generate(self, data, **given):
-            raise ZeroDivisionError("of the engine")
+class Broken(Babble):
+    """An engine whose calls with the numbers of ``at``, from 1, fail."""
 
-    with pytest.raises(ZeroDivisionError, match="of the engine"):
-        functions.collect([task("two_turns")], engine=Broken())
+    def __init__(self, *at, error=ZeroDivisionError, recovers=True):
+        super().__init__()
+        self.at, self.error, self.recovers, self.tries = at, error, recovers, 0
+
+    def generate(self, data, **given):
+        self.tries += 1
+        if not self.at or self.tries in self.at:
+            raise self.error("of the engine")
+        return super().generate(data, **given)
+
+    def recover(self):
+        return self.recovers
+
+
+@pytest.mark.parametrize("what", ["two_turns", "asks_again", "passes_over"])
+def test_an_agent_whose_engine_failed_is_begun_again(what):
+    """It raises, asks again or makes do without; a failed call counts once for both agents."""
+    rows = [task(what, str(n)) for n in range(2)]
+    with ExitStack() as closing:
+        agents = Agents(closing, ("what", "name", "saw", "marker"), retries=1, **RUN)
+        calm, shaken = agents.collect(rows, 2), agents.collect(rows, 2, engine=Broken(2))
+    failures = [each for row in shaken["failures"] for each in row]
+    assert failures == ["engine_error"] * len(failures)
+    assert 1 <= len(failures) <= 2
+    assert score(EnvironmentReward(), shaken)["failed_engine_error"] == len(failures)
+    score(EnvironmentReward(), calm)
+    same(*({**batch, "failures": None} for batch in (calm, shaken)))
+
+
+def test_an_engine_that_always_fails_ends_the_rollout(functions):
+    engine = Broken()
+    with pytest.raises(EnvironmentCallError, match=r"retries=0; the last: .* of the eng") as caught:
+        functions.collect([task("two_turns")], engine=engine)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert engine.tries == 1
+    assert functions.collect([task("two_turns")])["end_reasons"] == ["done"]
+
+
+@pytest.mark.parametrize("settings", [{"recovers": False}, {"error": ValueError}])
+def test_an_engine_that_cannot_go_on_ends_the_rollout(functions, settings):
+    engine = Broken(**settings)
+    with pytest.raises(engine.error, match=r"^of the engine$"):
+        functions.collect([task("two_turns")], engine=engine)
     assert functions.collect([task("two_turns")])["end_reasons"] == ["done"]
 
 

@@ -1,5 +1,6 @@
 """When engines give their memory back and take it again; vLLM's place has what notes calls."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ class Calls:
     """A ``vllm.LLM``, its engine, a group of workers or the cluster they start on."""
 
     def __init__(self, use_gpus=True):
-        self.calls, self.use_gpus = [], use_gpus
+        self.calls, self.use_gpus, self.answers = [], use_gpus, True
         self.llm_engine = self
 
     def start_workers(self, worker_class, name_prefix, **kwargs):
@@ -31,6 +32,9 @@ class Calls:
         answers = {"prepare_weights_for_ipc": ([("a", 8)], 8), "get_weights_ipc_handles": {}}
         answers["refit_end"] = RefitEnd("policy rank 0", "GPU 0", True, "2.13.0", None)
         return LocalFuture([answers.get(method_name)])
+
+    def recover(self):
+        return self.answers
 
     def get_all_worker_results(self, future):
         return future.get_results()
@@ -145,6 +149,20 @@ def test_weights_that_went_to_sleep_are_brought_again():
         refit = ["begin_refit", "load_weights_from_ipc", "finish_refit", "sleep"]
         assert [call for call in cluster.calls if call != "sharing_key"] == refit
     assert generation.in_words().endswith("given back")
+
+
+def test_after_a_failure_engines_forget_what_they_sample():
+    cluster = Calls()
+    generation = generation_on(cluster)
+    assert generation.recover()
+    assert cluster.calls == ["abandon_generation"]
+    cluster.answers = False
+    assert not generation.recover()
+    cluster.answers = True
+    several = dataclasses.replace(generation._settings, tensor_parallel_size=2)
+    generation._settings = several
+    assert not generation.recover()  # its other processes wait for the one that failed
+    assert len(cluster.calls) == 1
 
 
 def test_on_cpu_engines_keep_their_weights():

@@ -108,6 +108,27 @@ def with_tools(policy, task):
     policy.reward(1.0)
 
 
+def asks_again(policy, task):
+    """As clients do that try again after a status of 500."""
+    ask = policy.ask
+
+    def twice(messages):
+        try:
+            return ask(messages)
+        except RuntimeError:
+            return ask(messages)
+
+    policy.ask = twice
+    two_turns(policy, task)
+
+
+def passes_over(policy, task):
+    try:
+        two_turns(policy, task)
+    except RuntimeError:
+        policy.reward(-5.0)
+
+
 def unscored(policy, task):
     policy.ask([said("?")])
 

@@ -16,6 +16,7 @@ from aligner.algorithms.rollout.trajectories import (
     EndReason,
     Failures,
     Trajectory,
+    attempt,
     check_scored,
     environment_seed,
     transcript,
@@ -109,7 +110,7 @@ class Agents:
         """Trajectories in the order of their rows.
 
         Raises:
-            EnvironmentCallError: more agents failed than may, or none was scored.
+            EnvironmentCallError: more failed than may, or none was scored.
         """
         if self._error is not None:
             raise self._error
@@ -139,7 +140,7 @@ class Agents:
         while self._waiting and self._free:
             one = self._waiting.popleft()
             one.slot = self._free.pop(0)
-            names = ("rollout", self._seed, one.sample_id, len(one.failures))
+            names = ("rollout", self._seed, one.sample_id, attempt(one.failures))
             one.under_way = self._sessions.begin(sample_id(*names), self._limits)
             argument = (self._base_url, one.session.key, one.seed, one.columns)
             one.call = Call(one.slot, "run", argument, self._config.timeout_s)
@@ -162,7 +163,11 @@ class Agents:
             else:
                 one.silent_s += spent
                 one.used_s += spent
-            if one.slot in answered:
+            failure = one.session.engine_failure
+            if failure is not None:  # whatever the agent makes of the status that it was given
+                self._pool.kill(one.slot)
+                self._end(one, failure)
+            elif one.slot in answered:
                 assert one.call is not None
                 self._end(one, self._pool.receive(one.call, now))
             elif (late := self._lateness(one)) is not None:
@@ -187,16 +192,18 @@ class Agents:
     def _end(self, one: _Agent, found: Answer | Failure) -> None:
         """Take what an agent left: a trajectory, or a failure after which it begins again.
 
-        Behind a limit it does not matter how it ended.
+        Behind a limit it does not matter how it ended, unless the engine failed.
         """
         session = one.session
         self._sessions.end(session)
         self._active.remove(one)
         self._free.append(one.slot)
-        if not session.order and (isinstance(found, Answer) or session.exceeded is not None):
+        by_engine = isinstance(found, Failure) and found.reason == "engine_error"
+        is_cut = session.exceeded is not None and not by_engine
+        if not session.order and (isinstance(found, Answer) or is_cut):
             turn = found.value if isinstance(found, Answer) else Turn()
             found = Failure("env_error", self._without_answer(session, turn))
-        if isinstance(found, Failure) and (session.exceeded is None or not session.order):
+        if isinstance(found, Failure) and not (is_cut and session.order):
             one.failures.append(found.reason)
             self._failures.add(found)
             self._waiting.append(one)

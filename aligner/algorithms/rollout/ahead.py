@@ -12,6 +12,7 @@ from typing import Any
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions
+from aligner.errors import AlignerError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface
 
 
@@ -42,7 +43,7 @@ class ConversationsAhead:
         self._future.exception()
 
 
-class _AbandonedError(Exception):
+class _AbandonedError(AlignerError):
     """The rollout will not be taken."""
 
 
@@ -70,6 +71,10 @@ class _Rounds(GenerationInterface):
         if self._abandoned.is_set():
             raise _AbandonedError
         return self._engine.generate_in_background(data, seed=seed).result()
+
+    def recover(self) -> bool:
+        """The engine's own answer."""
+        return self._engine.recover()
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Nothing: the engine goes on to the next rollout."""

@@ -10,11 +10,12 @@ import dataclasses
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from aligner.algorithms.rollout.agents import Agents
 from aligner.algorithms.rollout.rollout import RolloutSource
-from aligner.algorithms.rollout.trajectories import rollout_batch
+from aligner.algorithms.rollout.trajectories import engine_survives, rollout_batch
 from aligner.architecture import GPTArchitecture
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions, SamplingRunConfig
@@ -133,12 +134,14 @@ class EndpointRollouts(RolloutSource):
         """A rollout batch of trajectories; see `EnvironmentRollouts.collect`.
 
         Raises:
-            EnvironmentCallError: more agents failed than ``environment.retries``, or none was
-                scored.
+            EnvironmentCallError: more agents, or calls of the engine, failed than
+                ``environment.retries``, or none was scored.
+            Exception: what the engine raised, where `engine_survives` says no.
         """
         defaults = sampling_options or self._options
         self._service.served = dataclasses.replace(self._service.served, defaults=defaults)
-        engine = ServingEngine(generation, self._waiting, self._settings(seed))
+        survives = partial(engine_survives, generation)
+        engine = ServingEngine(generation, self._waiting, self._settings(seed), survives)
         here = None
         if is_rank_zero():
             assert self._pool is not None, "rank 0 must hold the agents"
@@ -185,5 +188,5 @@ class EndpointRollouts(RolloutSource):
             end_ids=frozenset(self._tokenizer.end_ids),
             seed=seed,
             listens=False,
-            has_peers=True,  # an error of the engine's ends the run
+            has_peers=True,
         )

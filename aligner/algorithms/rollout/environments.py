@@ -24,7 +24,9 @@ from aligner.algorithms.rollout.trajectories import (
     Failures,
     KeptTokens,
     Trajectory,
+    attempt,
     check_scored,
+    engine_survives,
     environment_seed,
     rollout_batch,
     transcript,
@@ -35,7 +37,7 @@ from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.environments.conversation import ChatRenderer, Conversation
-from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
+from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure, engine_failure
 from aligner.environments.protocol import Turn
 from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
@@ -44,7 +46,7 @@ from aligner.rewards.interface import ScoredResponses
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FAILURE_REASONS = ("env_timeout", "env_error")
+FAILURE_REASONS = ("env_timeout", "env_error", "engine_error")
 
 # Engines make random numbers of seed and sample id: turns and attempts have ids of their own.
 _TURN, _ATTEMPT = 1 << 40, 1 << 51
@@ -95,8 +97,9 @@ class EnvironmentRollouts(RolloutSource):
         ``responses``, ``turns``, ``reward_parts``, ``end_reasons``, ``forks`` and ``failures``.
 
         Raises:
-            EnvironmentCallError: more conversations failed than ``environment.retries``, or none
-                was scored.
+            EnvironmentCallError: more conversations, or calls of the engine, failed than
+                ``environment.retries``, or none was scored.
+            Exception: what the engine raised, where `engine_survives` says no.
             DataError: messages cannot be rendered, or leave no room for an answer.
         """
         options: dict[str, Any] = {}
@@ -117,8 +120,15 @@ class EnvironmentRollouts(RolloutSource):
             ids, lengths = pad_right(rows, self._tokenizer.pad_id)
             columns = {"input_ids": ids, "input_lengths": lengths}
             columns["sample_ids"] = torch.tensor(sample_ids)
-            output = generation.generate(BatchedDataDict(columns), seed=seed, **options)
-            _of(here, partial(_Conversations.answered, output=output.to("cpu")))
+            heard: Callable[[_Conversations], None]
+            try:
+                output = generation.generate(BatchedDataDict(columns), seed=seed, **options)
+                heard = partial(_Conversations.answered, output=output.to("cpu"))
+            except Exception as error:
+                if not engine_survives(generation, error):
+                    raise
+                heard = partial(_Conversations.unanswered, failure=engine_failure(error))
+            _of(here, heard)
         generation.finish_generation()
         return rollout_batch(
             data,
@@ -187,7 +197,7 @@ class _Waiting:
     @property
     def engine_id(self) -> int:
         """Sample id by which the engine makes random numbers for the next turn."""
-        return self.sample_id + len(self.talk.turns) * _TURN + len(self.failures) * _ATTEMPT
+        return self.sample_id + len(self.talk.turns) * _TURN + attempt(self.failures) * _ATTEMPT
 
 
 class _Conversations:
@@ -252,6 +262,13 @@ class _Conversations:
                 closing.append(one)
         self._close(closing)
 
+    def unanswered(self, failure: Failure) -> None:
+        """Take the engine's failure in place of responses: none of `prompts` becomes a sample."""
+        under_way, self._active = self._active, []
+        self._close(under_way)
+        for one in under_way:
+            self._begin_again(one, failure)
+
     def rows(self) -> list[Trajectory]:
         """The conversations in the order of their rows.
 
@@ -285,12 +302,15 @@ class _Conversations:
         if isinstance(answer, Answer):
             one.seconds += answer.seconds
             return answer.value
-        one.failures.append(answer.reason)
-        self._failures.add(answer)
         self._free.append(one.slot)
+        self._begin_again(one, answer)
+        return None
+
+    def _begin_again(self, one: _Waiting, failure: Failure) -> None:
+        one.failures.append(failure.reason)
+        self._failures.add(failure)
         one.conversation = None
         self._waiting.append(one)
-        return None
 
     def _end_reason(self, one: _Waiting, turn: Turn) -> EndReason | None:
         """Take the environment's answer; why the conversation ends, None: it goes on."""

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -11,15 +12,23 @@ from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.data.prompts import pad_right
+from aligner.distributed.collectives import gather_objects
 from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Failure
-from aligner.errors import EnvironmentCallError
+from aligner.errors import AlignerError, EnvironmentCallError, WorkerError
+from aligner.models.interfaces import GenerationInterface
 from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
 EndReason = Literal["done", "max_turns", "max_tokens"]
 END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
+
+# They tell of what was asked, or of the code: the next call would raise them again.
+_NOT_OF_THE_ENGINE = (
+    *(AttributeError, LookupError, NameError, TypeError, ValueError),
+    *(AssertionError, NotImplementedError),
+)
 
 
 class KeptTokens(NamedTuple):
@@ -55,21 +64,62 @@ class Failures:
 
     def __init__(self, retries: int) -> None:
         """``retries``: so many may fail."""
-        self._retries, self._count = retries, 0
+        self._retries = retries
+        self._known: list[Failure] = []
 
     def add(self, failure: Failure) -> None:
         """Count one more.
 
+        A call of the engine that failed counts once, however many conversations waited for it and
+        bring its `Failure`: else it would spend any budget below ``environment.concurrency``.
+
         Raises:
-            EnvironmentCallError: that is one too many.
+            EnvironmentCallError: that is one too many; its cause is what the engine raised, where
+                the engine was the last to fail.
         """
-        log.warning("a conversation failed and begins again (%s): %s", failure.reason, failure.text)
-        self._count += 1
-        if self._count > self._retries:
+        if any(failure is known for known in self._known):
+            return
+        self._known.append(failure)
+        log.warning(
+            "a conversation failed and begins again (%s): %s",
+            *(failure.reason, failure.text),
+            exc_info=failure.cause,
+        )
+        if len(self._known) > self._retries:
             raise EnvironmentCallError(
-                f"{self._count} conversations of a rollout failed, more than environment.retries="
-                f"{self._retries}; the last: {failure.text}"
-            )
+                f"{len(self._known)} conversations or calls of the engine failed in a rollout, "
+                f"more than environment.retries={self._retries}; the last: {failure.text}"
+            ) from failure.cause
+
+
+def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
+    """Return whether conversations may begin again after ``generate`` raised; on every rank.
+
+    Not where the error tells of the call instead of the engine, on any rank, and not where
+    ``generate`` cannot be called again. All ranks must have left it: a worker group raises on all
+    what one of them did, but those that generate together may still wait for each other. Where they
+    begin again, what the failed call held, such as a cache on the device, is let go.
+    """
+    if isinstance(error, AlignerError):
+        of_engine = isinstance(error, WorkerError)
+    else:
+        of_engine = not isinstance(error, _NOT_OF_THE_ENGINE)
+    if not (generation.recover() and all(gather_objects(of_engine))):
+        return False
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    return True
+
+
+def attempt(failures: Sequence[str]) -> int:
+    """Number of the attempt that follows ``failures``, of which random numbers are made.
+
+    An attempt that the engine ended is made again with the same ones: what comes of it is what
+    would have come without the failure.
+    """
+    return sum(reason != "engine_error" for reason in failures)
 
 
 def environment_seed(seed: int, sample_id: int, per_prompt: int) -> int:

@@ -212,6 +212,19 @@ class RayWorkerGroup:
         with self._breaking():
             return future.get_results()
 
+    def recover(self) -> bool:
+        """See `WorkerGroup.recover`. A worker answers its calls in their order."""
+        calls = [
+            (actor.seat.remote(), seat)
+            for actor, seat in zip(self._actors, self._seats, strict=True)
+        ]
+        try:
+            wait_for(calls, f"{self.name_prefix}, after a failure", self._timeout_s)
+        except WorkerError:
+            return False
+        self.is_whole = bool(calls)
+        return self.is_whole
+
     def shutdown(self, cleanup_method: str | None = None) -> bool:
         """End the processes, calling ``cleanup_method`` on each first; whether that went well.
 

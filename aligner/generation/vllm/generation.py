@@ -123,6 +123,13 @@ class VllmGeneration(BackgroundGeneration):
             data, seed=seed, greedy=greedy, sampling_options=sampling_options
         ).result()
 
+    def recover(self) -> bool:
+        """See `GenerationInterface.recover`; False where an engine has several processes."""
+        if self._settings.tensor_parallel_size > 1 or not self.worker_group.recover():
+            return False
+        run_on_all(self.worker_group, VllmWorker.abandon_generation)
+        return True
+
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Have the engines give their memory back, where configured; the weights go, too."""
         if self._settings.sleep:

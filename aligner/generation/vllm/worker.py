@@ -140,11 +140,11 @@ class VllmWorker:
         return responses_batch(self._prompts, responses, self._pad_id, self._record_kept)
 
     def abandon_generation(self) -> None:
-        """End the batch in flight, if there is one, and forget it."""
+        """End the batch in flight, if there is one, and forget it, its error too."""
         if self._pending is not None:
+            pending, self._pending = self._pending, None
             self._abandoned.set()
-            self._pending.result()
-            self._pending = None
+            pending.exception()
 
     def get_logprobs(self, data: Mapping[str, Any]) -> BatchedDataDict:
         """``logprobs`` float32 [b, S] of given tokens at temperature 1, 0 at t = 0 and in padding.

@@ -173,6 +173,16 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
             )
         return output
 
+    def recover(self) -> bool:
+        """See `GenerationInterface.recover`.
+
+        False where workers generate together (tensor, pipeline, context or expert parallelism):
+        one that failed by itself has left the others waiting for it.
+        """
+        parallel = self.model.parallel
+        together = parallel.model_parallel_size * parallel.expert > 1
+        return not together and self.worker_group.recover()
+
 
 def _with_stop_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokenizer:
     """The tokenizer, for which these end a response beside its own."""

@@ -1,0 +1,101 @@
+"""Two data ranks with conversations, of which one's engine fails.
+
+1. Both begin the conversations again, and have the numbers of a run in which nothing failed, in
+   training (groups of GRPO) and in validation.
+2. Where the budget is spent both stop with the cause. Begun again, the run goes on from its state
+   to the same end.
+3. What ends a run at once ends both ranks.
+"""
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from aligner.observe.metrics import read_metrics
+
+SCRIPT = Path(__file__).with_name("engine_error_rank.py")
+GAME = "aligner.environments.games"
+OPTIONS = [
+    *("reward=environment", f"environment.factory={GAME}:GuessingGame"),
+    *("+environment.kwargs={high: 3, guesses: 3}", "environment.max_tokens=128"),
+    *("environment.concurrency=4", "environment.retries=2"),
+    *(f"data.train.source={GAME}:guessing_games", f"+data.validation.source={GAME}:guessing_games"),
+    *("+data.validation.arguments={split: validation, size: 4}", "trainer.devices=2"),
+    *("trainer.ppo.max_steps=2", "trainer.ppo.save_interval=1", "trainer.ppo.val_check_interval=1"),
+    *("trainer.ppo.advantage.estimator=grpo", "model.ppo.num_rollouts_per_prompt=2"),
+    *("model.ppo.num_rollout_samples=8", "model.ppo.length_params.max_length=2"),
+    *("model.global_batch_size=8", "model.micro_batch_size=4"),
+    "exp_manager.create_tensorboard_logger=false",
+]
+FAILED = "rollouts/failed_engine_error"
+
+
+def run(folder, nemo, at, error="RuntimeError", *overrides):
+    arguments = [error, at, f"model.restore_from_path={nemo}", *OPTIONS, *overrides]
+    run_ranks(SCRIPT, 2, [*arguments, f"exp_manager.explicit_log_dir={folder}"], timeout_s=150)
+
+
+def numbers(folder):
+    """Metrics but for times, and how many conversations the engine failed in each prefix."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    failed = {
+        prefix: sum(line.pop(f"{prefix}_{FAILED}", 0) for line in lines)
+        for prefix in ("train", "val")
+    }
+    return [
+        {k: v for k, v in line.items() if not k.startswith("timers/")} for line in lines
+    ], failed
+
+
+def said_by(error):
+    """What each rank said."""
+    _, *of_ranks = str(error.value).split("--- rank ")
+    assert len(of_ranks) == 2
+    return of_ranks
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory, tiny_nemo):
+    folder = tmp_path_factory.mktemp("calm")
+    run(folder, tiny_nemo, "-")
+    lines, failed = numbers(folder)
+    assert len(lines) == 3  # before the first step, and two
+    assert failed == {"train": 0, "val": 0}
+    return lines
+
+
+def test_what_failed_leaves_no_trace(tmp_path, tiny_nemo, calm):
+    run(tmp_path, tiny_nemo, "2,8")
+    lines, failed = numbers(tmp_path)
+    assert repr(lines) == repr(calm)
+    assert all(failed.values()), failed
+
+
+def test_a_run_that_stopped_goes_on(tmp_path, tiny_nemo, calm):
+    with pytest.raises(AssertionError) as caught:
+        run(tmp_path, tiny_nemo, "12-")
+    for said in said_by(caught):
+        assert "exit code 2" in said
+        assert "EnvironmentCallError: 3 conversations or calls of the engine failed" in said
+        assert "generate failed on rank 1: RuntimeError: the device fell off the bus" in said
+    assert len(numbers(tmp_path)[0]) < 3
+    run(tmp_path, tiny_nemo, "-")
+    assert repr(numbers(tmp_path)[0]) == repr(calm)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("error", "layout"),
+    [
+        ("ValueError", "model.tensor_model_parallel_size=1"),
+        ("RuntimeError", "model.tensor_model_parallel_size=2"),
+    ],
+)
+def test_what_ends_the_run_at_once_ends_both_ranks(tmp_path, tiny_nemo, error, layout):
+    with pytest.raises(AssertionError) as caught:
+        run(tmp_path, tiny_nemo, "2", error, layout)
+    zero, one = said_by(caught)
+    assert f"{error}: the device fell off the bus" in one
+    assert "exit code 0" not in zero + one
+    assert "begins again" not in zero + one

@@ -1,0 +1,224 @@
+"""Rollouts whose engine fails: begun again from their seeds, within the budget, with the cause.
+
+The engine is the tiny policy itself. A call that fails does so behind the third token that it
+sampled, in the middle of its decoding.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import user_environments as envs
+from test_conversations_ahead import Played
+from test_environment_rollout import HerePool, same
+from test_evaluate_environments import evaluated
+from test_overlap import ThreadedEngine, configuration
+
+from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
+from aligner.algorithms.rollout.rollout import prompts_batch, score
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.cluster.worker_groups import LocalCluster
+from aligner.config.environment import EnvironmentConfig
+from aligner.data.prompts import Prompt, collate_prompts
+from aligner.distributed.parallel import initialize_parallel
+from aligner.errors import ConfigError, EnvironmentCallError, NonFiniteError, WorkerError
+from aligner.models.gpt.decode.generator import Generator
+from aligner.models.policy.lm_policy import Policy
+
+ROWS = [{"name": str(number), "turns": 2 + number % 2} for number in range(4)]
+
+
+class Breaking:
+    """What happens to the engine's calls: those with the numbers of ``at`` raise ``error``."""
+
+    def __init__(self):
+        self.calls, self.at, self.error = 0, frozenset(), None
+
+    def __call__(self, at, error=None):
+        self.calls, self.at = 0, frozenset(at) if at != "all" else range(1, 10**9)
+        self.error = error or RuntimeError("CUDA error: uncorrectable ECC error")
+
+
+@pytest.fixture
+def breaking(monkeypatch):
+    found, sample = Breaking(), Generator.sample
+
+    def broken(generator, *arguments, **given):
+        found.calls += 1
+        if found.calls not in found.at:
+            return sample(generator, *arguments, **given)
+        heard = []
+
+        def listen(*token):
+            heard.append(token)
+            if len(heard) == 3:
+                raise found.error
+
+        sample(generator, *arguments, **{**given, "listener": listen})
+        raise AssertionError("fewer than three tokens were sampled")
+
+    monkeypatch.setattr(Generator, "sample", broken)
+    return found
+
+
+class Game:
+    """Rollouts of the tiny policy over conversations."""
+
+    def __init__(self, path):
+        with open_nemo(path) as checkpoint:
+            tokenizer = checkpoint.tokenizer
+        cluster = LocalCluster(initialize_parallel())
+        model = configuration(path).model
+        self.policy = Policy(cluster, model, tokenizer, init_reference_model=False)
+
+    def collect(self, rows=ROWS, make=envs.Echo, per_prompt=2, **settings):
+        config = EnvironmentConfig(factory="here", **{"max_tokens": 200, **settings})
+        rollouts = EnvironmentRollouts(
+            config, HerePool(make), self.policy.tokenizer, response_length=4
+        )
+        items = [Prompt(index, "", [], None, columns) for index, columns in enumerate(rows)]
+        data = prompts_batch(collate_prompts(items, 0), 0, per_prompt)
+        return rollouts.collect(self.policy, data, seed=3, per_prompt=per_prompt)
+
+
+@pytest.fixture
+def game(tiny_nemo):
+    return Game(tiny_nemo)
+
+
+def without_failures(batch, *others):
+    return {name: column for name, column in batch.items() if name not in ("failures", *others)}
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("concurrency", [16, 3])
+def test_the_samples_are_those_of_a_calm_engine(game, breaking, at, concurrency):
+    """Groups of two: all that waited for the call that failed are played again, and no other."""
+    calm = game.collect(concurrency=concurrency)
+    breaking({at})
+    batch = game.collect(concurrency=concurrency, retries=1)
+    same(without_failures(batch), without_failures(calm))
+    hit = [failures for failures in batch["failures"] if failures]
+    assert hit == [["engine_error"]] * min(8, concurrency)
+    metrics = score(EnvironmentReward(), batch)
+    assert metrics["failed_engine_error"] == min(8, concurrency)
+    assert metrics["failed_env_error"] == 0
+    assert score(EnvironmentReward(), calm)["failed_engine_error"] == 0
+
+
+def test_a_call_counts_once_in_the_budget(game, breaking):
+    """Eight conversations wait for each of two calls that fail, with a budget of two."""
+    breaking({1, 3})
+    batch = game.collect(retries=2)
+    assert sum(map(len, batch["failures"])) > 8
+    breaking({1, 3})
+    with pytest.raises(EnvironmentCallError, match=r"2 conversations or calls .*retries=1"):
+        game.collect(retries=1)
+
+
+def test_failures_of_both_kinds_share_the_budget(game, breaking, tmp_path):
+    """After one of the environment's own the policy has other random numbers, as without."""
+
+    def played(marker, at, retries):
+        breaking(at)
+        rows = [{"marker": str(tmp_path / marker), "turns": 2}]
+        return game.collect(rows, envs.FailsTwice, 1, retries=retries)
+
+    calm = played("calm", (), 2)
+    batch = played("both", {1, 3}, 4)
+    same(without_failures(batch, "columns"), without_failures(calm, "columns"))
+    both = ["engine_error", "env_error", "engine_error", "env_error"]
+    assert [batch["failures"][0], calm["failures"][0]] == [both, ["env_error"] * 2]
+    with pytest.raises(EnvironmentCallError, match=r"4 conversations.*retries=3; the last: not"):
+        played("spent", {1, 3}, 3)
+
+
+def test_a_run_whose_engine_always_fails_stops_with_the_cause(game, breaking):
+    breaking("all")
+    with pytest.raises(EnvironmentCallError) as caught:
+        game.collect(retries=3)
+    assert breaking.calls == 4
+    assert caught.value.__cause__ is breaking.error
+    assert "environment.retries=3; the last: the engine raised RuntimeError: CUDA error" in str(
+        caught.value
+    )
+
+
+def test_what_the_failed_call_held_is_let_go(game, breaking):
+    """The next call may need the memory of its cache."""
+    breaking("all")
+    with pytest.raises(EnvironmentCallError) as caught:
+        game.collect(retries=1)
+    frames, trace = {}, caught.value.__cause__.__traceback__
+    while trace is not None:
+        frames[trace.tb_frame.f_code.co_name] = trace.tb_frame
+        trace = trace.tb_next
+    assert frames["_rolled_out"].f_locals == {}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a key"),
+        NonFiniteError("logits are NaN"),
+        ValueError("a shape"),
+        TypeError("an argument"),
+        KeyError("a column"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_not_the_engine_s_fault_ends_the_run_at_once(game, breaking, error):
+    breaking("all", error)
+    with pytest.raises(type(error)) as caught:
+        game.collect()
+    assert (breaking.calls, caught.value) == (1, error)
+
+
+@pytest.mark.parametrize("error", [WorkerError("a worker"), MemoryError(), OSError("a device")])
+def test_what_a_worker_or_a_device_raises_is_the_engine_s(game, breaking, error):
+    breaking({1}, error)
+    assert game.collect()["failures"] == [["engine_error"]] * 8
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
+def test_workers_that_generate_together_end_the_run(game, breaking, axis):
+    """One that fails by itself has left the others in a collective of the call."""
+    name = f"{axis}{'_model' if axis != 'context' else ''}_parallel_size"
+    game.policy.model = dataclasses.replace(game.policy.model, **{name: 2})
+    breaking({1})
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        game.collect()
+    assert breaking.calls == 1
+
+
+def test_conversations_ahead(tiny_nemo, breaking, monkeypatch):
+    """Those of the thread that samples while the policy trains."""
+
+    def run(at):
+        played = Played(tiny_nemo, retries=2)
+        breaking(at)
+        for number in (1, 2):
+            played.step(number)
+        played.rollouts.close()
+        return played.seen
+
+    monkeypatch.setattr(ThreadedEngine, "recover", lambda engine: engine.own.recover())
+    calm = run(())
+    shaken = run({5})
+    failed = [sum(map(len, batch["failures"])) for batch in shaken]
+    assert failed[0] == 0 < failed[1]
+    for one, other in zip(calm, shaken, strict=True):
+        same(without_failures(one), without_failures(other))
+
+
+def test_an_evaluation(tiny_nemo, tmp_path, breaking):
+    calm, lines = evaluated(tiny_nemo, tmp_path)
+    breaking({2})
+    shaken, again = evaluated(tiny_nemo, tmp_path)
+    assert again == lines
+    metrics, others = calm["prompts"]["metrics"], shaken["prompts"]["metrics"]
+    assert (metrics.pop("failed_engine_error"), others.pop("failed_engine_error")) == (0, 3)
+    assert set(metrics) == set(others)
+    for name, value in metrics.items():
+        assert others[name] == value or math.isnan(value), name
