@@ -56,17 +56,22 @@ def turns_of(batch):
 
 @pytest.mark.parametrize("ahead", [[], AHEAD], ids=["in step", "one step ahead"])
 def test_a_game_is_played_by_vllm(ahead, tmp_path, fresh_nemo, ray):
-    records = train(tmp_path / "run", fresh_nemo, *VLLM, *ahead, *STEPS, **GAME)[0]
+    # So many conversations, and so wide a range, that some guess of a random model is rewarded.
+    many = [
+        *("model.ppo.num_rollout_samples=64", "data.train.arguments.size=128"),
+        "environment.kwargs.high=99",
+    ]
+    records = train(tmp_path / "run", fresh_nemo, *VLLM, *ahead, *STEPS, *many, **GAME)[0]
     steps = [record for record in records if "train_rollouts/rewards" in record]
     assert len(steps) == 2
     for step in steps:
         assert 1 < step["train_rollouts/turns"] <= 3
-        assert step["train_rollouts/failed_env_error"] == 0
+        assert step["train_rollouts/rewards"] > 0
         assert step["train_optim/grad_norm"] > 0
     gaps = [step["sampler/logprob_gap_max"] for step in steps]
     assert 0 < gaps[0] < 1e-4
-    if ahead:  # the second step's turns are all of the weights before the first update
+    if ahead:  # the second step's turns are those of the weights before the first update
         assert gaps[1] > 1e-3
-        assert "train_optim/importance_weight" in steps[1]
+        assert all("train_optim/importance_weight" in step for step in steps)
     else:
         assert 0 < gaps[1] < 1e-4
