@@ -5,7 +5,6 @@ What the client saw is appended to the file ``saw``.
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -58,9 +57,7 @@ async def converse(policy, session, task):
 
 async def main():
     task = json.load(sys.stdin)
-    policy = AsyncOpenAI(
-        base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
-    )
+    policy = AsyncOpenAI()  # which finds OPENAI_BASE_URL and OPENAI_API_KEY by itself
     server = StdioServerParameters(command=sys.executable, args=[str(SERVER)])
     async with stdio_client(server) as pipes, ClientSession(*pipes) as session:
         await session.initialize()
