@@ -10,7 +10,7 @@
 # make campaign SEED=1 MINUTES=2   kills, damaged files, nonsense and hostile input, so long each
 # make test-gpu    the tests of tests/gpu on this machine's GPU; skipped where there is none
 # make test-vllm   the tests against vLLM, in an environment of its own (make vllm-env)
-# make test-adapters   the tests against gymnasium, MCP and others, in an environment of its own
+# make test-adapters   the tests against gymnasium, MCP, openai and others, in an environment of its own
 # make docs   the documentation as a site in site/, with the API; a warning fails it
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)

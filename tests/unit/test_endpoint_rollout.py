@@ -332,13 +332,6 @@ def test_the_agent_of_the_page(tmp_path):
     assert batch["reward_parts"] == [{"accuracy": 0.0}]
 
 
-@pytest.mark.extended
-def test_the_openai_package():
-    pytest.importorskip("openai", reason="the package openai is not installed")
-    batch = collected([{"what": "?"}], ("what",), factory=f"{FILE}:with_openai")
-    assert (batch["end_reasons"], batch["is_scored"].tolist()) == (["done"], [1.0])
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

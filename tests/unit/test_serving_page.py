@@ -60,24 +60,6 @@ def test_python(page):
     assert re.search(r"\[\d+.*\] (length|stop)\n$", typed(page, sys.executable, "-c", block.text))
 
 
-@pytest.mark.extended
-def test_the_openai_package(page):
-    openai = pytest.importorskip("openai", reason="the package openai is not installed")
-    folder, url, _ = page
-    key = (folder / "serve.token").read_text().strip()
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
-    [model] = client.models.list()
-    messages = [{"role": "user", "content": "1+1="}]
-    asked = {"model": model.id, "messages": messages, "max_tokens": 8, "seed": 1}
-    whole = client.chat.completions.create(**asked, logprobs=True)
-    pieces = client.chat.completions.create(**asked, stream=True)
-    said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
-    assert said == whole.choices[0].message.content
-    assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
-
-
 def test_ctrl_c_ends_it_in_seconds(page):
     """Last of this server's tests: with a request in flight, and status 0."""
     folder, url, process = page

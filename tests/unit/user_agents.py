@@ -199,17 +199,5 @@ def graded(base_url, api_key, name, **columns):
     return len(messages[1]["content"] + messages[3]["content"]) + 0.5
 
 
-def with_openai(what, **columns):
-    from openai import BadRequestError, OpenAI
-
-    client = OpenAI()
-    messages = [said(what)]
-    answer = client.chat.completions.create(model="any", messages=messages, temperature=0.5)
-    try:
-        client.chat.completions.create(model="any", messages=messages, logit_bias={"1": 1})
-    except BadRequestError:
-        return float(bool(answer.choices[0].finish_reason))
-
-
 if __name__ == "__main__":
     act(json.load(sys.stdin), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "ray"))  # runs on Ray, and what they could leave
+# Runs on Ray and what they could leave; agents.
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("ray", "unit")]
 
 from leftovers import living_actors, processes_of, reserved_groups, session_folder, shared_memory
 from vllm_roles import WIDE
