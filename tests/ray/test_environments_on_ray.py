@@ -39,3 +39,27 @@ def test_a_policy_worker_killed_in_the_middle_of_conversations(
     ended = train(tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, recipe=GAME)
     assert len(calls) > KILLED_AT
     assert ended == result(tmp_path / "local")
+
+
+def test_a_policy_worker_whose_call_fails_begins_again(tmp_path, tiny_nemo, ray, monkeypatch):
+    """No worker is started anew, and the numbers are those of two processes that never failed."""
+    finished(start(tmp_path / "local", tiny_nemo, *OPTIONS[:2], recipe=GAME))
+    calls = []
+    real_call = RayWorkerGroup._call
+
+    def call(group, rank, method_name, *arguments):
+        if (group.name_prefix, rank, method_name) == ("lm_policy", 0, "generate"):
+            calls.append(method_name)
+            if len(calls) == KILLED_AT:
+                method_name = "no_such_method"
+        return real_call(group, rank, method_name, *arguments)
+
+    monkeypatch.setattr(RayWorkerGroup, "_call", call)
+    numbers, weights = train(
+        tmp_path / "ray", tiny_nemo, ON_RAY, *OPTIONS, "cluster.max_restarts=0", recipe=GAME
+    )
+    expected, expected_weights = result(tmp_path / "local")
+    failed = "train_rollouts/failed_engine_error"
+    assert sum(line.pop(failed, 0) for line in numbers) > 0
+    assert sum(line.pop(failed, 0) for line in expected) == 0
+    assert (numbers, weights) == (expected, expected_weights)

@@ -175,6 +175,24 @@ def test_a_response_that_a_stop_string_ends(started):
         sampled(started(core, stop=stop)[0])
 
 
+def test_nothing_is_left_of_a_batch_that_failed(started):
+    class Fails(Core):
+        aborted: Any = None
+
+        def step(self):
+            if self.step_number == 1:
+                raise RuntimeError("of the engine")
+            return super().step()
+
+        def abort_request(self, request_ids):
+            self.aborted = request_ids
+
+    core = Fails("each")
+    with pytest.raises(RuntimeError, match="of the engine"):
+        sampled(started(core)[0])
+    assert core.aborted == ["0", "1"]
+
+
 def test_nothing_is_recorded_unless_asked(started):
     made, given = started(Core("each"), record_kept=0)
     responses = made.sample([[1], [2]], [0, 1], seed=3, greedy=False)

@@ -131,13 +131,28 @@ class VllmEngine:
         ``rules``: lengths, sampling and what finds stop strings, in place of the engine's own.
 
         A response depends on its prompt, ``seed`` and its sample id, as far as vLLM's kernels give
-        the same bits in every batch.
+        the same bits in every batch. Nothing is left of a call that raises.
         """
+        try:
+            return self._sampled(prompts, sample_ids, seed, greedy, abandoned, rules or self._rules)
+        except Exception:
+            with contextlib.suppress(Exception):  # of an engine that is dead
+                self._abort(range(len(prompts)))
+            raise
+
+    def _sampled(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[int],
+        seed: int,
+        greedy: bool,
+        abandoned: threading.Event | None,
+        rules: Rules,
+    ) -> list[Response] | None:
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        rules = rules or self._rules
         sampling_options, _ = rules
         greedy = greedy or sampling_options.sampling.use_greedy
         core = self._llm.llm_engine
