@@ -238,7 +238,7 @@ def test_the_server_of_the_page(workplace, serving):
 # Blocks that show a form and run nothing, by their first line.
 SHOWN = (
     *("def reward(prompts, responses", "# my_data.py", "# my_rewards.py", "# my_game.py"),
-    "# my_agent.py",
+    *("# my_agent.py", "# my_taskset.py"),
     *("# my_counter.py", "# my_server.py", "# my_nemo_env.py", "# my_vf_env.py"),
 )
 ASKS_A_SERVER = "import httpx"
@@ -248,7 +248,7 @@ PYTHON = [block for block in blocks() if block.language == "python"]
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}:{block.line}")
 def test_python_of_the_pages_runs(block, workplace):
     if block.text.startswith(SHOWN):
-        pytest.skip("a file of the reader's: every training command here uses it")
+        pytest.skip("a file of the reader's: training commands here use it, or tests/adapters")
     if block.text.startswith(ASKS_A_SERVER):
         pytest.skip("tests/unit/test_serving_page.py runs it beside its server")
     done = subprocess.run(
