@@ -211,14 +211,18 @@ class Service:
         )
         answer = kind(tokenizer, wants, choices)
 
-        def completed() -> None:
-            for choice in choices if session is not None else ():
-                assert session is not None
+        def ended(is_whole: bool) -> None:
+            if session is None:
+                return
+            if not is_whole:
+                session.withdraw(len(choices))
+                return
+            for choice in choices:
                 assert choice.finish is not None
                 text = choice.whole_text
                 session.record(choice.prompt, choice.ids, choice.logprobs, choice.finish, text)
 
-        exchange = Exchange(self.waiting, rows, answer, self.timeout_s, completed)
+        exchange = Exchange(self.waiting, rows, answer, self.timeout_s, ended)
         if session is not None:
             session.follow(exchange.job)
         return await exchange.response(request, stream=asked.stream)
@@ -248,16 +252,22 @@ class Service:
         names: tuple[object, ...] = ("request", next(self._numbers))
         if session is not None:
             longest = asked.longest or self.served.defaults.length.max_length
-            for ids in prompts:
-                session.admit(ids, longest, asked.n)
+            session.admit(prompts, longest, asked.n)
+        try:
+            options = [self.served.options(asked, ids) for ids in prompts]
+        except AlignerError:
+            if session is not None:
+                session.withdraw(len(prompts) * asked.n)
+            raise
+        if session is not None:
             names = session.names(prompts) or names
         if asked.seed is not None:
             names = ("seed", asked.seed)
-        rows = []
-        for ids in prompts:
-            options = self.served.options(asked, ids)
-            rows += [Row(ids, sample_id(*names, sample), options) for sample in range(asked.n)]
-        return rows
+        return [
+            Row(ids, sample_id(*names, sample), each)
+            for ids, each in zip(prompts, options, strict=True)
+            for sample in range(asked.n)
+        ]
 
     def _model(self) -> dict[str, Any]:
         return {

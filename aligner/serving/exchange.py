@@ -39,7 +39,7 @@ class Exchange:
         rows: what is asked, a row for each choice of ``answer``.
         answer: writes what comes.
         timeout_s: the answer must be complete within so long.
-        completed: called when it is.
+        ended: called once, with True when it is, with False when it never will be.
 
     ``job``: the request as the engine sees it.
     """
@@ -50,10 +50,10 @@ class Exchange:
         rows: Sequence[Row],
         answer: Answer,
         timeout_s: float,
-        completed: Callable[[], None],
+        ended: Callable[[bool], None],
     ) -> None:
         self._waiting, self._answer, self._timeout_s = waiting, answer, timeout_s
-        self._completed = completed
+        self._ended = ended
         self._events: asyncio.Queue[Progress | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.job = Job(rows, self._tell)
@@ -65,6 +65,7 @@ class Exchange:
             HTTPException: 413 or 429, there is no room for it; 500 or 503, it failed.
         """
         if not self._waiting.add(self.job):
+            self._leave()
             raise HTTPException(429, "too many requests are waiting; try again later")
         if stream:
             return _Events(self._pieces(), media_type="text/event-stream")
@@ -75,7 +76,6 @@ class Exchange:
                 self._answer.choices[progress.row].push(progress)
         finally:
             watch.cancel()
-        self._completed()
         return JSONResponse(self._answer.whole())
 
     def _tell(self, event: Progress | Exception) -> None:
@@ -95,13 +95,20 @@ class Exchange:
                     raise _as_refusal(event)
                 missing -= event.end is not None
                 yield event
+            self._leave(is_whole=True)
         except TimeoutError as error:
             cause = f"the answer was not complete within {self._timeout_s:g} s"
             raise HTTPException(503, cause) from error
         except asyncio.CancelledError as error:
             raise HTTPException(503, ENDING) from error
         finally:
+            self._leave()
+
+    def _leave(self, *, is_whole: bool = False) -> None:
+        """Wait no more."""
+        if not self.job.is_left:
             self.job.is_left = True
+            self._ended(is_whole)
 
     async def _pieces(self) -> AsyncIterator[str]:
         """Server-sent events; an error is the last of them."""
@@ -111,14 +118,13 @@ class Exchange:
             async for progress in self._progress():
                 for piece in self._answer.piece(progress):
                     yield _event(piece)
-            self._completed()
             for piece in self._answer.last():
                 yield _event(piece)
             yield "data: [DONE]\n\n"
         except HTTPException as error:
             yield _event(refusal(error.status_code, error.detail))
         finally:
-            self.job.is_left = True
+            self._leave()
 
 
 class _Events(StreamingResponse):

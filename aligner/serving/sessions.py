@@ -174,31 +174,34 @@ class Session:
             self._texts[tuple(ids)] = text
         return ids
 
-    def admit(self, prompt: Sequence[int], longest: int, answers: int) -> None:
+    def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> None:
         """Refuse a request that may take the session beyond its limits.
 
+        `record` or `withdraw` must follow for each answer of one that is not refused.
+
         Args:
-            prompt: its tokens.
+            prompts: their tokens.
             longest: most tokens of an answer.
-            answers: so many are asked for.
+            answers: so many are asked for behind each prompt.
 
         Raises:
             DataError: it may; where limits were given the session is over then.
         """
         most = self._limits or Limits(sys.maxsize, _MOST_TOKENS)
+        asked = answers * len(prompts)
         with self._lock:
             bound, known = self._bound, 0
             if not self._pending:
-                followed = (len(one.ids) for one in self.sequences if one.follows(prompt))
+                followed = (len(one.ids) for one in self.sequences if one.follows(prompts[0]))
                 bound, known = self._tokens, max(followed, default=0)
-            bound += answers * (len(prompt) + longest) - known
-            self._admitted += answers
+            bound += answers * sum(len(prompt) + longest for prompt in prompts) - known
+            self._admitted += asked
             if self.exceeded is None and self._admitted > most.answers:
                 self.exceeded = "max_turns"
             elif self.exceeded is None and bound > most.tokens:
                 self.exceeded = "max_tokens"
             if self.exceeded is None:
-                self._bound, self._pending = bound, self._pending + answers
+                self._bound, self._pending = bound, self._pending + asked
                 return
             limit = self.exceeded
             if self._limits is None:
@@ -214,6 +217,14 @@ class Session:
             f"the session has {self._tokens} tokens, may have {most.tokens}, and could have "
             f"{bound} after this; begin another one"
         )
+
+    def withdraw(self, answers: int) -> None:
+        """Expect so many answers no more: they failed, or their client left.
+
+        They have taken no tokens; among the answers that the session may ask for they count.
+        """
+        with self._lock:
+            self._pending -= answers
 
     def record(
         self,

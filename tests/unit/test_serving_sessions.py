@@ -7,6 +7,7 @@ import pytest
 from test_serving_engine import CHAT, TEXT, serving, texts
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.errors import NonFiniteError
 from aligner.serving.sessions import Session
 
 TOKENIZER = byte_level_tokenizer()
@@ -129,3 +130,34 @@ def test_a_session_with_a_seed_repeats_itself():
     assert [one.names(), one.names()] == [two.names(), two.names()]
     assert one.names() != Session(4).names()
     assert none.names() is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_answered_takes_no_room(stream, monkeypatch):
+    """A session that has had a refusal, or was left by its client, goes on as another one."""
+    monkeypatch.setattr("aligner.serving.sessions._MOST_TOKENS", 400)
+
+    def reply(text):
+        if text == "bad":
+            raise NonFiniteError("logits of rows [0]")
+        return "x" * 90 if text == "left" else "a"
+
+    with serving(reply, seconds=0.02) as server:
+        name, key = begun(server)
+        asked = {"prompt": "bad", "stream": stream}
+        assert "NonFiniteError" in server.client.post(TEXT, json=asked, headers=key).text
+        asked = {"prompt": [10**6], "max_tokens": 300, "stream": stream}
+        assert server.client.post(TEXT, json=asked, headers=key).status_code == 400
+        if stream:
+            asked = {"prompt": "left", "stream": True}
+            with server.client.stream("POST", TEXT, json=asked, headers=key) as answer:
+                next(answer.iter_lines())
+            texts(server.client.post(TEXT, json={"prompt": "of nobody's"}))
+            assert server.script.abandoned == 1
+        prompt = "b" * 150
+        for _ in range(5):
+            asked = {"prompt": prompt, "max_tokens": 10}
+            [said] = texts(server.client.post(TEXT, json=asked, headers=key))
+            prompt += f"{said}<|im_end|>c"
+        [sequence] = recorded(server, name)["trajectories"]
+        assert len(sampled(sequence)) == 5
