@@ -66,8 +66,12 @@ FACES = [
     "aligner.distributed.worker_groups",
 ]
 MODULES_IN_A_FOLDER = 16
-LINES_OF_A_FILE = 600  # and nine in ten at most `LINES_OF_MOST_FILES`
-LINES_OF_MOST_FILES = 450
+LINES_OF_A_FILE = 450
+# Files with more, and the one thing that each of them is.
+LONG_FILES = {
+    "aligner/batches/batched_data_dict.py": "a batch and the operations on its columns",
+    "aligner/models/gpt/decode/scheduler.py": "a rollout, its half on the host and on the device",
+}
 LINES_OF_A_FUNCTION = 60  # from ``def`` to its end, the docstring too
 POSITIONAL_PARAMETERS = 7  # without ``self`` and ``cls``
 # Functions whose arguments and their order others have published, and who: more than
@@ -309,9 +313,7 @@ def test_no_folder_has_many_modules():
 
 def test_no_file_is_long():
     lengths = {relative(path): len(path.read_text().splitlines()) for path in modules()}
-    assert {file: n for file, n in lengths.items() if n > LINES_OF_A_FILE} == {}
-    long = {file: n for file, n in lengths.items() if n > LINES_OF_MOST_FILES}
-    assert len(long) <= len(lengths) // 10, long
+    assert {file for file, n in lengths.items() if n > LINES_OF_A_FILE} == set(LONG_FILES)
 
 
 def test_no_function_is_long():
