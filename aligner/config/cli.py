@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from aligner.catalog import imported
 from aligner.config.elsewhere.nemo_aligner import remedy
-from aligner.config.load import Root, load_config
+from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
@@ -59,6 +59,8 @@ def launch(
     def main(composed: DictConfig) -> None:
         sys.argv[:] = given  # what a report shows and further processes are started with
         with reported_errors():
+            if note := with_built_in_task(composed):
+                print(note, flush=True)
             config = load_config(composed, root)
             run = imported(command) if isinstance(command, str) else command
             run(config)

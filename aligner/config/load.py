@@ -15,6 +15,13 @@ from aligner.errors import ConfigError
 
 Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
 Section = TypeVar("Section")
+DATA, REWARD = "data.train.source", "reward.function"
+_TASK = {
+    DATA: "aligner.data.arithmetic:arithmetic_prompts",
+    "data.validation.arguments": {"split": "validation", "size": 128},
+    "data.validation.source": "aligner.data.arithmetic:arithmetic_prompts",
+    REWARD: "aligner.rewards.exact_number:reward",
+}
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
@@ -28,6 +35,26 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
         key = getattr(error, "full_key", None) or "the configuration"
         raise ConfigError(f"{key}: cannot be resolved: {str(error).splitlines()[0]}") from error
     return parse_config(plain, root)  # type: ignore[arg-type]
+
+
+def with_built_in_task(config: DictConfig) -> str:
+    """Fill in the arithmetic task where a run names neither data nor reward; returns a note.
+
+    Or only its reward, where its data are chosen. An empty note: nothing was filled in.
+    """
+    missing = OmegaConf.missing_keys(config)
+    source = None if DATA in missing else OmegaConf.select(config, DATA)
+    if REWARD not in missing or source not in (None, _TASK[DATA]):
+        return ""
+    validates = OmegaConf.select(config, "data.validation.source") is not None
+    for key, value in _TASK.items():
+        is_given = OmegaConf.select(config, key) is not None
+        if not is_given and not (validates and key.startswith("data.validation.")):
+            OmegaConf.update(config, key, value, force_add=True)
+    return (
+        f"built-in task: arithmetic, scored by {_TASK[REWARD]}, as no reward was named; of your "
+        f"own: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
+    )
 
 
 def _not_given(keys: list[str]) -> str:

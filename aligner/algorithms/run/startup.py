@@ -20,7 +20,7 @@ from aligner.distributed.host_memory import available_bytes
 from aligner.errors import ConfigError
 from aligner.logprobs.output_layer import tile_bytes
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
-from aligner.observe.packages import find_packages
+from aligner.observe.packages import find_packages, untried_versions
 from aligner.observe.startup import (
     BatchPlan,
     StartupSummary,
@@ -247,7 +247,7 @@ def startup_summary(
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
         device=device,
-        notes=summary.notes,
+        notes=[*summary.notes, *untried_versions()],
     )
 
 

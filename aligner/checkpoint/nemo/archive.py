@@ -9,6 +9,7 @@ reads the same way.
 import contextlib
 import mmap
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
+from aligner.config.fields import HUB_NAME
 from aligner.errors import CheckpointError, CheckpointNotFoundError
 
 _KEY = "model.restore_from_path"
@@ -50,9 +52,13 @@ class ArchiveReader:
         self._members: dict[str, tarfile.TarInfo] = {}
         self._mapped: memoryview | None = None
         if not self.path.exists():
-            raise CheckpointNotFoundError(
-                f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
-            )
+            text = f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
+            if re.fullmatch(HUB_NAME, str(self.path)) and self.path.suffix != ".nemo":
+                text += (
+                    f"; as a name of Hugging Face's hub it is not in the local cache: hf download "
+                    f"{self.path}, or give a directory (policy.model_name in NeMo-RL's mappings)"
+                )
+            raise CheckpointNotFoundError(text)
         if self.path.is_dir():
             self.names = frozenset(_directory_names(self.path))
             return
