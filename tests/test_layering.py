@@ -94,7 +94,6 @@ PUBLISHED_SIGNATURES = {
 ONE_IMPORTER = {
     "aligner.cluster.ray.virtual_cluster": "a cluster's bundles; published",
     "aligner.compat.paths": "the table of published import paths, which importing aligner installs",
-    "aligner.config.elsewhere.nemo_rl_values": "tables of values, beside the schema",
     "aligner.losses.policy": "a loss of its own; published",
     "aligner.models.policy.workers.dtensor_policy_worker_v2": "a worker, named by its path",
     "aligner.algorithms.rollout.agents": "processes and clocks, which know nothing of engines",

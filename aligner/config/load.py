@@ -1,6 +1,7 @@
 """Conversion of omegaconf's tree into ``RunConfig``, the only one."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -42,19 +43,22 @@ def with_built_in_task(config: DictConfig) -> str:
 
     Or only its reward, where its data are chosen. An empty note: nothing was filled in.
     """
-    missing = OmegaConf.missing_keys(config)
-    source = None if DATA in missing else OmegaConf.select(config, DATA)
-    if REWARD not in missing or source not in (None, _TASK[DATA]):
+    plain = OmegaConf.to_container(config)  # interpolations as they stand
+    given = {key: reduce(_below, key.split("."), plain) for key in _TASK}
+    if given[REWARD] != "???" or given[DATA] not in ("???", _TASK[DATA]):
         return ""
-    validates = OmegaConf.select(config, "data.validation.source") is not None
+    validates = given["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():
-        is_given = OmegaConf.select(config, key) is not None
-        if not is_given and not (validates and key.startswith("data.validation.")):
+        if given[key] in (None, "???") and not (validates and key.startswith("data.validation.")):
             OmegaConf.update(config, key, value, force_add=True)
     return (
         f"built-in task: arithmetic, scored by {_TASK[REWARD]}, as no reward was named; of your "
         f"own: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
     )
+
+
+def _below(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, dict) else None
 
 
 def _not_given(keys: list[str]) -> str:
