@@ -93,6 +93,7 @@ PUBLISHED_SIGNATURES = {
 # Modules that only one other imports, and why they are no part of it.
 ONE_IMPORTER = {
     "aligner.cluster.ray.virtual_cluster": "a cluster's bundles; published",
+    "aligner.config.cli": "the entry of the scripts in examples/",
     "aligner.compat.paths": "the table of published import paths, which importing aligner installs",
     "aligner.losses.policy": "a loss of its own; published",
     "aligner.models.policy.workers.dtensor_policy_worker_v2": "a worker, named by its path",
