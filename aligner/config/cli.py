@@ -117,8 +117,8 @@ def check_overrides(
         raise refused[0][1]
     if refused:
         rows = []
-        for argument, error in refused:
-            key, _, said = str(error).partition(": ")
+        for argument, refusal in refused:
+            key, _, said = str(refusal).partition(": ")
             rows.append((key, argument.partition("=")[2], said))
         raise ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
     return accepted

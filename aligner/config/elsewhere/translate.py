@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -90,7 +90,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _merged(path: Path) -> DictConfig | ListConfig:
     own = OmegaConf.load(path)
-    defaults = own.pop("defaults", None)  # type: ignore[union-attr]
+    if not isinstance(own, DictConfig):
+        raise ValueError(f"{path} is a list")
+    defaults = own.pop("defaults", None)
     names = [defaults] if isinstance(defaults, str) else defaults or ()
     files = [path.parent / name for name in names if str(name).endswith(".yaml")]
     return OmegaConf.merge(*map(_merged, files), own)
@@ -104,9 +106,10 @@ def _from_nemo_rl(
     ignored: list[str],
 ) -> Iterator[tuple[str, Any]]:
     """Our keys and values; rows of what is refused and keys that are ignored are added."""
-    for name in ("policy", "value"):
+    roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")
+    for name in roles:
         if name in values:
-            role, notes = read_role(values[name], name)  # type: ignore[arg-type]
+            role, notes = read_role(values[name], name)
             rows += notes.refused
             ignored += notes.ignored
             if role is not None:
