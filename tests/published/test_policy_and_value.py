@@ -280,6 +280,19 @@ def test_generate_needs_ids_and_lengths_alone(policy):
     assert (output[beyond] == 7).all()  # generation.pad_token_id
 
 
+def test_a_worker_needs_ids_and_lengths_alone_too(policy):
+    worker = policy.worker_group.worker
+    with pytest.raises(DataError, match="input_lengths: required"):
+        worker.generate(BatchedDataDict({"input_ids": prompts()["input_ids"]}))
+    first, second = (worker.generate(prompts()) for _ in range(2))
+    assert not torch.equal(first["logprobs"], second["logprobs"])
+    seeded = [worker.generate(prompts(), seed=3)["output_ids"] for _ in range(2)]
+    numbered = BatchedDataDict({**prompts(), "sample_ids": torch.arange(4)})
+    seeded.append(worker.generate(numbered, seed=3)["output_ids"])
+    assert torch.equal(seeded[0], seeded[1])
+    assert torch.equal(seeded[0], seeded[2])
+
+
 def test_draws_come_again_from_the_run_s_seed(tiny_nemo, tokenizer, cluster):
     runs = []
     for _ in range(2):
