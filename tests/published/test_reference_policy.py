@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 import pytest
-from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
+from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.models.policy.lm_policy import Policy
 
 FOLDER = Path(__file__).parents[3] / "shared" / "seeds"
