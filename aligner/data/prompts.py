@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
-from aligner.data.chat import parse_tools, render_chat
+from aligner.data.chat import SYSTEM_PROMPT_UNUSED, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -160,6 +160,8 @@ def _render(
     data: PromptSection,
 ) -> str:
     if isinstance(raw, str) and not data.chat:
+        if data.system_prompt is not None:
+            raise DataError(SYSTEM_PROMPT_UNUSED)
         return raw
     return render_chat(
         tokenizer,
