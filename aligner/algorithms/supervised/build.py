@@ -112,6 +112,7 @@ def supervised_summary(
     dropped = examples.train.dropped_too_long
     notes = dropped_note(dropped, "training examples", "data.max_length")
     if not isinstance(examples.train, PromptDataset):  # whose responses the student samples
-        rows = (example for item in examples.train for example in item.examples)
+        train = examples.train
+        rows = (example for n in range(len(train)) for example in train[n].examples)
         notes.append(response_note(rows, workers.tokenizer))
     return Summary(restores, batches, memory, longest, notes)

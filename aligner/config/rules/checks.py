@@ -21,6 +21,7 @@ from aligner.config.rules.environment import check_environment
 from aligner.config.rules.examples import check_distill, check_preference, check_reward_model
 from aligner.config.rules.generation import check_generation
 from aligner.config.rules.reward import check_reward
+from aligner.config.rules.unused import check_unused
 from aligner.config.run import (
     BaseRunConfig,
     DistillRunConfig,
@@ -39,6 +40,8 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     if isinstance(config, AskConfig):
         check_ask(config)
+    else:
+        check_unused(config)
     if isinstance(config, DPORunConfig):
         check_preference(config)
     if isinstance(config, RewardRunConfig):
