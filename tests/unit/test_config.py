@@ -362,6 +362,7 @@ def test_any_key_can_be_set_with_and_without_a_plus(launched, plus):
         f"{plus}data.validation.source=v.jsonl",  # null in the YAML
         "generation.backend=vllm",
         "cluster.engine=ray",
+        f"generation.vllm.python={sys.executable}",
         f"{plus}generation.vllm.kwargs.max_num_seqs=3",  # an empty mapping there
         f"{plus}reward.kwargs={{partial: 0.2}}",
         f"{plus}data.train.arguments.size=500",
