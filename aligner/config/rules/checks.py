@@ -40,8 +40,6 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
     """Refuse combinations that cannot work, before anything is loaded."""
     if isinstance(config, AskConfig):
         check_ask(config)
-    else:
-        check_unused(config)
     if isinstance(config, DPORunConfig):
         check_preference(config)
     if isinstance(config, RewardRunConfig):
@@ -60,6 +58,8 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
         _check_batches(config)
     if isinstance(config, RSRunConfig):
         _check_kept(config)
+    if isinstance(config, BaseRunConfig):
+        check_unused(config)
 
 
 def _check_supervised(config: SupervisedRunConfig) -> None:
