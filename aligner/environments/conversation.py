@@ -22,12 +22,16 @@ from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import form_of, structured
-from aligner.environments.protocol import Start, Turn
+from aligner.environments.protocol import Start, Turn, check_total
 from aligner.errors import DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
 _MARK = "⁂answer⁂"  # stands for an answer in a rendered chat, to find what follows it
 _QUESTION: Message = {"role": "user", "content": "a"}
+
+
+class RewrittenHistoryError(DataError):
+    """A template rewrites earlier turns, and ``environment.rewritten_history`` is ``refuse``."""
 
 
 class ChatRenderer:
@@ -120,7 +124,7 @@ class ChatRenderer:
             text: of the sequence so far. White space does not count: templates trim messages.
 
         Raises:
-            DataError: it is another one, and ``rewritten_history`` is ``refuse``.
+            RewrittenHistoryError: it is another one, and ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
@@ -138,7 +142,7 @@ class ChatRenderer:
             (n for n, (a, b) in enumerate(zip(shown, there, strict=False)) if a != b),
             min(len(shown), len(there)),
         )
-        raise DataError(
+        raise RewrittenHistoryError(
             "the tokenizer's chat template rewrites earlier turns (as one that drops thinking "
             f"does): it shows {shown[at : at + 40]!r} where {there[at : at + 40]!r} was read or "
             "sampled. environment.rewritten_history=fork goes on with a sequence as the template "
@@ -280,11 +284,18 @@ class Conversation:
         return _answer(content)
 
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
-        """Take the environment's answer; where it ``goes_on``, its messages become tokens."""
+        """Take the environment's answer; where it ``goes_on``, its messages become tokens.
+
+        Raises:
+            DataError: the rewards add up to more than float32 holds, or the template refuses the
+                messages.
+        """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts
         record.answer = [dict(message) for message in turn.messages]
         record.info, record.steps = dict(turn.info), list(turn.steps)
+        steps = (reward for each in self.turns for _, reward in each.steps)
+        check_total([*(each.reward for each in self.turns), *steps])
         if not goes_on:
             return
         before = self._messages

@@ -3,7 +3,7 @@
 import logging
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import EnvironmentConfig
 from aligner.data.prompts import pad_right
 from aligner.distributed.collectives import gather_objects
 from aligner.environments.conversation import TurnRecord
@@ -21,8 +22,8 @@ from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
-EndReason = Literal["done", "max_turns", "max_tokens"]
-END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
+EndReason = Literal["done", "max_turns", "max_tokens", "failed"]
+END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens", "failed")
 
 # They tell of what was asked, or of the code: the next call would raise them again.
 _NOT_OF_THE_ENGINE = (
@@ -40,7 +41,10 @@ class KeptTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A conversation that ended, in plain objects; lists are of one value a token."""
+    """A conversation that ended, in plain objects; lists are of one value a token.
+
+    ``is_scored``: the environment gave at least one reward. ``counts``: it is a sample to train on.
+    """
 
     prompt: str
     prompt_length: int
@@ -50,6 +54,7 @@ class Trajectory:
     logprobs: list[float]
     rewards: list[float]
     is_scored: bool
+    counts: bool
     parts: dict[str, float]
     end_reason: EndReason
     forks: int
@@ -59,13 +64,41 @@ class Trajectory:
     kept: Sequence[KeptTokens] = ()
 
 
-class Failures:
-    """Conversations of a rollout that failed, and begin again."""
+def counts(config: EnvironmentConfig, reason: EndReason, *, is_scored: bool) -> bool:
+    """Return whether a conversation is a sample to train on, by ``environment.unscored``.
 
-    def __init__(self, retries: int) -> None:
-        """``retries``: so many may fail."""
-        self._retries = retries
+    One that failed and is not sampled again earns 0. One that its environment ended without a
+    reward is left out on the environment's wish.
+    """
+    return is_scored or reason == "failed" or (reason != "done" and config.unscored == "zero")
+
+
+def total_parts(turns: Iterable[TurnRecord]) -> dict[str, float]:
+    """Further numbers of ``turns``, in the order of time: their sums; of ``accuracy`` the last."""
+    total: dict[str, float] = {}
+    for turn in turns:
+        for name, value in turn.parts.items():
+            total[name] = value if name == "accuracy" else total.get(name, 0.0) + value
+    return total
+
+
+class Failures:
+    """Conversations of a rollout that failed."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Set up; ``environment.retries`` conversations may begin again."""
+        self._config = config
         self._known: list[Failure] = []
+
+    def make_sample(self, failure: Failure, turns: int) -> bool:
+        """Return whether a conversation that failed after so many turns is a sample of reward 0.
+
+        Otherwise it begins again: `add` it.
+        """
+        if self._config.failed == "retry" or failure.reason == "engine_error" or not turns:
+            return False
+        log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
+        return True
 
     def add(self, failure: Failure) -> None:
         """Count one more.
@@ -85,10 +118,10 @@ class Failures:
             *(failure.reason, failure.text),
             exc_info=failure.cause,
         )
-        if len(self._known) > self._retries:
+        if len(self._known) > self._config.retries:
             raise EnvironmentCallError(
                 f"{len(self._known)} conversations or calls of the engine failed in a rollout, "
-                f"more than environment.retries={self._retries}; the last: {failure.text}"
+                f"more than environment.retries={self._config.retries}; the last: {failure.text}"
             ) from failure.cause
 
 
@@ -128,21 +161,21 @@ def environment_seed(seed: int, sample_id: int, per_prompt: int) -> int:
 
 
 def check_scored(rows: Sequence[Trajectory], name: str) -> None:
-    """Refuse a rollout in which no conversation was scored.
+    """Refuse a rollout whose conversations all came to their end without a reward.
 
     Args:
         rows: all of its conversations.
         name: what scores them, for the message.
 
     Raises:
-        EnvironmentCallError: every reward was None.
+        EnvironmentCallError: every reward was None, and no limit is to blame.
     """
-    if rows and not any(each.is_scored for each in rows):
-        raise EnvironmentCallError(
-            f"environment {name!r} scored none of the {len(rows)} conversations of a rollout: "
-            "every reward was None; nothing can be learned of that (a conversation that is cut by "
-            "environment.max_turns or max_tokens has the rewards of its turns only)"
-        )
+    if not rows or any(each.is_scored for each in rows):
+        return
+    text = f"environment {name!r} scored none of the {len(rows)} conversations of a rollout: "
+    if all(each.end_reason == "done" for each in rows):
+        raise EnvironmentCallError(f"{text}every reward was None; nothing can be learned of that")
+    log.warning("%slimits or failures ended them (environment.max_turns, max_tokens, failed)", text)
 
 
 def transcript(turns: Sequence[TurnRecord]) -> str:
@@ -184,7 +217,7 @@ def rollout_batch(
             "sample_ids": data["sample_ids"],
             "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
             "token_mask": (turn_ids > 0).float(),
-            "sample_mask": torch.tensor([float(row.is_scored) for row in rows]),
+            "sample_mask": torch.tensor([float(row.counts) for row in rows]),
             "generation_logprobs": _padded([row.logprobs for row in rows], width, torch.float32),
             "turn_ids": turn_ids,
             "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
