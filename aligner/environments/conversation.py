@@ -15,18 +15,18 @@ trajectory with the rewards of all turns (tinker and prime-rl make several sampl
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Literal
 
 from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
+from aligner.data.tokenizers.encoding import encode_fragment
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn, check_total
 from aligner.errors import DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
-_MARK = "⁂answer⁂"  # stands for an answer in a rendered chat, to find what follows it
 _QUESTION: Message = {"role": "user", "content": "a"}
 
 
@@ -88,7 +88,7 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Tools | None,
         *,
-        ended: bool,
+        ended: int | None,
     ) -> tuple[str, list[int]]:
         """Text and tokens between an answer and the next one.
 
@@ -97,19 +97,19 @@ class ChatRenderer:
             answer: its text, without the token that ended it.
             new: the messages after it.
             tools: those of the start.
-            ended: a token that ends a response was sampled; it stands in for the template's own.
+            ended: the token that was sampled and ended it, None: it was cut. The template's own
+                stands for itself; behind another one the template's follows.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
             behind = self._behind(history, new, tools)
         else:
             behind = self._closing + "".join(f"{message['content']}\n" for message in new)
-        if not ended and answer.endswith(self._closing):  # a stop string that is the closing
+        if ended is None and answer.endswith(self._closing):  # a stop string that is the closing
             behind = behind[len(self._closing) :]
-            return behind, self.tokenizer.encode(behind)
-        ids = self.tokenizer.encode(behind)
-        if ended and self._closing_has_end:
-            ids = ids[ids.index(self.tokenizer.turn_end_id) + 1 :]
+        ids = encode_fragment(self.tokenizer, behind)
+        if ended == self.tokenizer.turn_end_id and self._closing_has_end:
+            ids = ids[ids.index(ended) + 1 :]
         return behind, ids
 
     def rewritten(
@@ -167,13 +167,15 @@ class ChatRenderer:
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
         """Text of the template behind an answer; without ``new``: the closing alone."""
-        behind_it = [_answer(_MARK), *new]
+        known = str([*history, *new])
+        mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in known)
+        behind_it = [_answer(mark), *new]  # the mark stands for the answer
         try:
             text = render(self.tokenizer, [*history, *behind_it], tools, open_answer=bool(new))
         except DataError:  # it may want earlier calls apart from the text of their messages
             apart = [*structured(history, self._form), *behind_it]
             text = render(self.tokenizer, apart, tools, open_answer=bool(new))
-        _, found, behind = text.rpartition(_MARK)
+        _, found, behind = text.rpartition(mark)
         if not found:
             raise DataError("the tokenizer's chat template does not show an assistant's message")
         return behind
@@ -301,7 +303,11 @@ class Conversation:
         before = self._messages
         self._messages = [*before, _answer(record.content), *record.answer]
         text, ids = self._renderer.following(
-            before, record.content, record.answer, self._tools, ended=record.ended
+            before,
+            record.content,
+            record.answer,
+            self._tools,
+            ended=self.ids[-1] if record.ended else None,
         )
         joined = self._text + record.content + text
         other = self._renderer.rewritten(before, self._messages, self._tools, joined)
