@@ -302,12 +302,9 @@ class Conversation:
             return
         before = self._messages
         self._messages = [*before, _answer(record.content), *record.answer]
+        ended = self.ids[-1] if record.ended else None
         text, ids = self._renderer.following(
-            before,
-            record.content,
-            record.answer,
-            self._tools,
-            ended=self.ids[-1] if record.ended else None,
+            before, record.content, record.answer, self._tools, ended=ended
         )
         joined = self._text + record.content + text
         other = self._renderer.rewritten(before, self._messages, self._tools, joined)

@@ -16,13 +16,12 @@ from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.agents import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
-from aligner.algorithms.rollout.trajectories import Trajectory, counts, rollout_batch
+from aligner.algorithms.rollout.trajectories import Trajectory, rollout_batch
 from aligner.algorithms.rollout.validation import Judge
 from aligner.algorithms.rs.trainer import best_of_each
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig
-from aligner.config.environment import EnvironmentConfig
 from aligner.environments import Start, Turn
 from aligner.environments.protocol import check_turn
 from aligner.errors import DataError, EnvironmentCallError
@@ -129,9 +128,7 @@ def outcomes():
     yield (1, 1), 1.0, None
 
 
-def ended(actions, reward, unscored):
-    reason = "done" if reward is not None else "max_turns"
-    config = EnvironmentConfig(unscored=unscored)
+def ended(actions, reward):
     turns = len(actions)
     return Trajectory(
         prompt="",
@@ -142,9 +139,8 @@ def ended(actions, reward, unscored):
         logprobs=[0.0] * turns,
         rewards=[0.0] * (turns - 1) + [reward or 0.0],
         is_scored=reward is not None,
-        counts=counts(config, reason, is_scored=reward is not None),
         parts={},
-        end_reason=reason,
+        end_reason="done" if reward is not None else "max_turns",
         forks=0,
         text="",
         turns=[{"content": "", "reward": None}] * turns,
@@ -176,8 +172,8 @@ def test_the_expected_gradient_pushes_against_asking_for_ever(credit, unscored, 
         chance = 1.0
         for actions, share, _ in chosen:
             chance *= share * 0.5 ** len(actions)
-        sampled = [ended(actions, reward, unscored) for actions, _, reward in chosen]
-        batch = rollout_batch(data, sampled, 0, with_positions=False)
+        sampled = [ended(actions, reward) for actions, _, reward in chosen]
+        batch = rollout_batch(data, sampled, 0, with_positions=False, unscored=unscored)
         if not batch["sample_mask"].any():
             continue
         score(EnvironmentReward(), batch)

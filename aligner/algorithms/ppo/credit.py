@@ -88,7 +88,8 @@ class Credit:
         metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], states))
         if trainer.normalize_advantages:
             batch["advantages"] = masked_whiten(batch["advantages"], mask, over=states)
-        mean = statistics(shaped, _scored(batch))["mean"]
+        scored = batch["is_scored"] + batch["sample_mask"] if "is_scored" in batch else None
+        mean = statistics(shaped, scored)["mean"]
         metrics["train_rollouts/shaped_rewards"] = mean.item()
         metrics["train_rollouts/masked_samples"] = int((batch["sample_mask"] == 0).sum())
         if kl is None:
@@ -190,11 +191,6 @@ class Credit:
             "train_rollouts/kl_penalty": penalty,
             "train_rollouts/rewards_with_kl": mean - penalty,
         }
-
-
-def _scored(batch: BatchedDataDict) -> Tensor | None:
-    """[B], above 0 for conversations that have a reward, or count without; None: all have one."""
-    return batch["is_scored"] + batch["sample_mask"] if "is_scored" in batch else None
 
 
 def _named(

@@ -18,7 +18,6 @@ from aligner.algorithms.rollout.trajectories import (
     Trajectory,
     attempt,
     check_scored,
-    counts,
     environment_seed,
     total_parts,
     transcript,
@@ -214,19 +213,18 @@ class Agents:
         try:
             check_total(turn.score for turn in session.rewards.values())
         except DataError as error:
-            found, is_cut = Failure("env_error", f"agent {self._pool.factory!r}: {error}"), False
+            if not by_engine:
+                found = Failure("env_error", f"agent {self._pool.factory!r}: {error}")
+                is_cut = False
         reason: EndReason = session.exceeded or "done"
         if isinstance(found, Failure) and not (is_cut and session.order):
             one.failures.append(found.reason)
-            if not self._failures.make_sample(found, len(session.order)):
-                self._failures.add(found)
+            if not self._failures.add(found, len(session.order)):
                 self._waiting.append(one)
                 return
             session.rewards.clear()
             reason, info = "failed", {"failure": found.text}
-        self._ended[one.row] = trajectory_of(
-            session, self._tokenizer, reason, one.failures, info, self._config
-        )
+        self._ended[one.row] = trajectory_of(session, self._tokenizer, reason, one.failures, info)
 
     def _without_answer(self, session: Session, turn: Turn) -> str:
         text = f"agent {self._pool.factory!r} ended without an answer of the policy"
@@ -245,12 +243,11 @@ def trajectory_of(
     reason: EndReason,
     failures: list[str],
     info: dict[str, Any],
-    config: EnvironmentConfig | None = None,
 ) -> Trajectory:
     """Record of a session as a row: its sequences one behind the other.
 
     Turns are numbered as they stand in the row. A reward is of the answer before it; ``info`` goes
-    with the last. ``config``: says which are samples; None: by its defaults.
+    with the last.
     """
     ids, turn_ids, positions = list[int](), list[int](), list[int]()
     logprobs, turns = list[float](), list[TurnRecord]()
@@ -279,7 +276,6 @@ def trajectory_of(
         turns[turn - 1].reward, turns[turn - 1].parts = given.score, given.parts
         rewards[last_of[turn]] = given.score or 0.0
     turns[-1].info = info
-    is_scored = any(turn.reward is not None for turn in turns)
     return Trajectory(
         prompt=prompt,
         prompt_length=prompt_length,
@@ -288,8 +284,7 @@ def trajectory_of(
         positions=positions,
         logprobs=logprobs,
         rewards=rewards,
-        is_scored=is_scored,
-        counts=counts(config or EnvironmentConfig(), reason, is_scored=is_scored),
+        is_scored=any(turn.reward is not None for turn in turns),
         parts=total_parts(turns[place[answer] - 1] for answer in session.order),
         end_reason=reason,
         forks=len(session.sequences) - 1,

@@ -26,7 +26,6 @@ from aligner.algorithms.rollout.trajectories import (
     Trajectory,
     attempt,
     check_scored,
-    counts,
     engine_survives,
     environment_seed,
     rollout_batch,
@@ -38,11 +37,7 @@ from aligner.config import EnvironmentConfig, SamplingOptions
 from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import is_rank_zero, on_rank_zero
-from aligner.environments.conversation import (
-    ChatRenderer,
-    Conversation,
-    RewrittenHistoryError,
-)
+from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure, engine_failure
 from aligner.environments.protocol import Turn
 from aligner.errors import DataError
@@ -143,6 +138,7 @@ class EnvironmentRollouts(RolloutSource):
             _of(here, _Conversations.rows),
             self._tokenizer.pad_id,
             with_positions=self._config.rewritten_history == "fork",
+            unscored=self._config.unscored,
         )
 
     def begin(
@@ -270,7 +266,7 @@ class _Conversations:
             if isinstance(reason, Failure):
                 self._fail(one, reason)
             else:
-                self._end(one, reason)
+                self._ended[one.row] = _trajectory(one, reason)
         self._close(closing)
 
     def unanswered(self, failure: Failure) -> None:
@@ -278,7 +274,7 @@ class _Conversations:
         under_way, self._active = self._active, []
         self._close(under_way)
         for one in under_way:
-            self._begin_again(one, failure)
+            self._fail(one, failure)
 
     def rows(self) -> list[Trajectory]:
         """The conversations in the order of their rows.
@@ -311,7 +307,7 @@ class _Conversations:
                 self._active.append(one)
             except Exception as error:  # whatever a tokenizer or a template raises
                 self._close([one])
-                self._begin_again(one, self._unusable(error))
+                self._fail(one, self._unusable(error))
 
     def _value_of(self, one: _Waiting, answer: Answer | Failure) -> Any:
         """Return value of a call; None: it failed."""
@@ -330,25 +326,15 @@ class _Conversations:
     def _fail(self, one: _Waiting, failure: Failure) -> None:
         """Take the end of a conversation as a sample of reward 0, or begin it again."""
         turns = [] if one.conversation is None else one.talk.turns
-        if not self._failures.make_sample(failure, len(turns)):
-            self._begin_again(one, failure)
-            return
         one.failures.append(failure.reason)
+        if not self._failures.add(failure, len(turns)):
+            one.conversation = None
+            self._waiting.append(one)
+            return
         for turn in turns:
             turn.reward, turn.parts, turn.steps = None, {}, []
         turns[-1].info = {"failure": failure.text}
-        self._end(one, "failed")
-
-    def _end(self, one: _Waiting, reason: EndReason) -> None:
-        is_scored = any(turn.reward is not None or turn.steps for turn in one.talk.turns)
-        used = counts(self._config, reason, is_scored=is_scored)
-        self._ended[one.row] = _trajectory(one, reason, is_scored=is_scored, used=used)
-
-    def _begin_again(self, one: _Waiting, failure: Failure) -> None:
-        one.failures.append(failure.reason)
-        self._failures.add(failure)
-        one.conversation = None
-        self._waiting.append(one)
+        self._ended[one.row] = _trajectory(one, "failed")
 
     def _end_reason(self, one: _Waiting, turn: Turn) -> EndReason | Failure | None:
         """Take the environment's answer; why the conversation ends, None: it goes on."""
@@ -399,7 +385,7 @@ def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T
     return on_rank_zero(act)
 
 
-def _trajectory(one: _Waiting, reason: EndReason, *, is_scored: bool, used: bool) -> Trajectory:
+def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
     talk = one.talk
     length = talk.length
     return Trajectory(
@@ -410,8 +396,7 @@ def _trajectory(one: _Waiting, reason: EndReason, *, is_scored: bool, used: bool
         positions=talk.positions,
         logprobs=talk.logprobs[:length],
         rewards=talk.rewards,
-        is_scored=is_scored,
-        counts=used,
+        is_scored=any(turn.reward is not None or turn.steps for turn in talk.turns),
         parts=total_parts(talk.turns),
         end_reason=reason,
         forks=talk.forks,

@@ -41,10 +41,7 @@ class KeptTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A conversation that ended, in plain objects; lists are of one value a token.
-
-    ``is_scored``: the environment gave at least one reward. ``counts``: it is a sample to train on.
-    """
+    """A conversation that ended, in plain objects; lists are of one value a token."""
 
     prompt: str
     prompt_length: int
@@ -54,7 +51,6 @@ class Trajectory:
     logprobs: list[float]
     rewards: list[float]
     is_scored: bool
-    counts: bool
     parts: dict[str, float]
     end_reason: EndReason
     forks: int
@@ -62,15 +58,6 @@ class Trajectory:
     turns: list[dict[str, Any]]
     failures: list[str]
     kept: Sequence[KeptTokens] = ()
-
-
-def counts(config: EnvironmentConfig, reason: EndReason, *, is_scored: bool) -> bool:
-    """Return whether a conversation is a sample to train on, by ``environment.unscored``.
-
-    One that failed and is not sampled again earns 0. One that its environment ended without a
-    reward is left out on the environment's wish.
-    """
-    return is_scored or reason == "failed" or (reason != "done" and config.unscored == "zero")
 
 
 def total_parts(turns: Iterable[TurnRecord]) -> dict[str, float]:
@@ -90,18 +77,10 @@ class Failures:
         self._config = config
         self._known: list[Failure] = []
 
-    def make_sample(self, failure: Failure, turns: int) -> bool:
-        """Return whether a conversation that failed after so many turns is a sample of reward 0.
+    def add(self, failure: Failure, turns: int) -> bool:
+        """Count one more, of a conversation with so many turns, which begins again.
 
-        Otherwise it begins again: `add` it.
-        """
-        if self._config.failed == "retry" or failure.reason == "engine_error" or not turns:
-            return False
-        log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
-        return True
-
-    def add(self, failure: Failure) -> None:
-        """Count one more.
+        Returns true where it is a sample of reward 0 instead, by ``environment.failed``.
 
         A call of the engine that failed counts once, however many conversations waited for it and
         bring its `Failure`: else it would spend any budget below ``environment.concurrency``.
@@ -110,8 +89,11 @@ class Failures:
             EnvironmentCallError: that is one too many; its cause is what the engine raised, where
                 the engine was the last to fail.
         """
+        if self._config.failed == "zero" and turns and failure.reason != "engine_error":
+            log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
+            return True
         if any(failure is known for known in self._known):
-            return
+            return False
         self._known.append(failure)
         log.warning(
             "a conversation failed and begins again (%s): %s",
@@ -123,6 +105,7 @@ class Failures:
                 f"{len(self._known)} conversations or calls of the engine failed in a rollout, "
                 f"more than environment.retries={self._config.retries}; the last: {failure.text}"
             ) from failure.cause
+        return False
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
@@ -189,7 +172,12 @@ def transcript(turns: Sequence[TurnRecord]) -> str:
 
 
 def rollout_batch(
-    data: BatchedDataDict, rows: Sequence[Trajectory], pad_id: int, *, with_positions: bool
+    data: BatchedDataDict,
+    rows: Sequence[Trajectory],
+    pad_id: int,
+    *,
+    with_positions: bool,
+    unscored: Literal["zero", "mask"] = "zero",
 ) -> BatchedDataDict:
     """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
 
@@ -199,7 +187,11 @@ def rollout_batch(
         pad_id: fills tokens on the right.
         with_positions: rows may hold several sequences, and ``position_ids`` int64 [B, S] says
             where each begins.
+        unscored: of `EnvironmentConfig`. One that its environment ended without a reward does not
+            count in any case.
     """
+    counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
+    counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
     ids, lengths = pad_right([row.ids for row in rows], pad_id)
     width = ids.shape[1]
     turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
@@ -217,7 +209,7 @@ def rollout_batch(
             "sample_ids": data["sample_ids"],
             "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
             "token_mask": (turn_ids > 0).float(),
-            "sample_mask": torch.tensor([float(row.counts) for row in rows]),
+            "sample_mask": torch.tensor(counts),
             "generation_logprobs": _padded([row.logprobs for row in rows], width, torch.float32),
             "turn_ids": turn_ids,
             "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),
