@@ -23,8 +23,7 @@ Keys of a rollout batch (a ``BatchedDataDict``):
 ``turn_rewards``           float32 [B, S]  of conversations: reward of a turn, at its last token,
                                            and of its steps, at theirs
 ``is_scored``              float32 [B]     of conversations: 1 where at least one turn was scored
-``sample_mask``            float32 [B]     1 where the sample counts; of conversations also without
-                                           a score (``environment.unscored``)
+``sample_mask``            float32 [B]     1 where the sample counts
 ``generation_logprobs``    float32 [B, S]  of the sampling engine
 ``kept_ids``               int32 [B, S, K] ids that top-k and top-p kept, -1 where there are fewer
 ``prev_logprobs``          float32 [B, S]  of the policy that produced the rollout

@@ -29,8 +29,8 @@ from aligner.data.chat import (
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.prompts import pad_right
 from aligner.data.readers import Row, take
-from aligner.data.tokenizers.encoding import encode_after as _encode_after
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
 from aligner.errors import ConfigError, DataError
 
 

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
-from aligner.data.tokenizers.encoding import encode_fragment
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn, check_total
 from aligner.errors import DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
+_MESSAGE_END = "<|eom_id|>"  # Llama 3's, of messages that call a tool, in place of its template's
 _QUESTION: Message = {"role": "user", "content": "a"}
 
 
@@ -59,6 +59,8 @@ class ChatRenderer:
         closing = self._behind([_QUESTION], [], None) if self._has_template else "\n"
         self._closing = closing
         self._closing_has_end = tokenizer.turn_end_id in tokenizer.encode(closing)
+        other = tokenizer.encode(_MESSAGE_END)
+        self._ends = [tokenizer.turn_end_id, *(other if len(other) == 1 else [])]
 
     def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
         """Text and tokens of the first messages, up to where the policy's begins.
@@ -97,8 +99,8 @@ class ChatRenderer:
             answer: its text, without the token that ended it.
             new: the messages after it.
             tools: those of the start.
-            ended: the token that was sampled and ended it, None: it was cut. The template's own
-                stands for itself; behind another one the template's follows.
+            ended: the token that was sampled and ended it, None: it was cut. One that ends a
+                message stands for the template's own; behind others (of texts) that follows.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
@@ -108,8 +110,8 @@ class ChatRenderer:
         if ended is None and answer.endswith(self._closing):  # a stop string that is the closing
             behind = behind[len(self._closing) :]
         ids = encode_fragment(self.tokenizer, behind)
-        if ended == self.tokenizer.turn_end_id and self._closing_has_end:
-            ids = ids[ids.index(ended) + 1 :]
+        if ended in self._ends and self._closing_has_end:
+            ids = ids[ids.index(self.tokenizer.turn_end_id) + 1 :]
         return behind, ids
 
     def rewritten(
@@ -289,8 +291,7 @@ class Conversation:
         """Take the environment's answer; where it ``goes_on``, its messages become tokens.
 
         Raises:
-            DataError: the rewards add up to more than float32 holds, or the template refuses the
-                messages.
+            DataError: the rewards add up beyond float32, or the template refuses the messages.
         """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts

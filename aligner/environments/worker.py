@@ -131,9 +131,9 @@ def check_columns(
     check_call(found, [*names, *columns], what, "Take what it does not need as **columns.")
     for name, row in columns.items() if isinstance(columns, Mapping) else ():
         if row is not None:
-            others = [other for other in columns if other != name]
+            rest = [*names, *(other for other in columns if other != name)]
             remedy = f"Give the row a value of {name!r}, or the parameter a default."
-            check_call(found, [*names, *others], f"{what}; {row} has no {name!r}", remedy)
+            check_call(found, rest, f"{what}; {row} has no {name!r}", remedy)
 
 
 def check_kwargs(found: Any, kwargs: Mapping[str, Any], key: str) -> None:

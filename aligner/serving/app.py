@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from aligner.data.tokenizers.encoding import encode_fragment
+from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.calls import Form
 from aligner.errors import AlignerError, TokenizerError
 from aligner.http.listening import Bodies, check_bearer, listening

@@ -12,8 +12,8 @@ import pytest
 from test_chat_data import LLAMA2, MISTRAL, R1, WITH_TOOLS, chatml, prepending
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.data.tokenizers.encoding import encode_fragment
 from aligner.data.tokenizers.loading import tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import DataError
