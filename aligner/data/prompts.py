@@ -116,6 +116,16 @@ class EpisodeDataset(PromptDataset):
         return max(super().max_length, self._longest_prompt)
 
 
+def columns_of_rows(sets: Mapping[str, PromptDataset | None]) -> dict[str, str | None]:
+    """Columns that rows of ``sets``, by their keys, have; of each a row without it, None: none."""
+    given = {key: prompts for key, prompts in sets.items() if prompts is not None}
+    rows = [(key, each[at]) for key, each in given.items() for at in range(len(each))]
+    return {
+        name: next((f"row {row.id} of {key}" for key, row in rows if name not in row.columns), None)
+        for name in dict.fromkeys(name for _, row in rows for name in row.columns)
+    }
+
+
 def make_prompt(
     row: Row,
     index: int,

@@ -32,6 +32,7 @@ from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.prompts import pad_right
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
 from aligner.errors import ConfigError, DataError
 
 
@@ -236,21 +237,6 @@ def _behind_tag(opening: str, message: Message) -> str:
         return f"\n{closing}\n\n{content}"
     bare: str = content.lstrip()
     return bare.removeprefix(tag).lstrip("\n") if bare.startswith(tag) else content
-
-
-def _encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, more: str) -> list[int]:
-    """Ids of ``more`` where it follows ``text``, whose ids stay as they are."""
-    whole = tokenizer.encode(text + more)
-    if whole[: len(ids)] == list(ids):
-        return whole[len(ids) :]
-    # A token reaches over the border. Encoded by itself the text could get a space of its own
-    # before it, as some tokenizers begin every text, so something else begins it.
-    for before in ("\n", ".", "x", "0"):
-        head = tokenizer.encode(before)
-        whole = tokenizer.encode(before + more)
-        if whole[: len(head)] == head:
-            return whole[len(head) :]
-    return tokenizer.encode(more)
 
 
 def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:

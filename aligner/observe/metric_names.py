@@ -32,7 +32,7 @@ _ROLLOUT = {
     "rewards_max": MetricInfo("Largest reward.", "maximum over samples"),
     "accuracy": MetricInfo(
         "Share of responses that the verifier accepts; where it gives no verdict, reward of at "
-        "least 1.",
+        "least 1. A conversation that counts and has no score is wrong; in validation all count.",
         _SAMPLES,
     ),
     "generation_length": MetricInfo("Tokens generated, end-of-sequence included.", _SAMPLES),
@@ -62,26 +62,32 @@ _ROLLOUT = {
 }
 
 _CONVERSATIONS = {
+    "accuracy_of_answered": MetricInfo(
+        "The accuracy of those that were scored. Undefined (NaN) where none was.",
+        "conversations with a reward",
+    ),
     "turns": MetricInfo("Messages of the policy in a conversation.", _SAMPLES),
     "ended_done": MetricInfo("Share of conversations that their environment ended.", "samples"),
     "ended_max_turns": MetricInfo("Share that ended after environment.max_turns.", "samples"),
     "ended_max_tokens": MetricInfo("Share that had no room for another response.", "samples"),
+    "ended_failed": MetricInfo("Share that failed and earned 0 (environment.failed).", "samples"),
     "forks": MetricInfo(
         "Times that a conversation went on with another sequence, its template having rewritten "
         "what was said.",
         "count",
     ),
     "failed_env_timeout": MetricInfo(
-        "Conversations begun again because their environment did not answer in time.", "count"
+        "Conversations that failed because their environment did not answer in time.", "count"
     ),
     "failed_env_error": MetricInfo(
-        "Conversations begun again because their environment raised or died.", "count"
+        "Conversations that failed because their environment raised or died.", "count"
     ),
     "failed_engine_error": MetricInfo(
         "Conversations begun again because the engine raised instead of answering.", "count"
     ),
     "unscored_samples": MetricInfo(
-        "Conversations without any reward; they are in no mean of rewards and train nothing.",
+        "Conversations without any reward. Those that a limit ended earn 0, unless "
+        "environment.unscored=mask; others train nothing. In validation all earn 0.",
         "count",
     ),
 }
