@@ -110,7 +110,7 @@ def check_overrides(
             accepted.append(argument)
             continue
         try:
-            accepted += _accepted(argument, root, conf_dir, searched, sweeps)
+            accepted += _accepted(_unescaped(argument), root, conf_dir, searched, sweeps)
         except ConfigError as error:
             refused.append((argument, error))
     if len(refused) == 1:
@@ -131,6 +131,19 @@ def _elsewhere(arguments: Sequence[str]) -> bool:
         or "hydra.searchpath" in argument
         for argument in arguments
     )
+
+
+def _unescaped(argument: str) -> str:
+    """Replace ``\\n``, ``\\r`` and ``\\t`` in double quotes: YAML does, hydra does not."""
+    key, equals, value = argument.partition("=")
+    characters = {"n": "\n", "r": "\r", "t": "\t"}
+
+    def quoted(text: re.Match[str]) -> str:
+        return re.sub(
+            r"\\(.)", lambda part: characters.get(part[1], part[0]), text[0], flags=re.DOTALL
+        )
+
+    return key + equals + re.sub(r'"(?:[^"\\]|\\.)*"', quoted, value, flags=re.DOTALL)
 
 
 def _accepted(

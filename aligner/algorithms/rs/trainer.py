@@ -35,7 +35,7 @@ from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.handle import TRAINED_COLUMNS, RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
+from aligner.observe.diagnostics import count_updates, idle_roles, statistics, update_metrics
 from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 
@@ -48,7 +48,7 @@ def train_rs(config: RSRunConfig) -> None:
         prompts = load_prompts(run)
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
-        environments = load_environments(run, columns)
+        environments = load_environments(run, prompts)
         prompts = of_dry_run(run, prompts)
         for attempt in run.attempts():
             with attempt:
@@ -139,12 +139,13 @@ class RSTrainer:
             result = self.policy.train(kept, self.loss)
             self.policy.finish_training()
             self.generation.weights_changed()
+        earned = statistics(batch["rewards"][best], batch["sample_mask"][best])
         self.consumed_samples += batch.size
         self.updates += count_updates([result])
         metrics |= {
             **prefixed("train_optim", update_metrics([result])),
             "train_optim/optimizer_steps": self.updates,
-            "train_rollouts/kept_rewards": batch["rewards"][best].mean().item(),
+            "train_rollouts/kept_rewards": earned["mean"].item(),
             "progress/epoch": self.sampler.epoch,
             "progress/consumed_samples": self.consumed_samples,
         }
