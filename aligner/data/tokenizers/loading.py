@@ -39,7 +39,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "or a SentencePiece .model"
         )
     if path.suffix == ".gguf":
-        return _convert_with_transformers(path.parent, gguf_file=path.name)
+        from aligner.data.tokenizers.gguf import gguf_tokenizer_files
+
+        return tokenizer_from_files(gguf_tokenizer_files(path), origin=str(path))
     if path.suffix == ".model":
         return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
     directory = path if path.is_dir() else path.parent
@@ -202,20 +204,17 @@ def _name_class(path: Path, origin: str) -> None:
         path.write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizer"}))
 
 
-def _convert_with_transformers(
-    directory: Path, gguf_file: str | None = None, origin: str | None = None
-) -> Tokenizer:
-    """Let transformers turn a slow or GGUF tokenizer into a ``tokenizer.json``."""
+def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
+    """Let transformers turn a slow tokenizer into a ``tokenizer.json``."""
     from transformers import AutoTokenizer
 
-    origin = origin or str(directory / gguf_file if gguf_file else directory)
-    options = {"gguf_file": gguf_file} if gguf_file else {}
+    origin = origin or str(directory)
     try:
         converted = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, **options
+            str(directory), local_files_only=True, trust_remote_code=False
         )
         files = _saved_files(converted)
-        if (directory / GENERATION_CONFIG).is_file() and gguf_file is None:
+        if (directory / GENERATION_CONFIG).is_file():
             files[GENERATION_CONFIG] = (directory / GENERATION_CONFIG).read_bytes()
     except Exception as error:
         raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
