@@ -175,36 +175,36 @@ def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, 
             f"{', '.join(_MODEL_TYPES)}"
         )
     prefix = f"{architecture}."
-    told = {key.removeprefix(prefix): _shortest(value) for key, value in values.items()}
-    told = {key: value for key, value in told.items() if not key.startswith(_ELSEWHERE)}
-    if told.get("split.count", 1) != 1:
+    settings = {key.removeprefix(prefix): _shortest(value) for key, value in values.items()}
+    settings = {key: value for key, value in settings.items() if not key.startswith(_ELSEWHERE)}
+    if settings.get("split.count", 1) != 1:
         raise CheckpointError(
-            f"it is one of split.count={told['split.count']} parts; join them with "
+            f"it is one of split.count={settings['split.count']} parts; join them with "
             "`llama-gguf-split --merge` and give the whole file"
         )
     for key in ("split.no", "split.count", "split.tensors.count"):
-        told.pop(key, None)
-    lacking = [prefix + key for key in _SIZES if not isinstance(told.get(key), int)]
+        settings.pop(key, None)
+    lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
     if lacking:
         raise CheckpointError(f"{', '.join(lacking)} must be there, one number each")
-    told = {k: v for k, v in told.items() if not _says_nothing(k, v)}
-    config = {ours: told.pop(key) for key, ours in _SIZES.items()}
-    config |= {ours: told.pop(key) for key, ours in _OPTIONAL.items() if key in told}
-    head = told.pop("attention.key_length", None)
+    settings = {k: v for k, v in settings.items() if not _says_nothing(k, v)}
+    config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
+    config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
+    head = settings.pop("attention.key_length", None)
     head = head or config["hidden_size"] // config["num_attention_heads"]
     for key in ("attention.value_length", "rope.dimension_count"):
-        if told.pop(key, head) != head:
+        if settings.pop(key, head) != head:
             raise CheckpointError(f"{prefix}{key} other than the {head} of a head is not supported")
     if "token_embd.weight" not in tensors:
         raise CheckpointError("the tensor token_embd.weight is missing")
     rows = int(tensors["token_embd.weight"].shape[-1])
-    config |= {"head_dim": head, "vocab_size": told.pop("vocab_size", rows)}
+    config |= {"head_dim": head, "vocab_size": settings.pop("vocab_size", rows)}
     config |= {"tie_word_embeddings": "output.weight" not in tensors}
-    config |= _family(str(architecture), config, told, tensors)
-    config |= _rope(told, config, tensors)
-    if told:
+    config |= _family(str(architecture), config, settings, tensors)
+    config |= _rope(settings, config, tensors)
+    if settings:
         raise CheckpointError(
-            f"{', '.join(f'{prefix}{key}={value!r:.40}' for key, value in told.items())}: not "
+            f"{', '.join(f'{prefix}{key}={value!r:.40}' for key, value in settings.items())}: not "
             "supported; convert the model from its Hugging Face directory instead"
         )
     return config
@@ -216,18 +216,18 @@ def _says_nothing(key: str, value: Any) -> bool:
 
 
 def _family(
-    architecture: str, config: dict[str, Any], told: dict[str, Any], tensors: Mapping[str, Any]
+    architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``model_type`` and what belongs to it alone; takes its keys out of ``told``."""
+    """``model_type`` and what belongs to it alone; takes its keys out of ``settings``."""
     kind = _MODEL_TYPES[architecture]
     if kind == "llama" and "sliding_window" in config:
         return {"model_type": "mistral"}
     if kind == "qwen3_moe":
-        experts = told.pop("expert_count", None)
+        experts = settings.pop("expert_count", None)
         return {"model_type": kind, "num_experts": experts, "norm_topk_prob": True}
     if kind == "gpt2":
         moved = {theirs: config.pop(ours) for ours, theirs in _GPT2.items()}
-        epsilon = told.pop("attention.layer_norm_epsilon", 1e-5)
+        epsilon = settings.pop("attention.layer_norm_epsilon", 1e-5)
         return {**moved, "model_type": kind, "layer_norm_epsilon": epsilon}
     biases = {
         key: any(name.endswith(".bias") and f".{part}_" in name for name in tensors)
@@ -237,18 +237,18 @@ def _family(
 
 
 def _rope(
-    told: dict[str, Any], config: Mapping[str, Any], tensors: Mapping[str, Any]
+    settings: dict[str, Any], config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``rope_scaling``, from the keys or from llama3's factors; takes its keys out of ``told``."""
-    old = told.pop("rope.scale_linear", None)
-    factor = told.pop("rope.scaling.factor", old)
-    kind = told.get("rope.scaling.type", "linear")
+    """``rope_scaling``, from the keys or llama3's factors; takes its keys out of ``settings``."""
+    old = settings.pop("rope.scale_linear", None)
+    factor = settings.pop("rope.scaling.factor", old)
+    kind = settings.get("rope.scaling.type", "linear")
     if factor is not None and kind == "linear" and _ROPE_FACTORS not in tensors:
-        told.pop("rope.scaling.type", None)
-        told.pop("rope.scaling.original_context_length", None)  # of the model before it
+        settings.pop("rope.scaling.type", None)
+        settings.pop("rope.scaling.original_context_length", None)  # of the model before it
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if factor is not None:
-        told["rope.scaling.factor"] = factor
+        settings["rope.scaling.factor"] = factor
     if _ROPE_FACTORS not in tensors:
         return {}
     divided = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
+    EMBEDDING,
     OUTPUT_LAYER,
     REWARD_HEAD,
     Weights,
@@ -202,6 +203,15 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
                 "the tensors do not fit config.json: "
                 f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
             )
+        is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
+        for name in tied_copy:
+            embedding = self._rows[EMBEDDING][1][0]
+            if is_tied and name in self._state:
+                if not torch.equal(self._state[name], self._state[actual[embedding]]):
+                    raise CheckpointError(
+                        f"config.json ties the output layer to the embedding, and {name} differs "
+                        f"from {embedding}; set tie_word_embeddings=false in config.json to use it"
+                    )
         return actual
 
     def __getitem__(self, name: str) -> Tensor:

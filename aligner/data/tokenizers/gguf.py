@@ -78,8 +78,8 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
 
     _, values = gguf_values(path)
     prefix = "tokenizer.ggml."
-    told = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
-    _check(path, told)
+    keys = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
+    _check(path, keys)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True
@@ -95,8 +95,8 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
         raise CheckpointError(
             f"{str(path)!r}: transformers builds no tokenizer: {error}"
         ) from error
-    if told["model"] == "gpt2":
-        files["tokenizer.json"] = _with_rule(files["tokenizer.json"], told.get("pre") or "gpt-2")
+    if keys["model"] == "gpt2":
+        files["tokenizer.json"] = _with_rule(files["tokenizer.json"], keys.get("pre") or "gpt-2")
     settings = json.loads(files["tokenizer_config.json"])
     # Traces of how it was loaded, not of what it is.
     for key in ("is_local", "local_files_only", "backend"):
@@ -114,29 +114,29 @@ def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
         named = {**({"default": default} if default else {}), **named}
         settings["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
     files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
-    ends = [told[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in told]
+    ends = [keys[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in keys]
     if len(set(ends)) > 1:
         ends = list(dict.fromkeys(ends))
         files[GENERATION_CONFIG] = json.dumps({"eos_token_id": ends}).encode()
     return files
 
 
-def _check(path: Path, told: dict[str, Any]) -> None:
+def _check(path: Path, keys: dict[str, Any]) -> None:
     """Refuse keys that would change tokens and are not followed."""
-    model, pre = told.get("model"), told.get("pre")
+    model, pre = keys.get("model"), keys.get("pre")
     problem = ""
     if model not in ("gpt2", "llama"):
         problem = f"model={model!r} is not supported; supported are gpt2 and llama"
-    elif "tokens" not in told or (model == "gpt2" and "merges" not in told):
-        problem = f"{'merges' if 'tokens' in told else 'tokens'} is missing; convert the model anew"
+    elif "tokens" not in keys or (model == "gpt2" and "merges" not in keys):
+        problem = f"{'merges' if 'tokens' in keys else 'tokens'} is missing; convert the model anew"
     elif model == "gpt2" and pre is not None and pre not in _RULES:
         problem = f"pre={pre!r} is a rule that is not known; known: {', '.join(_RULES)}"
-    elif model == "llama" and told.get("add_space_prefix") is False:
+    elif model == "llama" and keys.get("add_space_prefix") is False:
         problem = "add_space_prefix=false is not supported"
-    elif model == "llama" and told.pop("remove_extra_whitespaces", False):
+    elif model == "llama" and keys.pop("remove_extra_whitespaces", False):
         problem = "remove_extra_whitespaces=true is not supported"
-    told.pop("remove_extra_whitespaces", None)
-    further = sorted(set(told) - _KNOWN)
+    keys.pop("remove_extra_whitespaces", None)
+    further = sorted(set(keys) - _KNOWN)
     if not problem and further:
         problem = f"{further[0]} is not supported"
     if problem:

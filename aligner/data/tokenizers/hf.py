@@ -2,6 +2,7 @@
 
 import copy
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class HuggingFaceTokenizer:
         config = _read_config(files, origin)
         try:
             if "tokenizer.json" in files:
-                backend = RustTokenizer.from_buffer(files["tokenizer.json"])
+                backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
             else:
                 backend = _gpt2_backend(files["vocab.json"], files["merges.txt"])
                 config.setdefault("eos_token", "<|endoftext|>")
@@ -236,7 +237,7 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
         if token is not None:
             merged[name] = text
     if "chat_template.jinja" in files:
-        merged["chat_template"] = files["chat_template.jinja"].decode()
+        merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = merged.get("chat_template")
     if isinstance(template, list):  # several named ones
         try:
@@ -255,7 +256,7 @@ def _gpt2_backend(vocab: bytes, merges: bytes) -> RustTokenizer:
     """Byte-level BPE from GPT-2's two files."""
     pairs = [
         tuple(line.split(" "))
-        for line in merges.decode().splitlines()
+        for line in merges.decode("utf-8-sig").splitlines()
         if line and not line.startswith("#version")
     ]
     wrapper = ByteLevelBPETokenizer(vocab=json.loads(vocab), merges=pairs)

@@ -137,7 +137,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     """
     what = f"{key}={path}"
     try:
-        template = Path(path).expanduser().read_text(encoding="utf-8")
+        template = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what}: it cannot be read as text: {error}") from error
     files = tokenizer.files()
