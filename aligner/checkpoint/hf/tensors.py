@@ -204,14 +204,14 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
                 f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
             )
         is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
-        for name in tied_copy:
-            embedding = self._rows[EMBEDDING][1][0]
-            if is_tied and name in self._state:
-                if not torch.equal(self._state[name], self._state[actual[embedding]]):
-                    raise CheckpointError(
-                        f"config.json ties the output layer to the embedding, and {name} differs "
-                        f"from {embedding}; set tie_word_embeddings=false in config.json to use it"
-                    )
+        (embedding,), (copy,) = self._rows[EMBEDDING][1], tied_copy
+        if is_tied and copy in self._state:
+            if torch.equal(self._state[copy], self._state[actual[embedding]]):
+                return actual
+            raise CheckpointError(
+                f"config.json ties the output layer to the embedding, and {copy} differs from "
+                f"{embedding}; set tie_word_embeddings=false in config.json to use it"
+            )
         return actual
 
     def __getitem__(self, name: str) -> Tensor:

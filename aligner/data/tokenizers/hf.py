@@ -15,7 +15,8 @@ from aligner.errors import DataError, TokenizerError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token")
+_SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token")
+_SPECIAL_NAMES += ("cls_token", "mask_token")  # templates may name them all
 _ANSWER = "an answer"  # what is looked for in a rendered chat
 
 
@@ -35,7 +36,8 @@ class HuggingFaceTokenizer:
         Args:
             backend: the tokenizer itself.
             config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text,
-                ``chat_template`` as Jinja text; other keys are carried along to ``files()``.
+                ``chat_template`` as Jinja text, or a list of named ones; other keys are carried
+                along to ``files()``.
             generation_config: its ``eos_token_id`` names further tokens that end a response; the
                 rest is carried along to ``files()``.
             origin: where it comes from, for error messages.
@@ -212,8 +214,14 @@ class HuggingFaceTokenizer:
         from transformers import PreTrainedTokenizerFast
 
         special = {name: self._config[name] for name in _SPECIAL_NAMES if self._config.get(name)}
+        further = self._config.get("extra_special_tokens")
+        if isinstance(further, Mapping):
+            special["extra_special_tokens"] = dict(further)
+        template = self._config["chat_template"]
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
         return PreTrainedTokenizerFast(
-            tokenizer_object=self._backend, chat_template=self._config["chat_template"], **special
+            tokenizer_object=self._backend, chat_template=template, **special
         )
 
 
@@ -239,14 +247,18 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     if "chat_template.jinja" in files:
         merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = merged.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named ones, of which transformers takes one each time
         try:
             named = {entry["name"]: entry["template"] for entry in template}
         except (KeyError, TypeError) as error:
             raise TokenizerError(
                 f"{origin}: chat_template is a list, but not of names and templates: {error!r}"
             ) from error
-        merged["chat_template"] = named.get("default", next(iter(named.values()), None))
+        if not all(isinstance(part, str) for item in named.items() for part in item):
+            raise TokenizerError(f"{origin}: a name or template of chat_template is not a text")
+        if "default" not in named and len(named) == 1:
+            merged["chat_template"] = next(iter(named.values()))
+        return merged
     if not isinstance(merged.get("chat_template"), str | None):
         raise TokenizerError(f"{origin}: chat_template is not a text")
     return merged

@@ -184,7 +184,29 @@ _CONFIG_FILES = (
 def _read_known_files(directory: Path) -> dict[str, bytes]:
     names = ["tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES]
     candidates = [directory / name for name in names] + sorted(directory.glob("*.model"))
-    return {file.name: file.read_bytes() for file in candidates if file.is_file()}
+    files = {file.name: file.read_bytes() for file in candidates if file.is_file()}
+    return fold_named_templates(directory, files)
+
+
+def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """``files`` of the directory, with its ``additional_chat_templates/`` as a list in one of them.
+
+    The list is in ``tokenizer_config.json``, beside the default of ``chat_template.jinja``.
+    """
+    paths = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    if not paths:
+        return files
+    named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
+    try:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{directory}: tokenizer_config.json is not JSON: {error}") from error
+    default = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
+    default = default or config.get("chat_template")
+    if isinstance(default, str):
+        named = {"default": default, **named}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    return {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:
