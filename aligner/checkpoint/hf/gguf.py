@@ -94,38 +94,7 @@ _LLAMA_NAMES = {
     },
 }
 
-
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    **{
-        f"blk.{{n}}.{ours}": f"model.layers.{{n}}.{theirs}"
-        for ours, theirs in {
-            "attn_norm": "input_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "attn_q_norm": "self_attn.q_norm",
-            "attn_k_norm": "self_attn.k_norm",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        }.items()
-    },
-}
-
-
-def _with_experts(block: str, gate: str, up: str, down: str) -> dict[str, str]:
-    layer = f"model.layers.{{n}}.{block}"
-    names = {"gate": gate, "up": up, "down": down}
-    experts = {f"blk.{{n}}.ffn_{o}_exps": f"{layer}.experts.{{e}}.{t}" for o, t in names.items()}
-    return {**_LLAMA_NAMES, **experts, "blk.{n}.ffn_gate_inp": f"{layer}.gate"}
-
-
-_NAMES = {
+_NAMES: dict[str, dict[str, str]] = {
     "qwen3_moe": {
         **_LLAMA_NAMES,
         "blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate",

@@ -15,8 +15,10 @@ from aligner.errors import DataError, TokenizerError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token", "unk_token", "sep_token")
-_SPECIAL_NAMES += ("cls_token", "mask_token")  # templates may name them all
+_SPECIAL_NAMES = (
+    *("eos_token", "bos_token", "pad_token"),
+    *("unk_token", "sep_token", "cls_token", "mask_token"),  # templates may name them
+)
 _ANSWER = "an answer"  # what is looked for in a rendered chat
 
 
