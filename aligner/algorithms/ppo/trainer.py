@@ -269,6 +269,7 @@ class PPOTrainer:
             max_rollouts=sampling.max_rollouts,
             prompts_left=self._prompts_left,
             pad_id=self.pad_id,
+            credit=self.config.trainer.ppo.advantage.credit,
         )
         return batch, {
             **prefixed("train_rollouts", seen[0]),
