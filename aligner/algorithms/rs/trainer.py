@@ -35,7 +35,7 @@ from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.handle import TRAINED_COLUMNS, RoleHandle
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
-from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
+from aligner.observe.diagnostics import count_updates, idle_roles, statistics, update_metrics
 from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import RewardInterface
 
@@ -141,10 +141,11 @@ class RSTrainer:
             self.generation.weights_changed()
         self.consumed_samples += batch.size
         self.updates += count_updates([result])
+        learned = statistics(batch["rewards"][best], batch["sample_mask"][best])
         metrics |= {
             **prefixed("train_optim", update_metrics([result])),
             "train_optim/optimizer_steps": self.updates,
-            "train_rollouts/kept_rewards": batch["rewards"][best].mean().item(),
+            "train_rollouts/kept_rewards": learned["mean"].item(),
             "progress/epoch": self.sampler.epoch,
             "progress/consumed_samples": self.consumed_samples,
         }
