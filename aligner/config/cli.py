@@ -102,6 +102,8 @@ def check_overrides(
     accepted, is_value = [], False
     for argument in arguments:
         is_override = not (is_value or argument.startswith("-"))
+        if is_override:
+            argument = _unescaped(argument)
         accepted.append(
             _accepted(argument, root, conf_dir, searched, sweeps) if is_override else argument
         )
@@ -116,6 +118,19 @@ def _elsewhere(arguments: Sequence[str]) -> bool:
         or "hydra.searchpath" in argument
         for argument in arguments
     )
+
+
+def _unescaped(argument: str) -> str:
+    """Replace ``\\n``, ``\\r`` and ``\\t`` in double quotes: YAML does, hydra does not."""
+    key, equals, value = argument.partition("=")
+    characters = {"n": "\n", "r": "\r", "t": "\t"}
+
+    def quoted(text: re.Match[str]) -> str:
+        return re.sub(
+            r"\\(.)", lambda part: characters.get(part[1], part[0]), text[0], flags=re.DOTALL
+        )
+
+    return key + equals + re.sub(r'"(?:[^"\\]|\\.)*"', quoted, value, flags=re.DOTALL)
 
 
 def _accepted(

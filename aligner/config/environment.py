@@ -48,6 +48,20 @@ class EnvironmentConfig:
     It ends where another response of `length_params.max_length` might not fit.
     """
 
+    unscored: Literal["zero", "mask"] = "zero"
+    """Role in training of a conversation that a limit ended before anything of it was scored.
+
+    `zero`: a sample of reward 0, to which `trainer.ppo.improper_end` applies. `mask`: it trains
+    nothing. In validation it is wrong and earns 0 with either.
+    """
+
+    failed: Literal["retry", "zero"] = "retry"
+    """Role of a conversation whose environment or agent raises, dies or is late.
+
+    `retry`: no sample; it begins again. `zero`: a sample of reward 0, whatever it earned before;
+    one that fails before the policy said anything begins again in any case.
+    """
+
     timeout_s: Seconds = 60.0
     """Longest wait for one call of an environment, in seconds; then it is killed.
 
@@ -70,8 +84,8 @@ class EnvironmentConfig:
     retries: Annotated[Integer, Interval(ge=0, le=1000)] = 16
     """Failures of environments and of the engine after which a rollout begins conversations again.
 
-    One that failed is no sample. A call of the engine that fails counts once, however many waited
-    for it. With one more failure the run stops and names the cause.
+    A call of the engine that fails counts once, however many waited for it. With one more failure
+    the run stops and names the cause. Those that `failed=zero` makes samples do not count.
     """
 
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"

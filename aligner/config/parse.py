@@ -36,6 +36,9 @@ _OTHER_NAMES = {
     "num_generations": ("num_rollouts_per_prompt",),
     "per_device_train_batch_size": ("micro_batch_size",),
     "train_batch_size": ("global_batch_size",),
+    "batch_size": ("global_batch_size",),
+    "epochs": ("max_epochs",),
+    "steps": ("max_steps",),
     "lora_rank": ("adapter_dim",),
     "r": ("adapter_dim",),
     "lora_alpha": ("alpha",),
@@ -152,11 +155,16 @@ def unknown_key(key: str, known: list[str], prefix: str, elsewhere: Sequence[str
     name = key.rsplit(".", 1)[-1]
     near = [other for other in _OTHER_NAMES.get(name, ()) if other in known]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    places = [other for other in elsewhere if other.rsplit(".", 1)[-1] == name]
+    names = (name, *_OTHER_NAMES.get(name, ()))
+    places = [other for other in elsewhere if other.rsplit(".", 1)[-1] in names]
     section = f"{key.split('.')[0]}."
     places = [other for other in places if other.startswith(section)] or places
     if near and not places:
         places = [_join(prefix, near[0])]
+    if not places:
+        lasts = {other.rsplit(".", 1)[-1] for other in elsewhere}
+        spelt = difflib.get_close_matches(name, sorted(lasts), n=1, cutoff=0.8)
+        places = [other for other in elsewhere if other.rsplit(".", 1)[-1] in spelt]
     hint = (
         f"did you mean {' or '.join(places[:3])}?" if places else "remove it or correct its name."
     )

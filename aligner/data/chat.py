@@ -19,6 +19,11 @@ Tools = list[dict[str, Any]]
 _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
 _KNOWN_ROLES = ("system", "user", "assistant")  # every template has a place for
 
+SYSTEM_PROMPT_UNUSED = (
+    "data.system_prompt is set, but the row is plain text and has no place for it; set "
+    "data.chat=true, or write the system prompt into the rows"
+)
+
 
 def parse_messages(value: Sequence[Any]) -> list[Message]:
     """A chat that waits for the assistant.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
-from aligner.data.chat import parse_tools, render_chat
+from aligner.data.chat import SYSTEM_PROMPT_UNUSED, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -116,6 +116,16 @@ class EpisodeDataset(PromptDataset):
         return max(super().max_length, self._longest_prompt)
 
 
+def columns_of_rows(sets: Mapping[str, PromptDataset | None]) -> dict[str, str | None]:
+    """Columns that rows of ``sets``, by their keys, have; of each a row without it, None: none."""
+    given = {key: prompts for key, prompts in sets.items() if prompts is not None}
+    rows = [(key, each[at]) for key, each in given.items() for at in range(len(each))]
+    return {
+        name: next((f"row {row.id} of {key}" for key, row in rows if name not in row.columns), None)
+        for name in dict.fromkeys(name for _, row in rows for name in row.columns)
+    }
+
+
 def make_prompt(
     row: Row,
     index: int,
@@ -160,6 +170,8 @@ def _render(
     data: PromptSection,
 ) -> str:
     if isinstance(raw, str) and not data.chat:
+        if data.system_prompt is not None:
+            raise DataError(SYSTEM_PROMPT_UNUSED)
         return raw
     return render_chat(
         tokenizer,

@@ -24,6 +24,11 @@ class Rated:
     ratings: tuple[float | None, ...]
 
     @property
+    def examples(self) -> tuple[Example]:
+        """The sequence, as pairs give theirs."""
+        return (self.example,)
+
+    @property
     def length(self) -> int:
         """Tokens of the sequence."""
         return self.example.length

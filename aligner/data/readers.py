@@ -1,5 +1,6 @@
 """Rows of column → value from JSONL files, Parquet files and Python generators."""
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from aligner.importing import load_function
 
 Source = str | Path | Sequence[str | Path]
 
+# Keys by which a list of structs is one of chat messages or of tools.
+_CHAT_KEYS = frozenset({"role", "function", "parameters", "input_schema"})
 _LARGEST = 3.4028234663852886e38  # float32's
 
 
@@ -86,6 +89,8 @@ def _files_of(path: Path) -> list[Path]:
 def _from_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             place = f"{path}, line {number}"
@@ -95,7 +100,9 @@ def _from_jsonl(path: Path) -> Iterator[Row]:
                 raise DataError(f"{place}: {error}") from error
             except RecursionError as error:
                 raise DataError(f"{place}: lists or objects too deep within each other") from error
-            except ValueError as error:  # also UnicodeDecodeError
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: not UTF-8: {error}; save the file as UTF-8") from error
+            except ValueError as error:
                 raise DataError(f"{place}: not JSON: {error}") from error
             if not isinstance(value, dict):
                 raise DataError(
@@ -168,14 +175,36 @@ def _from_parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 for columns in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path}, row {number}", columns)
+                    yield Row(f"{path}, row {number}", _without_arrow_nulls(columns))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}, after row {number}: not readable Parquet: {error}") from error
 
 
+def _without_arrow_nulls(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the nulls that Arrow adds to chat messages and tools.
+
+    The structs of an Arrow list have one set of keys, so that a tool call holds the arguments of
+    every other tool call as nulls. Lists of structs with one of the keys `_CHAT_KEYS` lose their
+    null keys at every depth. Other columns are unchanged.
+    """
+    return {
+        name: _without_nulls(value)
+        if isinstance(value, list)
+        and any(isinstance(each, Mapping) and _CHAT_KEYS & each.keys() for each in value)
+        else value
+        for name, value in columns.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def _from_text(path: Path) -> Iterator[Row]:
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield Row(f"{path}, line {number}", {"prompt": line.rstrip("\r\n")})
@@ -197,6 +226,7 @@ def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
     if not isinstance(rows, Iterable):
         raise DataError(f"data: {name} must return or yield rows, got {type(rows).__name__}")
     number = 0
+    is_arrow = type(rows).__module__.partition(".")[0] == "datasets"
     try:
         for number, columns in enumerate(rows, start=1):
             if not isinstance(columns, Mapping):
@@ -204,7 +234,8 @@ def _from_function(name: str, arguments: Mapping[str, Any]) -> Iterator[Row]:
                     f"{name}, row {number}: a row must be a dict of columns, got "
                     f"{type(columns).__name__}"
                 )
-            yield Row(f"{name}, row {number}", dict(columns))
+            plain = _without_arrow_nulls(columns) if is_arrow else dict(columns)
+            yield Row(f"{name}, row {number}", plain)
     except (DataError, ConfigError):
         raise
     except Exception as error:

@@ -6,7 +6,8 @@ token that ends it are learned, so that a model which learned it also stops; nev
 never the text that a chat template puts behind the end.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.chat import (
+    SYSTEM_PROMPT_UNUSED,
     Message,
     Tools,
     check_all_used,
@@ -30,6 +32,7 @@ from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.prompts import pad_right
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
 from aligner.errors import ConfigError, DataError
 
 
@@ -46,6 +49,11 @@ class Example:
     def length(self) -> int:
         """Tokens of the sequence."""
         return len(self.ids)
+
+    @property
+    def examples(self) -> tuple["Example"]:
+        """The example itself, as pairs and labelled responses give theirs."""
+        return (self,)
 
     @property
     def learned_tokens(self) -> int:
@@ -91,16 +99,20 @@ def make_example(
     ``response_key``: the key of ``data`` that names the column of the response.
     """
     try:
-        chat, learn = _conversation(row, data, response_key)
+        chat, learn, context = _conversation(row, data, response_key)
         if chat is None:
+            if data.system_prompt is not None:
+                raise DataError(SYSTEM_PROMPT_UNUSED)
             prompt = take(row, data.prompt_column, str, "data.prompt_column")
             response = take(row, getattr(data, response_key), str, f"data.{response_key}")
             ids, learned = encode_pair(tokenizer, prompt, response)
         else:
+            later = len(chat) - context
             chat = with_system(chat, data.system_prompt)
             tools = parse_tools(row.columns, data.tools_column)
             check_all_used(tokenizer, chat, tools)
-            ids, learned = encode_chat(tokenizer, chat, learn, tools)
+            context = len(chat) - later
+            ids, learned = encode_chat(tokenizer, chat, learn, tools, context=context)
     except DataError as error:
         raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
     if data.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
@@ -112,15 +124,18 @@ def make_example(
 def encode_pair(
     tokenizer: Tokenizer, prompt: str, response: str
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of ``prompt + response + EOS`` and the span of the response.
+    """Encode ``prompt + response + EOS``; return the ids and the span of the response.
 
-    The prompt keeps the tokens it has on its own, for those are what a model is prompted with.
+    The prompt keeps the tokens it has on its own, for those are what a model is prompted with. A
+    response that already ends with a token of ``end_ids`` gets no EOS.
     """
     before = tokenizer.encode(prompt)
     if not before:
         raise DataError("the prompt is empty: it has no token")
-    ids = [*before, *_encode_after(tokenizer, before, prompt, response), tokenizer.eos_id]
-    return ids, [(len(before), len(ids))]
+    after = _encode_after(tokenizer, before, prompt, response)
+    if not after or after[-1] not in tokenizer.end_ids:
+        after = [*after, tokenizer.eos_id]
+    return [*before, *after], [(len(before), len(before) + len(after))]
 
 
 def encode_chat(
@@ -128,8 +143,13 @@ def encode_chat(
     messages: Sequence[Message],
     learn: Literal["last", "all"] = "all",
     tools: Tools | None = None,
+    *,
+    context: int = 0,
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids of a chat in the tokenizer's template, and the spans of the assistant's messages.
+
+    The first ``context`` messages are not learned. An end token at the end of an assistant's text
+    is left to the template.
 
     A span begins behind the template's opening of the message and ends with the token that ends
     it: the first of the tokenizer's ``end_ids`` if the template has one there, else the message's
@@ -143,13 +163,17 @@ def encode_chat(
     Raises:
         DataError: the template does not keep what came before a message as it was (some drop
             earlier reasoning); learn the last message only. Or its opening has no place before
-            the answer.
+            the answer. Or an answer spells an end token before its end.
     """
-    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    messages = [_without_end(tokenizer, message) for message in messages]
+    answers = [
+        n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= context
+    ]
     text = ""
     ids: list[int] = []
     learned: list[tuple[int, int]] = []
     for number in answers if learn == "all" else answers[-1:]:
+        _refuse_end_tokens(tokenizer, messages[number], number)
         opening = render(tokenizer, messages[:number], tools)
         closed = render(tokenizer, messages[: number + 1], tools, open_answer=False)
         is_kept = closed.startswith(opening)
@@ -172,6 +196,31 @@ def encode_chat(
     return ids[: learned[-1][1]], learned
 
 
+def _without_end(tokenizer: Tokenizer, message: Message) -> Message:
+    """Return an assistant's message without the end token that its content ends with."""
+    if message["role"] != "assistant":
+        return message
+    for end in tokenizer.end_ids:
+        token = tokenizer.decode([end])
+        if token and message["content"].endswith(token) and tokenizer.encode(token) == [end]:
+            return {**message, "content": message["content"].removesuffix(token)}
+    return message
+
+
+def _refuse_end_tokens(tokenizer: Tokenizer, message: Message, number: int) -> None:
+    """Refuse an answer that spells an end token: what follows the token would not be learned."""
+    parts = [message["content"], message.get("reasoning_content") or ""]
+    if "tool_calls" in message:
+        parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
+    for end in tokenizer.end_ids:
+        token = tokenizer.decode([end])
+        if any(token in part and end in tokenizer.encode(part) for part in parts):
+            raise DataError(
+                f"message {number} of the chat spells the end token {token!r}, at which an answer "
+                "ends; write it in another way, or remove the row"
+            )
+
+
 def _behind_tag(opening: str, message: Message) -> str:
     """A message's own text behind an opening that ends with a tag."""
     tag = opened_tag(opening)
@@ -188,21 +237,6 @@ def _behind_tag(opening: str, message: Message) -> str:
         return f"\n{closing}\n\n{content}"
     bare: str = content.lstrip()
     return bare.removeprefix(tag).lstrip("\n") if bare.startswith(tag) else content
-
-
-def _encode_after(tokenizer: Tokenizer, ids: Sequence[int], text: str, more: str) -> list[int]:
-    """Ids of ``more`` where it follows ``text``, whose ids stay as they are."""
-    whole = tokenizer.encode(text + more)
-    if whole[: len(ids)] == list(ids):
-        return whole[len(ids) :]
-    # A token reaches over the border. Encoded by itself the text could get a space of its own
-    # before it, as some tokenizers begin every text, so something else begins it.
-    for before in ("\n", ".", "x", "0"):
-        head = tokenizer.encode(before)
-        whole = tokenizer.encode(before + more)
-        if whole[: len(head)] == head:
-            return whole[len(head) :]
-    return tokenizer.encode(more)
 
 
 def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDict:
@@ -232,28 +266,58 @@ def collate_examples(examples: Sequence[Example], pad_id: int) -> BatchedDataDic
     return batch
 
 
+def response_note(examples: Iterable[Example], tokenizer: Tokenizer) -> str:
+    """Count the tokens of responses, and show the end of the first example with its mask."""
+    examples = list(examples)
+    learned = sum(example.learned_tokens for example in examples)
+    tokens = sum(example.length for example in examples)
+    ids, shown, position = examples[0].ids, "", 0
+    for start, end in examples[0].learned:
+        shown += f"{tokenizer.decode(ids[position:start])}⟦{tokenizer.decode(ids[start:end])}⟧"
+        position = end
+    shown = shown if len(shown) <= 240 else f"…{shown[-240:]}"
+    return (
+        f"{learned:,} of {tokens:,} tokens belong to responses; the first example, with "
+        f"its responses between ⟦ and ⟧: {shown!r}"
+    )
+
+
 def _conversation(
     row: Row, data: ExampleSection, response_key: ResponseKey
-) -> tuple[list[Message] | None, Literal["last", "all"]]:
-    """A row's chat and which answers of it are learned; None: it is plain text."""
+) -> tuple[list[Message] | None, Literal["last", "all"], int]:
+    """Return a row's chat, which answers are learned, and the number of messages before them.
+
+    The chat is None for a row of plain text.
+    """
+    learn = data.learn if isinstance(data, ExampleDataConfig) else "last"
     if isinstance(data, ExampleDataConfig) and data.messages_column is not None:
         chat = take(row, data.messages_column, list, "data.messages_column")
-        return parse_conversation(chat), data.learn
+        return parse_conversation(chat), learn, 0
     column = getattr(data, response_key)
+    is_chat = isinstance(data, ExampleDataConfig) and isinstance(row.columns.get("messages"), list)
+    if is_chat and row.columns.get(column) is None:
+        raise DataError(
+            f"column {column!r} is missing, and column 'messages' holds a list; set "
+            "data.messages_column=messages if it is the chat to learn"
+        )
     response = take(row, column, (str, list), f"data.{response_key}")
     prompt = row.columns.get(data.prompt_column)
     if isinstance(response, list):
-        return _answered(prompt, response, data.prompt_column, column), "last"
+        chat, context = _answered(prompt, response, data.prompt_column, column)
+        return chat, learn, context
     prompt = take(row, data.prompt_column, (str, list), "data.prompt_column")
     if isinstance(prompt, str) and not data.chat:
-        return None, "last"
-    return [*_asked(prompt), {"role": "assistant", "content": response}], "last"
+        return None, "last", 0
+    return [*_asked(prompt), {"role": "assistant", "content": response}], "last", 0
 
 
 def _answered(
     prompt: Any, response: list[Any], prompt_column: str, response_column: str
-) -> list[Message]:
-    """A chat out of a response that is a list of messages: the answer only, or all of it."""
+) -> tuple[list[Message], int]:
+    """Return the chat of a response that is a list of messages, and the length of its prompt.
+
+    The list is the answer to the prompt, or the whole chat. The length is in messages.
+    """
     first = response[0] if response else None
     if isinstance(first, Mapping) and first.get("role") == "assistant":
         if not isinstance(prompt, str | list):
@@ -262,7 +326,8 @@ def _answered(
                 f"{prompt_column!r} must hold what it answers; name it with "
                 "data.prompt_column"
             )
-        return parse_conversation([*_asked(prompt), *response])
+        messages = _asked(prompt)
+        return parse_conversation([*messages, *response]), len(messages)
     chat = parse_conversation(response)
     if isinstance(prompt, list) and chat[: len(prompt)] != _asked(prompt):
         raise DataError(
@@ -277,7 +342,7 @@ def _answered(
             f"{prompt_column!r} holds ({prompt[:40]!r}); set data.prompt_column to another "
             "name, or correct the row"
         )
-    return chat
+    return chat, len(prompt) if isinstance(prompt, list) else 0
 
 
 def _asked(prompt: str | list[Any]) -> list[Message]:

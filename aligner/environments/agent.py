@@ -17,9 +17,16 @@ from typing import IO, Any
 
 from aligner.child_process import kill_children
 from aligner.environments.protocol import Turn, check_turn
-from aligner.environments.worker import COMMAND_KEY, KEY, answer_calls, awaited, check_kwargs
+from aligner.environments.worker import (
+    COMMAND_KEY,
+    KEY,
+    answer_calls,
+    awaited,
+    check_columns,
+    check_kwargs,
+)
 from aligner.errors import AlignerError, ConfigError
-from aligner.importing import check_call, load_function
+from aligner.importing import load_function
 
 _OWN = ("base_url", "api_key", "seed")
 _KEPT = 500  # bytes of what a command wrote last
@@ -81,13 +88,9 @@ class Agent:
                 )
             return
         self._function = load_function(str(source), key=KEY)
-        check_call(
-            self._function,
-            [*_OWN, *columns, *kwargs],
-            f"{key} is called with base_url, api_key, seed, the columns of the data and "
-            "environment.kwargs",
-            "Take what it does not need as **columns.",
-        )
+        called = "is called with base_url, api_key, seed, the columns of the data and"
+        what = f"{key} {called} environment.kwargs"
+        check_columns(self._function, [*_OWN, *kwargs], columns, what)
         check_kwargs(self._function, kwargs, key)
 
     def call(self, name: str, argument: Any) -> Turn:

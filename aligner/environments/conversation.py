@@ -15,19 +15,23 @@ trajectory with the rewards of all turns (tinker and prime-rl make several sampl
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Literal
 
 from aligner.data.chat import Message, Tools, check_all_used, render
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
-from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
 from aligner.environments.calls import form_of, structured
-from aligner.environments.protocol import Start, Turn
+from aligner.environments.protocol import Start, Turn, check_total
 from aligner.errors import DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
-_MARK = "⁂answer⁂"  # stands for an answer in a rendered chat, to find what follows it
+_MESSAGE_END = "<|eom_id|>"  # Llama 3's, of messages that call a tool, in place of its template's
 _QUESTION: Message = {"role": "user", "content": "a"}
+
+
+class RewrittenHistoryError(DataError):
+    """A template rewrites earlier turns, and ``environment.rewritten_history`` is ``refuse``."""
 
 
 class ChatRenderer:
@@ -55,6 +59,8 @@ class ChatRenderer:
         closing = self._behind([_QUESTION], [], None) if self._has_template else "\n"
         self._closing = closing
         self._closing_has_end = tokenizer.turn_end_id in tokenizer.encode(closing)
+        other = tokenizer.encode(_MESSAGE_END)
+        self._ends = [tokenizer.turn_end_id, *(other if len(other) == 1 else [])]
 
     def opening(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
         """Text and tokens of the first messages, up to where the policy's begins.
@@ -84,7 +90,7 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Tools | None,
         *,
-        ended: bool,
+        ended: int | None,
     ) -> tuple[str, list[int]]:
         """Text and tokens between an answer and the next one.
 
@@ -93,18 +99,18 @@ class ChatRenderer:
             answer: its text, without the token that ended it.
             new: the messages after it.
             tools: those of the start.
-            ended: a token that ends a response was sampled; it stands in for the template's own.
+            ended: the token that was sampled and ended it, None: it was cut. One that ends a
+                message stands for the template's own; behind others (of texts) that follows.
         """
         if self._has_template:
             check_all_used(self.tokenizer, [_QUESTION, _answer("b"), *new])
             behind = self._behind(history, new, tools)
         else:
             behind = self._closing + "".join(f"{message['content']}\n" for message in new)
-        if not ended and answer.endswith(self._closing):  # a stop string that is the closing
+        if ended is None and answer.endswith(self._closing):  # a stop string that is the closing
             behind = behind[len(self._closing) :]
-            return behind, self.tokenizer.encode(behind)
-        ids = self.tokenizer.encode(behind)
-        if ended and self._closing_has_end:
+        ids = encode_fragment(self.tokenizer, behind)
+        if ended in self._ends and self._closing_has_end:
             ids = ids[ids.index(self.tokenizer.turn_end_id) + 1 :]
         return behind, ids
 
@@ -120,7 +126,7 @@ class ChatRenderer:
             text: of the sequence so far. White space does not count: templates trim messages.
 
         Raises:
-            DataError: it is another one, and ``rewritten_history`` is ``refuse``.
+            RewrittenHistoryError: it is another one, and ``rewritten_history`` is ``refuse``.
         """
         if not self._has_template or self._rewritten_history == "keep":
             return None
@@ -138,7 +144,7 @@ class ChatRenderer:
             (n for n, (a, b) in enumerate(zip(shown, there, strict=False)) if a != b),
             min(len(shown), len(there)),
         )
-        raise DataError(
+        raise RewrittenHistoryError(
             "the tokenizer's chat template rewrites earlier turns (as one that drops thinking "
             f"does): it shows {shown[at : at + 40]!r} where {there[at : at + 40]!r} was read or "
             "sampled. environment.rewritten_history=fork goes on with a sequence as the template "
@@ -163,13 +169,15 @@ class ChatRenderer:
         self, history: Sequence[Message], new: Sequence[Message], tools: Tools | None
     ) -> str:
         """Text of the template behind an answer; without ``new``: the closing alone."""
-        behind_it = [_answer(_MARK), *new]
+        known = str([*history, *new])
+        mark = next(text for n in count() if (text := f"⁂answer {n}⁂") not in known)
+        behind_it = [_answer(mark), *new]  # the mark stands for the answer
         try:
             text = render(self.tokenizer, [*history, *behind_it], tools, open_answer=bool(new))
         except DataError:  # it may want earlier calls apart from the text of their messages
             apart = [*structured(history, self._form), *behind_it]
             text = render(self.tokenizer, apart, tools, open_answer=bool(new))
-        _, found, behind = text.rpartition(_MARK)
+        _, found, behind = text.rpartition(mark)
         if not found:
             raise DataError("the tokenizer's chat template does not show an assistant's message")
         return behind
@@ -280,17 +288,24 @@ class Conversation:
         return _answer(content)
 
     def follow(self, turn: Turn, *, goes_on: bool) -> None:
-        """Take the environment's answer; where it ``goes_on``, its messages become tokens."""
+        """Take the environment's answer; where it ``goes_on``, its messages become tokens.
+
+        Raises:
+            DataError: the rewards add up beyond float32, or the template refuses the messages.
+        """
         record = self.turns[-1]
         record.reward, record.parts = turn.score, turn.parts
         record.answer = [dict(message) for message in turn.messages]
         record.info, record.steps = dict(turn.info), list(turn.steps)
+        steps = (reward for each in self.turns for _, reward in each.steps)
+        check_total([*(each.reward for each in self.turns), *steps])
         if not goes_on:
             return
         before = self._messages
         self._messages = [*before, _answer(record.content), *record.answer]
+        ended = self.ids[-1] if record.ended else None
         text, ids = self._renderer.following(
-            before, record.content, record.answer, self._tools, ended=record.ended
+            before, record.content, record.answer, self._tools, ended=ended
         )
         joined = self._text + record.content + text
         other = self._renderer.rewritten(before, self._messages, self._tools, joined)

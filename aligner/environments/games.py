@@ -111,7 +111,7 @@ class NextNumber:
         _check_numbers(low, high, turns if asked is None else len(asked))
         self._asked = _asked(random.Random(seed), low, high, turns) if asked is None else [*asked]
         self._low, self._high, self._hint_reward = low, high, hint_reward
-        self._at = 0
+        self._at = self._right = 0
 
     def init(self) -> Start:
         """Name the first number."""
@@ -123,12 +123,13 @@ class NextNumber:
         right = said == self._asked[self._at] + 1
         fits = said is not None and self._low < said <= self._high + 1
         self._at += 1
+        self._right += right
         done = self._at == len(self._asked)
         return Turn(
             [] if done else [{"role": "user", "content": str(self._asked[self._at])}],
             {
                 "reward": 1.0 if right else self._hint_reward if fits else 0.0,
-                "accuracy": right / len(self._asked),
+                "accuracy": self._right / len(self._asked),
             },
             done,
         )

@@ -77,7 +77,8 @@ class EnvironmentPool:
         for a class with a parameter of this name; None: nobody knows. ``memory_mb``: mebibytes that
         each process may allocate; None: no limit.
         """
-        self._first = (factory, dict(kwargs), sorted(columns), form, memory_mb)
+        named = dict(columns) if isinstance(columns, Mapping) else sorted(columns)
+        self._first = (factory, dict(kwargs), named, form, memory_mb)
         self._module = AGENT_WORKER if runs_agents else _WORKER
         self._memory_mb = memory_mb
         is_command = not isinstance(factory, str)

@@ -4,7 +4,7 @@ This module imports neither torch nor numpy: it is loaded by every environment's
 """
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,7 +34,8 @@ class Turn:
 
     ``messages``: what the policy reads next; none are needed where ``done``, and those there are
     go to samples only. ``reward``: of the policy's message; None: it is not scored, which is not 0.
-    A mapping has ``reward`` and further numbers, which become metrics (``accuracy`` the verdict).
+    A mapping has ``reward`` and further numbers, which become metrics: their sums over the
+    conversation, and of ``accuracy``, the verdict from 0 to 1, the last.
     ``done``: the conversation is over. ``info``: kept with the sample. ``steps``: rewards of parts
     of the message, ``(end, reward)`` each, beside that of the whole; ``end`` is the number of its
     characters up to the end of the part.
@@ -118,12 +119,25 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
         if "reward" not in value.reward:
             raise DataError(f"the reward {dict(value.reward)} has no key 'reward'")
         reward = {str(name): _number(each, str(name)) for name, each in value.reward.items()}
+        accuracy = reward.get("accuracy")
+        if accuracy is not None and not 0 <= accuracy <= 1:
+            raise DataError(
+                f"accuracy is {accuracy:g}; it is a share, from 0 to 1, and the last one that a "
+                "conversation reports is its verdict: give other numbers another name"
+            )
     else:
         reward = _number(value.reward, "reward")
     messages = parse_messages(list(value.messages)) if value.messages else []
     info = {str(name): _plain(each) for name, each in value.info.items()}
     steps = tuple(_step(each, characters) for each in value.steps)
     return Turn(messages, reward, bool(value.done), info, steps)
+
+
+def check_total(rewards: Iterable[float | None]) -> None:
+    """Refuse rewards of a conversation whose sums may not be finite in float32 (DataError)."""
+    total = math.fsum(abs(reward) for reward in rewards if reward is not None)
+    if total > _LARGEST:
+        raise DataError(f"the rewards of the conversation add up to {total:g}, beyond float32")
 
 
 def _step(value: Any, characters: int) -> tuple[int, float]:

@@ -10,7 +10,7 @@ seconds)``.
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -104,23 +104,36 @@ def load_factory(
                 f"{KEY}={factory!r} has no method {' and no method '.join(lacking)}; see "
                 "docs/environments.md"
             )
-    twice = sorted({"seed", *columns} & kwargs.keys()) + sorted({"seed"} & {*columns})
+    own = {"seed", "self"}  # of the call
+    twice = sorted({*own, *columns} & kwargs.keys()) + sorted(own & {*columns})
     if twice:
         raise ConfigError(
-            f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by seed, by a column of "
-            "the data or by environment.kwargs; rename one"
+            f"{KEY}={factory!r}: {', '.join(twice)} would be given twice, by the call, by a "
+            "column of the data or by environment.kwargs; rename one"
         )
     named = found
     if form is not None and "form" not in {*columns, *kwargs} and _takes_form(found):
         found = partial(found, form=form)
-    check_call(
-        found,
-        ["seed", *columns, *kwargs],
-        f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs",
-        "Take what it does not need as **columns.",
-    )
+    what = f"{KEY}={factory!r} is made with seed, the columns of the data and environment.kwargs"
+    check_columns(found, ["seed", *kwargs], columns, what)
     check_kwargs(named, kwargs, f"{KEY}={factory!r}")
     return found
+
+
+def check_columns(
+    found: Callable[..., Any], names: Sequence[str], columns: Collection[str], what: str
+) -> None:
+    """Refuse what cannot be called with ``names`` and the columns of each row.
+
+    ``columns``: where they have values, of `aligner.data.prompts.columns_of_rows`. ``what``: begins
+    the message of the `ConfigError`.
+    """
+    check_call(found, [*names, *columns], what, "Take what it does not need as **columns.")
+    for name, row in columns.items() if isinstance(columns, Mapping) else ():
+        if row is not None:
+            rest = [*names, *(other for other in columns if other != name)]
+            remedy = f"Give the row a value of {name!r}, or the parameter a default."
+            check_call(found, rest, f"{what}; {row} has no {name!r}", remedy)
 
 
 def check_kwargs(found: Any, kwargs: Mapping[str, Any], key: str) -> None:

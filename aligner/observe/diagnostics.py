@@ -160,15 +160,14 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
 
     ``batch``: of a rollout (`aligner.types`) ``input_ids`` int64 [B, S], ``input_lengths`` and
     ``prompt_lengths`` int64 [B], ``is_end`` bool [B], ``rewards`` float32 [B]. Every row is a
-    generated sample and counts, also those that ``sample_mask`` keeps out of training: the metrics
-    describe the policy. Of conversations also ``token_mask`` and ``is_scored`` float32 [B]: rewards
-    are those of the rows that are scored.
+    generated sample and counts: the metrics describe the policy. Of conversations also
+    ``token_mask`` and ``sample_mask`` float32 [B]: rewards are those of the rows that count.
     """
     rewards, prompts = batch["rewards"], batch["prompt_lengths"]
-    lengths, scored = batch["input_lengths"] - prompts, batch.get("is_scored")
+    lengths, counts = batch["input_lengths"] - prompts, None
     if "turn_ids" in batch:
-        lengths = batch["token_mask"].sum(1).long()
-    reward, length = statistics(rewards, scored), statistics(lengths)
+        lengths, counts = batch["token_mask"].sum(1).long(), batch["sample_mask"]
+    reward, length = statistics(rewards, counts), statistics(lengths)
     numbers = {
         "rewards": reward.pop("mean"),
         **{f"rewards_{name}": value for name, value in reward.items()},
@@ -176,7 +175,7 @@ def rollout_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
         **{f"generation_length_{name}": value for name, value in length.items()},
         "prompt_length": prompts.float().mean(),
         "fraction_of_samples_properly_ended": fraction_terminated(batch["is_end"]),
-        "reward_length_correlation": reward_length_correlation(rewards, lengths, scored),
+        "reward_length_correlation": reward_length_correlation(rewards, lengths, counts),
         "repeated_ngram_fraction": repeated_ngram_fraction(
             batch["input_ids"],
             prompts,

@@ -32,11 +32,13 @@ _ROLLOUT = {
     "rewards_max": MetricInfo("Largest reward.", "maximum over samples"),
     "accuracy": MetricInfo(
         "Share of responses that the verifier accepts; where it gives no verdict, reward of at "
-        "least 1.",
+        "least 1. A conversation that counts and has no score is wrong; in validation all count.",
         _SAMPLES,
     ),
     "generation_length": MetricInfo("Tokens generated, end-of-sequence included.", _SAMPLES),
-    "generation_length_std": MetricInfo("Unbiased standard deviation of it.", "samples - 1"),
+    "generation_length_std": MetricInfo(
+        "Unbiased standard deviation of the response length in tokens.", "samples - 1"
+    ),
     "generation_length_min": MetricInfo("Shortest response in tokens.", "minimum over samples"),
     "generation_length_max": MetricInfo("Longest response in tokens.", "maximum over samples"),
     "prompt_length": MetricInfo("Tokens of the prompt.", _SAMPLES),
@@ -60,26 +62,32 @@ _ROLLOUT = {
 }
 
 _CONVERSATIONS = {
+    "accuracy_of_answered": MetricInfo(
+        "The accuracy of those that were scored. Undefined (NaN) where none was.",
+        "conversations with a reward",
+    ),
     "turns": MetricInfo("Messages of the policy in a conversation.", _SAMPLES),
     "ended_done": MetricInfo("Share of conversations that their environment ended.", "samples"),
     "ended_max_turns": MetricInfo("Share that ended after environment.max_turns.", "samples"),
     "ended_max_tokens": MetricInfo("Share that had no room for another response.", "samples"),
+    "ended_failed": MetricInfo("Share that failed and earned 0 (environment.failed).", "samples"),
     "forks": MetricInfo(
         "Times that a conversation went on with another sequence, its template having rewritten "
         "what was said.",
         "count",
     ),
     "failed_env_timeout": MetricInfo(
-        "Conversations begun again because their environment did not answer in time.", "count"
+        "Conversations that failed because their environment did not answer in time.", "count"
     ),
     "failed_env_error": MetricInfo(
-        "Conversations begun again because their environment raised or died.", "count"
+        "Conversations that failed because their environment raised or died.", "count"
     ),
     "failed_engine_error": MetricInfo(
         "Conversations begun again because the engine raised instead of answering.", "count"
     ),
     "unscored_samples": MetricInfo(
-        "Conversations without any reward; they are in no mean of rewards and train nothing.",
+        "Conversations without any reward. Those that a limit ended earn 0, unless "
+        "environment.unscored=mask; others train nothing. In validation all earn 0.",
         "count",
     ),
 }
@@ -90,7 +98,8 @@ _TRAIN_ROLLOUT = {
         _TOKENS,
     ),
     "init_policy_kl_per_sample": MetricInfo(
-        "The same, summed over a response; the adaptive controller keeps it at its target.",
+        "KL divergence to the initial policy, summed over a response; the adaptive controller "
+        "keeps it at its target.",
         _SAMPLES,
     ),
     "kl_penalty": MetricInfo(
@@ -103,11 +112,15 @@ _TRAIN_ROLLOUT = {
         "Reward after scale, shift, clip and the penalty for not ending.", _SAMPLES
     ),
     "advantages_mean": MetricInfo("Advantage before whitening.", _STATES),
-    "advantages_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
+    "advantages_std": MetricInfo(
+        "Unbiased standard deviation of the advantage before whitening.", "counted tokens - 1"
+    ),
     "advantages_min": MetricInfo("Smallest advantage before whitening.", "minimum over tokens"),
     "advantages_max": MetricInfo("Largest advantage before whitening.", "maximum over tokens"),
     "returns_mean": MetricInfo("Target of the critic: advantage plus value.", _STATES),
-    "returns_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
+    "returns_std": MetricInfo(
+        "Unbiased standard deviation of the critic's target.", "counted tokens - 1"
+    ),
     "masked_samples": MetricInfo(
         "Samples that do not count: they did not end, or were not scored.", "count"
     ),
@@ -143,8 +156,10 @@ _ACTOR = {
     "approx_kl": MetricInfo("KL (k3) from the policy that sampled to the one trained.", _TRAINED),
     "entropy": MetricInfo("Entropy of the next-token distribution, in nats.", _TRAINED),
     "ppo_ratio": MetricInfo("Probability ratio new/old policy. 1: on-policy.", _TRAINED),
-    "ppo_ratio_max": MetricInfo("Largest ratio.", "maximum over trained tokens"),
-    "ppo_ratio_clamped": MetricInfo("Ratio after clipping.", _TRAINED),
+    "ppo_ratio_max": MetricInfo(
+        "Largest probability ratio new/old policy.", "maximum over trained tokens"
+    ),
+    "ppo_ratio_clamped": MetricInfo("Probability ratio new/old policy after clipping.", _TRAINED),
     "clip_fraction": MetricInfo(
         "Share of tokens whose gradient the clip removed. Above 0.3: learning rate too high.",
         _TRAINED,
@@ -176,7 +191,9 @@ _CRITIC = {
         f"counted tokens; {_TURNS}",
     ),
     "values_mean": MetricInfo("Predicted value before training.", _STATES),
-    "values_std": MetricInfo("Unbiased standard deviation of it.", "counted tokens - 1"),
+    "values_std": MetricInfo(
+        "Unbiased standard deviation of the predicted value before training.", "counted tokens - 1"
+    ),
     "values_min": MetricInfo("Smallest predicted value.", "minimum over tokens"),
     "values_max": MetricInfo("Largest predicted value.", "maximum over tokens"),
     "clip_fraction": MetricInfo("Share of values held by the value clip.", _TRAINED),
@@ -189,16 +206,25 @@ _SAMPLER = {
         "asynchronous rollouts add what an update changes. Far above that the engines disagree.",
         _TRAINED,
     ),
-    "logprob_gap_max": MetricInfo("Largest such difference.", "maximum over trained tokens"),
+    "logprob_gap_max": MetricInfo(
+        "Largest absolute difference of the sampler's and the trainer's log-prob of one token.",
+        "maximum over trained tokens",
+    ),
     "kl_k1": MetricInfo(
         "KL(sampler ‖ trainer) on the sampled tokens, k1: may be negative where they are close.",
         _TRAINED,
     ),
-    "kl_k3": MetricInfo("The same, k3: never negative.", _TRAINED),
+    "kl_k3": MetricInfo(
+        "KL(sampler ‖ trainer) on the sampled tokens, k3: never negative.", _TRAINED
+    ),
     "reverse_kl_k1": MetricInfo(
         "KL(trainer ‖ sampler) on the sampled tokens, weighted by trainer/sampler, k1.", _TRAINED
     ),
-    "reverse_kl_k3": MetricInfo("The same, k3: never negative.", _TRAINED),
+    "reverse_kl_k3": MetricInfo(
+        "KL(trainer ‖ sampler) on the sampled tokens, weighted by trainer/sampler, k3: never "
+        "negative.",
+        _TRAINED,
+    ),
     "token_mult_prob_error": MetricInfo(
         "Factor by which the two probabilities of a token differ, at least 1 (as NeMo-RL). Above "
         "1.05 the engines disagree.",

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -21,6 +22,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.calls import Form
 from aligner.errors import AlignerError, TokenizerError
 from aligner.http.listening import Bodies, check_bearer, listening
@@ -235,7 +237,7 @@ class Service:
         return (
             begin(prompt)
             if session is None
-            else session.encoded(prompt, begin, self.served.tokenizer.encode)
+            else session.encoded(prompt, begin, partial(encode_fragment, self.served.tokenizer))
         )
 
     def _rows(

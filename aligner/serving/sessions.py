@@ -172,7 +172,9 @@ class Session:
             longest = max(known, key=lambda one: len(one.text or ""), default=None)
             begun = [] if longest is None else longest.ids[:]
             rest = text if longest is None else text[len(longest.text or "") :]
-        ids = [*begun, *go_on(rest)] if begun else begin(text)
+        ids = begin(text)
+        if ids[: len(begun)] != begun:  # what was sampled would be encoded otherwise
+            ids = [*begun, *go_on(rest)]
         with self._lock:
             self._texts[tuple(ids)] = text
         return ids

@@ -290,6 +290,9 @@ def test_batches_of_other_runs_follow_too():
         ("model.optim.learning_rate=1e-6", r"model\.optim\.lr\?"),
         ("model.ppo.length_params.max_new_tokens=9", "model.ppo.length_params.max_length"),
         ("model.model_name_or_path=x", "model.restore_from_path"),
+        ("learning_rate=1e-6", "model.optim.lr"),
+        ("batch_size=4", "model.global_batch_size"),
+        ("max_lenght=9", "model.ppo.length_params.max_length"),
     ],
 )
 def test_misspelt_overrides_are_refused_before_hydra(argument, suggestion):
@@ -357,6 +360,9 @@ def test_any_key_can_be_set_with_and_without_a_plus(launched, plus):
     config = launched(
         "data.train.source=t.jsonl",
         f"{plus}data.validation.source=v.jsonl",  # null in the YAML
+        "generation.backend=vllm",
+        "cluster.engine=ray",
+        f"generation.vllm.python={sys.executable}",
         f"{plus}generation.vllm.kwargs.max_num_seqs=3",  # an empty mapping there
         f"{plus}reward.kwargs={{partial: 0.2}}",
         f"{plus}data.train.arguments.size=500",
@@ -367,6 +373,18 @@ def test_any_key_can_be_set_with_and_without_a_plus(launched, plus):
     assert config.reward.kwargs == {"partial": 0.2}
     assert config.data.train.arguments == {"size": 500}
     assert config.seed == 7
+
+
+def test_escapes_in_double_quotes_are_characters(launched):
+    """As in YAML, which the options' descriptions are written in."""
+    sampling = "model.ppo.sampling_params"
+    config = launched(
+        "data.train.source=t.jsonl",
+        rf'{sampling}.end_strings=["\n", "a\tb", "\d"]',
+        r"exp_manager.explicit_log_dir='\n'",
+    )
+    assert config.model.ppo.sampling_params.end_strings == ("\n", "a\tb", r"\d")
+    assert config.exp_manager.explicit_log_dir == r"\n"
 
 
 def test_a_key_that_a_recipe_has_can_be_given_with_a_plus(launched):

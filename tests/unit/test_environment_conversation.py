@@ -4,15 +4,20 @@ Random conversations for every kind of chat template that the tests have; what w
 and with which log-prob is written down by the test itself.
 """
 
+import json
 import random
+from functools import partial
 
 import pytest
 from test_chat_data import LLAMA2, MISTRAL, R1, WITH_TOOLS, chatml, prepending
 
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import DataError
+from aligner.serving.sessions import Session
 
 WORDS = ["two", "and", "four", "ab", "five more"]
 MORE = ["é", "7+", "\n", "  "]  # of which the small BPE knows nothing
@@ -193,3 +198,81 @@ def test_a_step_that_ends_within_what_was_cut():
     assert len(message["content"]) == 2
     talk.follow(Turn(done=True, steps=[(1, 1.0), (2, 3.0)]), goes_on=False)
     assert talk.rewards[-2:] == [1.0, 3.0]
+
+
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.mark.parametrize("template", [None, TURNS, LLAMA2, MISTRAL])
+@pytest.mark.parametrize("ended", [False, True])
+def test_no_token_is_added_between_turns(template, ended):
+    """The normaliser begins every text with a space; what follows a turn is no beginning."""
+    tokenizer = prepending(template)
+    talk = Conversation(ChatRenderer(tokenizer, rewritten_history="keep"), Start([user("two")]))
+    answer = tokenizer.encode("four")
+    ids = [*answer, tokenizer.eos_id] if ended else answer
+    talk.answered(ids, [-1.0] * len(ids), ended)
+    talk.follow(Turn([user("and one")]), goes_on=True)
+    read = talk.ids[talk.prompt_length + len(ids) :]
+    first = tokenizer.encode("x")
+    behind = {
+        None: "\nand one\n",
+        TURNS: "\nuser: and one\nassistant:",
+        LLAMA2: " </s><s>[INST] and one [/INST]",
+        MISTRAL: "</s><s>[INST] and one [/INST]",
+    }[template]
+    expected = tokenizer.encode("x" + behind)[len(first) :]
+    if ended and tokenizer.eos_id in expected:  # what was sampled stands for it
+        expected = expected[expected.index(tokenizer.eos_id) + 1 :]
+    assert read == expected
+
+
+def test_a_prompt_that_continues_a_session_has_no_token_added():
+    tokenizer = prepending(None)
+    session, asked = Session(), "two and two"
+    prompt = session.encoded(asked, tokenizer.encode, partial(encode_fragment, tokenizer))
+    for answer in ([tokenizer.encode("xfour")[-1]], tokenizer.encode("abab")[:1] * 2):
+        session.admit([prompt], 8, 1)
+        text = tokenizer.decode(prompt + answer)[len(tokenizer.decode(prompt)) :]
+        session.record(prompt, answer, [-1.0] * len(answer), "length", text)
+        asked += f"{text}\nand one"
+        known = session.sequences[-1].ids[:]
+        prompt = session.encoded(asked, tokenizer.encode, partial(encode_fragment, tokenizer))
+        assert prompt[: len(known)] == known
+        assert prompt[len(known) :] == tokenizer.encode("x\nand one")[len(tokenizer.encode("x")) :]
+    assert len(session.sequences) == 1
+
+
+@pytest.mark.parametrize("sampled", ["<|im_end|>", "<|endoftext|>", ""])
+def test_the_templates_end_stands_behind_every_answer(sampled):
+    """Another end token stays where it was sampled, and the template's own follows it, masked."""
+    tokenizer = byte_level_tokenizer()
+    files = tokenizer.files()
+    other = tokenizer.encode("~")
+    ends = json.dumps({"eos_token_id": [tokenizer.turn_end_id, *other]}).encode()
+    tokenizer = tokenizer_from_files({**files, "generation_config.json": ends})
+    end = {"<|im_end|>": [tokenizer.turn_end_id], "<|endoftext|>": other, "": []}[sampled]
+    talk = Conversation(ChatRenderer(tokenizer), Start([user("q")]))
+    ids = [*tokenizer.encode("4"), *end]
+    talk.answered(ids, [-1.0] * len(ids), bool(end))
+    talk.follow(Turn([user("r")]), goes_on=True)
+    shown = tokenizer.decode(talk.sequence)
+    kept = "~" if end == other else ""
+    assert shown.count("<|im_end|>") == 3
+    assert f"4{kept}<|im_end|>\n<|im_start|>user\nr<|im_end|>" in shown
+    assert sum(turn > 0 for turn in talk.turn_ids) == len(ids)
+    assert talk.starts == [0]
+
+
+@pytest.mark.parametrize("how", ["fork", "keep", "refuse"])
+def test_no_text_of_a_message_is_taken_for_an_answer(how):
+    """Not the text by which the renderer finds the place behind an answer either."""
+    tokenizer = byte_level_tokenizer()
+    said = "more ⁂answer⁂ ⁂answer 0⁂ ⁂answer 1⁂ and more"
+    talk = Conversation(ChatRenderer(tokenizer, rewritten_history=how), Start([user(said)]))
+    ids = [*tokenizer.encode("ok"), ends(tokenizer)]
+    for _ in range(2):
+        talk.answered(ids, [-1.0] * len(ids), True)
+        talk.follow(Turn([user(said)]), goes_on=True)
+    assert talk.starts == [0]
+    assert tokenizer.decode(talk.sequence).count(said) == 3

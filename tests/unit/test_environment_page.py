@@ -30,3 +30,29 @@ def test_the_page_s_environment_counts(pool):
     wrong = call("step", {"role": "assistant", "content": "many"})
     assert (wrong.score, wrong.done, wrong.parts) == (0.0, True, {"accuracy": 0.0})
     assert call("close") is None
+
+
+def test_the_page_s_tools_are_called(tmp_path):
+    """The subclass of the page shows its function, answers a call, and scores the answer."""
+    source = next(
+        block for block in PAGE.split("```python\n")[1:] if block.startswith("# my_tools.py")
+    )
+    path = tmp_path / "my_tools.py"
+    path.write_text(source.split("```", 1)[0])
+    kwargs = {"form": "plain"}
+    pool = EnvironmentPool(f"{path}:Secret", kwargs, ["prompt"])
+
+    def call(name, argument=None):
+        return pool.call([Call(0, name, argument, 30.0)])[0].value
+
+    try:
+        start = call("begin", (3, {"prompt": "Which number is it?"}))
+        assert "is_below(number)" in start.messages[0]["content"]
+        text = 'call is_below {"number": 50}'
+        turn = call("step", {"role": "assistant", "content": text})
+        assert (turn.score, turn.done) == (None, False)
+        assert "yes" in turn.messages[0]["content"]
+        end = call("step", {"role": "assistant", "content": " 42\n"})
+        assert (end.score, end.done, end.parts) == (1.0, True, {"accuracy": 1.0})
+    finally:
+        pool.close()

@@ -13,6 +13,8 @@ import pytest
 from reward_cases import gone
 
 from aligner import child_process
+from aligner.config import PromptSourceConfig
+from aligner.data.prompts import EpisodeDataset, columns_of_rows
 from aligner.environments import Start, Turn
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import check_start, check_turn
@@ -226,6 +228,7 @@ def test_coroutines_share_a_loop(module):
         ("NoStep", {"other": 1}, [], "has no method step"),
         ("Echo", {"turns": 1}, ["turns"], "turns would be given twice"),
         ("Echo", {}, ["seed"], "seed would be given twice"),
+        ("Echo", {}, ["self"], "self would be given twice"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_at_once(module, name, kwargs, columns, said):
@@ -236,6 +239,32 @@ def test_a_class_that_cannot_be_used_is_refused_at_once(module, name, kwargs, co
 def test_columns_that_the_constructor_does_not_take_are_refused():
     with pytest.raises(ConfigError, match=r"is made with seed, the columns .*\*\*columns"):
         EnvironmentPool("aligner.environments.tools:ToolEnv", {}, ["prompt"])
+
+
+def test_a_row_that_lacks_a_column_is_named_at_once(tmp_path):
+    """Training rows have a word and a level; one of validation has no level."""
+    (tmp_path / "mine.py").write_text(
+        "class Game:\n"
+        "    def __init__(self, seed, level, word=None): ...\n"
+        "    def init(self): ...\n"
+        "    def step(self, message): ...\n"
+        "def agent(base_url, api_key, seed, level, **columns): ...\n"
+    )
+    (tmp_path / "a.jsonl").write_text('{"level": 1, "word": "a"}\n{"level": 2}\n')
+    (tmp_path / "b.jsonl").write_text('{"level": null}\n{"word": "b"}\n')
+    train, held_out = (
+        EpisodeDataset.read(PromptSourceConfig(str(tmp_path / name)), 10, None)
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    fine = columns_of_rows({"data.train": train, "data.validation": None})
+    assert fine == {"level": None, "word": "row 1 of data.train"}
+    EnvironmentPool(f"{tmp_path}/mine.py:Game", {}, fine).close()
+    lacking = columns_of_rows({"data.train": train, "data.validation": held_out})
+    assert lacking["level"] == "row 1 of data.validation"
+    said = r"row 1 of data.validation has no 'level': missing a required argument: 'level'"
+    for name, runs_agents in (("Game", False), ("agent", True)):
+        with pytest.raises(ConfigError, match=said):
+            EnvironmentPool(f"{tmp_path}/mine.py:{name}", {}, lacking, runs_agents=runs_agents)
 
 
 def test_what_environments_return_is_checked():

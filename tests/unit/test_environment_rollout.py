@@ -23,7 +23,7 @@ from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import Answer, EnvironmentPool, Failure
 from aligner.environments.worker import Host
-from aligner.errors import ConfigError, EnvironmentCallError
+from aligner.errors import EnvironmentCallError
 
 TOKENIZER = byte_level_tokenizer()
 MOST = 4  # tokens of a response
@@ -305,8 +305,8 @@ def test_parts_are_summed_over_turns():
 
 
 def test_first_messages_that_leave_no_room_are_refused():
-    with pytest.raises(ConfigError, match=r"environment.max_tokens=20: the first messages"):
-        collected(envs.Echo, [{}], max_tokens=20)
+    with pytest.raises(EnvironmentCallError, match=r"retries=0.*max_tokens=20: the first"):
+        collected(envs.Echo, [{}], max_tokens=20, retries=0)
 
 
 def test_a_transcript_says_who_said_what():

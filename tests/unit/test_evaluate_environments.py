@@ -100,7 +100,7 @@ def test_the_numbers_are_those_of_validation(tiny_nemo, tmp_path):
     assert lines[0]["turns"][0]["answer"][0]["content"] in page
 
 
-def test_what_is_not_scored_is_in_no_mean(tiny_nemo, tmp_path):
+def test_what_is_not_scored_is_wrong(tiny_nemo, tmp_path):
     shutil.copy(Path(__file__).with_name("user_environments.py"), tmp_path / "mine.py")
     rows = [{"what": None}, {"what": "is_not_scored"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -111,8 +111,9 @@ def test_what_is_not_scored_is_in_no_mean(tiny_nemo, tmp_path):
         environment={**GAME, "factory": f"{tmp_path / 'mine.py'}:Does", "kwargs": {"turns": 2}},
     )
     found = {name: one["value"] for name, one in sets["mine"]["estimates"].items()}
-    assert found["rewards"] == 3.0  # of the first row alone: 1 and 2
-    assert found["accuracy"] == 1.0
+    assert found["rewards"] == 1.5  # 1 and 2 of the first row, 0 of the other
+    assert found["accuracy"] == sets["mine"]["metrics"]["accuracy"] == 0.5
+    assert sets["mine"]["metrics"]["accuracy_of_answered"] == 1.0
     assert found["pass@2"] == found["mean@2"] == 0.5
     assert sets["mine"]["metrics"]["unscored_samples"] == 2
     assert [line["is_scored"] for line in lines] == [True, True, False, False]

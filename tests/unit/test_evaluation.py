@@ -164,7 +164,7 @@ def validator(request, tiny_nemo, tmp_path_factory):
                 "critic": {"global_batch_size": 8},
                 "policy": {"backend": request.param},
                 "reward": {"function": "a.b"},
-                "data": {"train": {"source": "x.jsonl"}},
+                "data": {"train": {"source": "x.jsonl"}, "validation": {"source": "v.jsonl"}},
                 "validation": validation,
             }
         )

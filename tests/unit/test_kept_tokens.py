@@ -284,5 +284,8 @@ def test_refusals(ppo, others, message):
 def test_vllm_may_record():
     ppo = {"sampling_params": {"top_k": 8}}
     configured("m.nemo", VLLM, record_kept_tokens=8, **ppo)
-    greedy = {"validation": {"top_k": 0, "use_greedy": True}}
+    greedy = {
+        "validation": {"top_k": 0, "use_greedy": True},
+        "data": {"train": {"source": "x.jsonl"}, "validation": {"source": "v.jsonl"}},
+    }
     configured("m.nemo", {**VLLM, **greedy}, record_kept_tokens=8, **ppo)

@@ -186,7 +186,7 @@ def test_bad_row_is_named(tmp_path, tokenizer, line, message):
 
 def test_bytes_that_are_no_text(tmp_path, tokenizer):
     (tmp_path / "x.jsonl").write_bytes(b'\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match="line 2: not JSON"):
+    with pytest.raises(DataError, match="line 2: not UTF-8"):
         load_set(PromptDataset, tmp_path / "x.jsonl", tokenizer)
 
 

@@ -11,6 +11,7 @@ from aligner.data.supervised import (
     collate_examples,
     encode_chat,
     encode_pair,
+    response_note,
 )
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, DataError
@@ -50,6 +51,7 @@ def test_the_prompt_keeps_its_tokens():
 
     class Merging:
         eos_id = 0
+        end_ids = (0,)
 
         def encode(self, text):
             return [100] if text == "ab" else [ord(letter) for letter in text]
@@ -71,11 +73,56 @@ def test_every_answer_of_a_chat(tmp_path, tokenizer):
     assert learned_text(tokenizer, last) == [f"8{eos}"]
 
 
+def test_every_answer_of_a_response_of_several_turns(tmp_path, tokenizer):
+    """Every form of a row teaches the answers behind its prompt, and no answer of the prompt."""
+    chat = CHAT[1:]
+    eos = tokenizer.decode([tokenizer.eos_id])
+    rows = [
+        {"response": chat},
+        {"prompt": "2+3?", "response": chat},
+        {"prompt": chat[:1], "response": chat[1:]},
+        {"prompt": chat[:1], "response": chat},
+        {"prompt": chat[:3], "response": chat[3:]},
+        {"prompt": chat[:3], "response": chat},
+    ]
+    texts = [learned_text(tokenizer, each) for each in load(tmp_path, tokenizer, rows)]
+    assert texts == [[f"5{eos}", f"8{eos}"]] * 4 + [[f"8{eos}"]] * 2
+    rows = [{"prompt": chat[:1], "response": chat[1:]}]
+    with_system = load(tmp_path, tokenizer, rows, system_prompt="Add.")[0]
+    assert learned_text(tokenizer, with_system) == [f"5{eos}", f"8{eos}"]
+    last = load(tmp_path, tokenizer, rows, learn="last")[0]
+    assert learned_text(tokenizer, last) == [f"8{eos}"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_response_that_ends_with_the_end_token_gets_no_second_end(tmp_path, tokenizer, chat):
+    eos = tokenizer.decode([tokenizer.eos_id])
+    rows = [{"prompt": "2+3=", "response": end} for end in ("5", f"5{eos}")]
+    plain, spelt = load(tmp_path, tokenizer, rows, chat=chat)
+    assert plain.ids == spelt.ids
+    assert learned_text(tokenizer, spelt) == [f"5{eos}"]
+
+
+def test_plain_text_that_spells_an_end_token_is_learned_whole(tmp_path, tokenizer):
+    eos = tokenizer.decode([tokenizer.eos_id])
+    example = load(tmp_path, tokenizer, [{"prompt": "q", "response": f"a {eos} b"}])[0]
+    assert learned_text(tokenizer, example) == [f"a {eos} b{eos}"]
+
+
+def test_the_note_counts_the_tokens_of_responses(tmp_path, tokenizer):
+    rows = [{"prompt": "2+3=", "response": "5"}, {"prompt": "44+4=", "response": "48"}]
+    examples = load(tmp_path, tokenizer, rows)
+    note = response_note([examples[0], examples[1]], tokenizer)
+    assert note.startswith("5 of 14 tokens")
+    assert f"2+3=⟦5{tokenizer.decode([tokenizer.eos_id])}⟧" in note
+
+
 def test_a_template_without_an_end_gets_one(tokenizer):
     class Plain:
         eos_id = turn_end_id = tokenizer.eos_id
         end_ids = (tokenizer.eos_id,)
         encode = staticmethod(tokenizer.encode)
+        decode = staticmethod(tokenizer.decode)
 
         def apply_chat_template(self, messages, *, add_generation_prompt=True):
             text = "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
@@ -92,6 +139,7 @@ def test_a_template_that_forgets_is_refused(tokenizer):
         eos_id = turn_end_id = tokenizer.eos_id
         end_ids = (tokenizer.eos_id,)
         encode = staticmethod(tokenizer.encode)
+        decode = staticmethod(tokenizer.decode)
 
         def apply_chat_template(self, messages, *, add_generation_prompt=True):
             return "".join(m["content"] for m in messages[-2:]) + ">" * add_generation_prompt
@@ -152,6 +200,13 @@ def test_too_long_is_dropped_and_counted(tmp_path, tokenizer):
         ({"messages": CHAT[2:3]}, {"messages_column": "messages"}, "nothing was asked before"),
         ({"messages": "hi"}, {"messages_column": "messages"}, "must be a list of chat messages"),
         ({"prompt": CHAT, "response": "5"}, {}, "nothing is left to answer"),
+        ({"messages": CHAT}, {}, "data.messages_column=messages"),
+        ({"prompt": "x", "response": "5"}, {"system_prompt": "Add."}, "data.system_prompt is set"),
+        (
+            {"messages": [*CHAT[:2], {"role": "assistant", "content": "a <|im_end|> b"}]},
+            {"messages_column": "messages"},
+            "message 2 of the chat spells the end token",
+        ),
     ],
 )
 def test_bad_row_is_named(tmp_path, tokenizer, row, options, message):

@@ -1,6 +1,7 @@
 """When engines give their memory back and take it again; vLLM's place has what notes calls."""
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -129,7 +130,8 @@ def generation_on(cluster, **vllm):
             "model": {"restore_from_path": "m.nemo"},
             "reward": {"function": "a:b"},
             "data": {"train": {"source": "x.jsonl"}},
-            "generation": {"vllm": vllm},
+            "cluster": {"engine": "ray"},
+            "generation": {"backend": "vllm", "vllm": {"python": sys.executable, **vllm}},
         }
     )
     policy = RefitSource()

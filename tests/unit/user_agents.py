@@ -133,6 +133,12 @@ def unscored(policy, task):
     policy.ask([said("?")])
 
 
+def earns_too_much(policy, task):
+    for _ in range(2):
+        policy.ask([said("?")])
+        policy.reward(3e38)
+
+
 def asks_nothing(policy, task):
     print("nothing to do")
 

@@ -19,7 +19,7 @@ from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
-from aligner.data.prompts import EpisodeDataset, PromptDataset
+from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.distributed import accelerator
 from aligner.distributed.collectives import is_rank_zero, on_rank_zero
 from aligner.observe.estimates import Estimate
@@ -39,7 +39,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         asked.check_room(longest)
         columns = frozenset.intersection(*(prompts.column_names for prompts in sets.values()))
         source = load_reward(asked.run, asked.engine, asked.tokenizer, columns, closing)
-        talks = open_environments(asked.run, asked.tokenizer, asked.architecture, columns, closing)
+        rows = columns_of_rows({f"data.sets.{name}": each for name, each in sets.items()})
+        talks = open_environments(asked.run, asked.tokenizer, asked.architecture, rows, closing)
         engine, workers = asked.start(longest, console.print)
         judge = Judge.of(source.start(workers), config.final_answer, "final_answer")
         asking = asked.asking(engine, config.sampling.samples_per_prompt)

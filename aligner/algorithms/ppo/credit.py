@@ -89,7 +89,8 @@ class Credit:
         metrics |= _named("train_rollouts/advantages", statistics(batch["advantages"], states))
         if trainer.normalize_advantages:
             batch["advantages"] = masked_whiten(batch["advantages"], mask, over=states)
-        mean = statistics(shaped, batch.get("is_scored"))["mean"]
+        scored = batch["is_scored"] + batch["sample_mask"] if "is_scored" in batch else None
+        mean = statistics(shaped, scored)["mean"]
         metrics["train_rollouts/shaped_rewards"] = mean.item()
         metrics["train_rollouts/masked_samples"] = int((batch["sample_mask"] == 0).sum())
         if kl is None:

@@ -80,7 +80,7 @@ def train_ppo(config: RunConfig) -> None:
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
         policy_loss, estimator = make_policy_loss(config), make_estimator(config)
-        environments = load_environments(run, columns)
+        environments = load_environments(run, prompts)
         prompts = of_dry_run(run, prompts)
         for attempt in run.attempts():
             with attempt:

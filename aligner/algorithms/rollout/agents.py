@@ -7,7 +7,7 @@ clock stands still as long as the engine owes it an answer.
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from aligner.algorithms.rollout.trajectories import (
     attempt,
     check_scored,
     environment_seed,
+    total_parts,
     transcript,
 )
 from aligner.batches.batched_data_dict import BatchedDataDict
@@ -27,7 +28,8 @@ from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
-from aligner.environments.protocol import Turn
+from aligner.environments.protocol import Turn, check_total
+from aligner.errors import DataError
 from aligner.serving.queue import sample_id
 from aligner.serving.sessions import Limits, Session, Sessions
 
@@ -80,7 +82,7 @@ class Agents:
         self._active: list[_Agent] = []
         self._free = list(range(config.concurrency))
         self._ended: dict[int, Trajectory] = {}
-        self._failures = Failures(config.retries)
+        self._failures = Failures(config)
         self._limits = Limits(config.max_turns, config.max_tokens)
         self._stopping, self._over = threading.Event(), threading.Event()
         self._error: Exception | None = None
@@ -190,7 +192,7 @@ class Agents:
         return None
 
     def _end(self, one: _Agent, found: Answer | Failure) -> None:
-        """Take what an agent left: a trajectory, or a failure after which it begins again.
+        """Take what an agent left: a trajectory, or a failure (`Failures`).
 
         Behind a limit it does not matter how it ended, unless the engine failed.
         """
@@ -203,17 +205,25 @@ class Agents:
         if not session.order and (isinstance(found, Answer) or is_cut):
             turn = found.value if isinstance(found, Answer) else Turn()
             found = Failure("env_error", self._without_answer(session, turn))
-        if isinstance(found, Failure) and not (is_cut and session.order):
-            one.failures.append(found.reason)
-            self._failures.add(found)
-            self._waiting.append(one)
-            return
         info: dict[str, Any] = {}
         if isinstance(found, Answer):
             info = dict(found.value.info)
             if found.value.reward is not None:
                 session.set_reward(found.value.reward)
-        reason = session.exceeded or "done"
+        try:
+            check_total(turn.score for turn in session.rewards.values())
+        except DataError as error:
+            if not by_engine:
+                found = Failure("env_error", f"agent {self._pool.factory!r}: {error}")
+                is_cut = False
+        reason: EndReason = session.exceeded or "done"
+        if isinstance(found, Failure) and not (is_cut and session.order):
+            one.failures.append(found.reason)
+            if not self._failures.add(found, len(session.order)):
+                self._waiting.append(one)
+                return
+            session.rewards.clear()
+            reason, info = "failed", {"failure": found.text}
         self._ended[one.row] = trajectory_of(session, self._tokenizer, reason, one.failures, info)
 
     def _without_answer(self, session: Session, turn: Turn) -> str:
@@ -261,14 +271,12 @@ def trajectory_of(
         record.answer = [{"role": "agent", "content": heard[turn + 1]}]
     rewards = [0.0] * len(ids)
     last_of = {turn: at for at, turn in enumerate(turn_ids)}
-    parts: Counter[str] = Counter()
     begin = 0
     for answers, given in session.rewards.items():
         turn = max((place[answer] for answer in session.order[begin:answers]), default=1)
         begin = answers
         turns[turn - 1].reward, turns[turn - 1].parts = given.score, given.parts
         rewards[last_of[turn]] = given.score or 0.0
-        parts.update(given.parts)
     turns[-1].info = info
     return Trajectory(
         prompt=heard[1],
@@ -279,7 +287,7 @@ def trajectory_of(
         logprobs=logprobs,
         rewards=rewards,
         is_scored=any(turn.reward is not None for turn in turns),
-        parts=dict(parts),
+        parts=total_parts(turns),
         end_reason=reason,
         forks=len(session.sequences) - 1,
         text=transcript(turns),

@@ -8,6 +8,7 @@ The tokens of a trajectory depend on the run's seed, its sample id and what its 
 
 import dataclasses
 import logging
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,7 +85,7 @@ class EndpointRollouts(RolloutSource):
         config: SamplingRunConfig,
         tokenizer: Tokenizer,
         architecture: GPTArchitecture,
-        columns: frozenset[str],
+        columns: Collection[str],
         closing: ExitStack,
     ) -> None:
         """Start the server and the first agent's process.
@@ -164,7 +165,8 @@ class EndpointRollouts(RolloutSource):
             return here.rows()
 
         found = on_rank_zero(rows)
-        return rollout_batch(data, found, self._tokenizer.pad_id, with_positions=True)
+        pad_id, unscored = self._tokenizer.pad_id, self._config.unscored
+        return rollout_batch(data, found, pad_id, with_positions=True, unscored=unscored)
 
     def begin(
         self, generation: BackgroundGeneration, data: BatchedDataDict, *, seed: int, per_prompt: int
@@ -172,7 +174,7 @@ class EndpointRollouts(RolloutSource):
         """Nothing: the configuration refuses it."""
         raise NotImplementedError
 
-    def _started(self, columns: frozenset[str]) -> EnvironmentPool:
+    def _started(self, columns: Collection[str]) -> EnvironmentPool:
         config = self._config
         source = config.words or config.factory
         assert source is not None, "checked with the configuration"

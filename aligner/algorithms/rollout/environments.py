@@ -29,6 +29,7 @@ from aligner.algorithms.rollout.trajectories import (
     engine_survives,
     environment_seed,
     rollout_batch,
+    total_parts,
     transcript,
 )
 from aligner.batches.batched_data_dict import BatchedDataDict
@@ -36,10 +37,11 @@ from aligner.config import EnvironmentConfig, SamplingOptions
 from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import is_rank_zero, on_rank_zero
-from aligner.environments.conversation import ChatRenderer, Conversation
+from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure, engine_failure
 from aligner.environments.protocol import Turn
-from aligner.errors import ConfigError
+from aligner.errors import DataError
+from aligner.importing import describe_exception
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.rewards.interface import ScoredResponses
 
@@ -98,9 +100,10 @@ class EnvironmentRollouts(RolloutSource):
 
         Raises:
             EnvironmentCallError: more conversations, or calls of the engine, failed than
-                ``environment.retries``, or none was scored.
+                ``environment.retries``, or none was scored. Messages that cannot be rendered, or
+                leave no room for an answer, are failures.
             Exception: what the engine raised, where `engine_survives` says no.
-            DataError: messages cannot be rendered, or leave no room for an answer.
+            RewrittenHistoryError: a template rewrites what was said, which is to be refused.
         """
         options: dict[str, Any] = {}
         length = self._response_length
@@ -135,6 +138,7 @@ class EnvironmentRollouts(RolloutSource):
             _of(here, _Conversations.rows),
             self._tokenizer.pad_id,
             with_positions=self._config.rewritten_history == "fork",
+            unscored=self._config.unscored,
         )
 
     def begin(
@@ -150,11 +154,11 @@ class EnvironmentReward:
     """Rewards that environments gave while a rollout was sampled (`RewardInterface`)."""
 
     def get_rewards(self, data: BatchedDataDict) -> ScoredResponses:
-        """Sum of each conversation's rewards, and its further numbers summed over turns.
+        """Sum of each conversation's rewards, and its further numbers (`total_parts`).
 
         Reads ``turn_rewards`` float32 [B, S], ``turn_ids`` int64 [B, S] and the lists of
         `EnvironmentRollouts.collect`. A conversation that lacks a number that others have counts 0
-        for it; one without any reward is not scored, and ``is_scored`` is 0.
+        for it; the reward of one without any is 0.
         """
         parts = data["reward_parts"]
         names = dict.fromkeys(name for row in parts for name in row)
@@ -216,7 +220,7 @@ class _Conversations:
         self._active: list[_Waiting] = []
         self._free = list(range(config.concurrency))
         self._ended: dict[int, Trajectory] = {}
-        self._failures = Failures(config.retries)
+        self._failures = Failures(config)
 
     def add(self, data: BatchedDataDict, seed: int, per_prompt: int) -> None:
         """Have a conversation for every row of ``data``."""
@@ -257,9 +261,12 @@ class _Conversations:
             reason = self._end_reason(one, turn)
             if reason is None:
                 self._active.append(one)
+                continue
+            closing.append(one)
+            if isinstance(reason, Failure):
+                self._fail(one, reason)
             else:
                 self._ended[one.row] = _trajectory(one, reason)
-                closing.append(one)
         self._close(closing)
 
     def unanswered(self, failure: Failure) -> None:
@@ -267,7 +274,7 @@ class _Conversations:
         under_way, self._active = self._active, []
         self._close(under_way)
         for one in under_way:
-            self._begin_again(one, failure)
+            self._fail(one, failure)
 
     def rows(self) -> list[Trajectory]:
         """The conversations in the order of their rows.
@@ -292,30 +299,52 @@ class _Conversations:
         ]
         for one, answer in zip(starting, self._pool.call(calls), strict=True):
             start = self._value_of(one, answer)
-            if start is not None:
+            if start is None:
+                continue
+            try:
                 one.conversation, one.kept = Conversation(self._renderer, start), []
                 self._check_room(one.talk)
                 self._active.append(one)
+            except Exception as error:  # whatever a tokenizer or a template raises
+                self._close([one])
+                self._fail(one, self._unusable(error))
 
     def _value_of(self, one: _Waiting, answer: Answer | Failure) -> Any:
-        """Return value of a call; None: it failed, and the conversation will begin again."""
+        """Return value of a call; None: it failed."""
         if isinstance(answer, Answer):
             one.seconds += answer.seconds
             return answer.value
         self._free.append(one.slot)
-        self._begin_again(one, answer)
+        self._fail(one, answer)
         return None
 
-    def _begin_again(self, one: _Waiting, failure: Failure) -> None:
-        one.failures.append(failure.reason)
-        self._failures.add(failure)
-        one.conversation = None
-        self._waiting.append(one)
+    def _unusable(self, error: Exception) -> Failure:
+        """Failure of an environment whose messages or rewards cannot be used."""
+        text = f"environment {self._pool.factory!r}: {describe_exception(error)}"
+        return Failure("env_error", text, error)
 
-    def _end_reason(self, one: _Waiting, turn: Turn) -> EndReason | None:
+    def _fail(self, one: _Waiting, failure: Failure) -> None:
+        """Take the end of a conversation as a sample of reward 0, or begin it again."""
+        turns = [] if one.conversation is None else one.talk.turns
+        one.failures.append(failure.reason)
+        if not self._failures.add(failure, len(turns)):
+            one.conversation = None
+            self._waiting.append(one)
+            return
+        for turn in turns:
+            turn.reward, turn.parts, turn.steps = None, {}, []
+        turns[-1].info = {"failure": failure.text}
+        self._ended[one.row] = _trajectory(one, "failed")
+
+    def _end_reason(self, one: _Waiting, turn: Turn) -> EndReason | Failure | None:
         """Take the environment's answer; why the conversation ends, None: it goes on."""
         last = len(one.talk.turns) >= self._config.max_turns
-        one.talk.follow(turn, goes_on=not (turn.done or last))
+        try:
+            one.talk.follow(turn, goes_on=not (turn.done or last))
+        except RewrittenHistoryError:
+            raise
+        except Exception as error:  # whatever a tokenizer or a template raises
+            return self._unusable(error)
         if turn.done:
             return "done"
         if last:
@@ -338,7 +367,7 @@ class _Conversations:
 
     def _check_room(self, talk: Conversation) -> None:
         if not self._has_room(talk):
-            raise ConfigError(
+            raise DataError(
                 f"environment.max_tokens={self._config.max_tokens}: the first messages of a "
                 f"conversation have {len(talk.ids)} tokens, and a response may have "
                 f"{self._response_length} more; raise it, or lower length_params.max_length (the "
@@ -359,9 +388,6 @@ def _of(here: _Conversations | None, action: Callable[[_Conversations], T]) -> T
 def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
     talk = one.talk
     length = talk.length
-    parts: Counter[str] = Counter()
-    for turn in talk.turns:
-        parts.update(turn.parts)
     return Trajectory(
         prompt=talk.prompt,
         prompt_length=talk.prompt_length,
@@ -371,7 +397,7 @@ def _trajectory(one: _Waiting, reason: EndReason) -> Trajectory:
         logprobs=talk.logprobs[:length],
         rewards=talk.rewards,
         is_scored=any(turn.reward is not None or turn.steps for turn in talk.turns),
-        parts=dict(parts),
+        parts=total_parts(talk.turns),
         end_reason=reason,
         forks=talk.forks,
         text=transcript(talk.turns),

@@ -14,7 +14,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import SamplingRunConfig
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler, Split
-from aligner.data.prompts import EpisodeDataset, PromptDataset
+from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import on_rank_zero
 from aligner.environments.calls import form_of
@@ -99,8 +99,11 @@ def longest_opening(config: SamplingRunConfig, architecture: GPTArchitecture) ->
     return environment.max_tokens - config.model.rollout.length_params.max_length
 
 
-def load_environments(run: Run[SamplingRunConfig], columns: frozenset[str]) -> RolloutSource | None:
+def load_environments(run: Run[SamplingRunConfig], prompts: Prompts) -> RolloutSource | None:
     """The environments of a run; see `open_environments`. They end with the run."""
+    further = {f"validation.sets.{name}": each for name, each in prompts.sets.items()}
+    own = {"data.train": prompts.train, "data.validation": prompts.validation}
+    columns = columns_of_rows({**own, **further})
     return open_environments(run.config, run.tokenizer, run.architecture, columns, run.closing)
 
 
@@ -108,13 +111,13 @@ def open_environments(
     config: SamplingRunConfig,
     tokenizer: Tokenizer,
     architecture: GPTArchitecture,
-    columns: frozenset[str],
+    columns: Mapping[str, str | None],
     closing: ExitStack,
 ) -> RolloutSource | None:
     """Environments, their processes started on rank 0; None: the configuration has none.
 
-    ``columns``: of the data. ``closing`` ends them. A dry run has none: its responses are as long
-    as a conversation may be.
+    ``columns``: of `columns_of_rows`. ``closing`` ends them. A dry run has none: its responses are
+    as long as a conversation may be.
 
     Raises:
         ConfigError: the class or function cannot be imported, or cannot be made of the columns, or

@@ -17,7 +17,7 @@ from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptio
 from aligner.data.prompts import PromptBatch
 from aligner.losses.advantages import has_reward_variance, token_rewards
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
-from aligner.observe.diagnostics import rollout_metrics
+from aligner.observe.diagnostics import rollout_metrics, statistics
 from aligner.observe.samples import Sample
 from aligner.rewards.interface import RewardInterface
 
@@ -150,8 +150,9 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     """Add ``rewards``, ``responses`` and ``is_right`` to a rollout; return its metrics.
 
     ``is_right``: float32 [B], the verifier's verdict; where it has none, a reward of at
-    least 1. The names of the metrics have no prefix. Of conversations some may not be scored
-    (``is_scored`` float32 [B]), which are left out of means of rewards.
+    least 1. The names of the metrics have no prefix. Conversations that do not count
+    (``sample_mask`` float32 [B]) are left out of means of rewards; ``accuracy_of_answered`` is of
+    those that were scored (``is_scored`` float32 [B]).
     """
     scored = reward.get_rewards(batch)
     batch["rewards"], batch["responses"] = scored.rewards, scored.responses
@@ -160,7 +161,9 @@ def score(reward: RewardInterface, batch: BatchedDataDict) -> dict[str, float]:
     metrics = rollout_metrics(batch)
     right, values = (scored.rewards >= 1).float(), dict(scored.parts)
     if "is_scored" in batch:
-        rows = batch["is_scored"].nonzero().flatten().tolist()
+        answered = statistics(batch["is_right"], batch["is_scored"])["mean"]
+        metrics["accuracy_of_answered"] = answered.item()
+        rows = batch["sample_mask"].nonzero().flatten().tolist()
         right, values = (
             right[rows],
             {name: [each[row] for row in rows] for name, each in values.items()},
@@ -196,8 +199,9 @@ def shape_turn_rewards(
     """`shape_rewards` of conversations: rewards of turns, and which samples count.
 
     ``R <- clamp(scale * R, ±clip)`` of each turn; the penalty is of the last. Reads
-    ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and ``is_scored``
-    float32 [B], 0 where nothing was scored. Returns float32 [B, S] and a sample mask [B].
+    ``turn_rewards`` float32 [B, S], ``token_mask`` [B, S], ``is_end`` bool [B] and ``sample_mask``
+    float32 [B], without which those count that were scored (``is_scored``) or that did not end
+    properly. Returns float32 [B, S] and a sample mask [B].
     """
     shaped, ended = shaping.scale * batch["turn_rewards"], batch["is_end"].float()
     if shaping.clip is not None:
@@ -206,7 +210,8 @@ def shape_turn_rewards(
         charged, turns = improper.penalty * (1 - ended), batch.get("turn_ids")
         penalties = token_rewards(charged, None, batch["token_mask"], 0.0, turn_ids=turns)
         shaped = shaped - penalties
-    return shaped, batch["is_scored"] * ended if improper.mode == "mask" else batch["is_scored"]
+    counts = batch.get("sample_mask", torch.maximum(batch["is_scored"], 1 - ended))
+    return shaped, counts * ended if improper.mode == "mask" else counts
 
 
 def samples_of(batch: BatchedDataDict, step: int, split: Any, count: int) -> list[Sample]:

@@ -3,7 +3,7 @@
 import logging
 import random
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import EnvironmentConfig
 from aligner.data.prompts import pad_right
 from aligner.distributed.collectives import gather_objects
 from aligner.environments.conversation import TurnRecord
@@ -21,8 +22,8 @@ from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
 
-EndReason = Literal["done", "max_turns", "max_tokens"]
-END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens")
+EndReason = Literal["done", "max_turns", "max_tokens", "failed"]
+END_REASONS: tuple[EndReason, ...] = ("done", "max_turns", "max_tokens", "failed")
 
 # They tell of what was asked, or of the code: the next call would raise them again.
 _NOT_OF_THE_ENGINE = (
@@ -59,16 +60,27 @@ class Trajectory:
     kept: Sequence[KeptTokens] = ()
 
 
-class Failures:
-    """Conversations of a rollout that failed, and begin again."""
+def total_parts(turns: Iterable[TurnRecord]) -> dict[str, float]:
+    """Further numbers of ``turns``, in the order of time: their sums; of ``accuracy`` the last."""
+    total: dict[str, float] = {}
+    for turn in turns:
+        for name, value in turn.parts.items():
+            total[name] = value if name == "accuracy" else total.get(name, 0.0) + value
+    return total
 
-    def __init__(self, retries: int) -> None:
-        """``retries``: so many may fail."""
-        self._retries = retries
+
+class Failures:
+    """Conversations of a rollout that failed."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Set up; ``environment.retries`` conversations may begin again."""
+        self._config = config
         self._known: list[Failure] = []
 
-    def add(self, failure: Failure) -> None:
-        """Count one more.
+    def add(self, failure: Failure, turns: int) -> bool:
+        """Count one more, of a conversation with so many turns, which begins again.
+
+        Returns true where it is a sample of reward 0 instead, by ``environment.failed``.
 
         A call of the engine that failed counts once, however many conversations waited for it and
         bring its `Failure`: else it would spend any budget below ``environment.concurrency``.
@@ -77,19 +89,23 @@ class Failures:
             EnvironmentCallError: that is one too many; its cause is what the engine raised, where
                 the engine was the last to fail.
         """
+        if self._config.failed == "zero" and turns and failure.reason != "engine_error":
+            log.warning("a conversation failed and earns 0 (%s): %s", failure.reason, failure.text)
+            return True
         if any(failure is known for known in self._known):
-            return
+            return False
         self._known.append(failure)
         log.warning(
             "a conversation failed and begins again (%s): %s",
             *(failure.reason, failure.text),
             exc_info=failure.cause,
         )
-        if len(self._known) > self._retries:
+        if len(self._known) > self._config.retries:
             raise EnvironmentCallError(
                 f"{len(self._known)} conversations or calls of the engine failed in a rollout, "
-                f"more than environment.retries={self._retries}; the last: {failure.text}"
+                f"more than environment.retries={self._config.retries}; the last: {failure.text}"
             ) from failure.cause
+        return False
 
 
 def engine_survives(generation: GenerationInterface, error: Exception) -> bool:
@@ -128,21 +144,21 @@ def environment_seed(seed: int, sample_id: int, per_prompt: int) -> int:
 
 
 def check_scored(rows: Sequence[Trajectory], name: str) -> None:
-    """Refuse a rollout in which no conversation was scored.
+    """Refuse a rollout whose conversations all came to their end without a reward.
 
     Args:
         rows: all of its conversations.
         name: what scores them, for the message.
 
     Raises:
-        EnvironmentCallError: every reward was None.
+        EnvironmentCallError: every reward was None, and no limit is to blame.
     """
-    if rows and not any(each.is_scored for each in rows):
-        raise EnvironmentCallError(
-            f"environment {name!r} scored none of the {len(rows)} conversations of a rollout: "
-            "every reward was None; nothing can be learned of that (a conversation that is cut by "
-            "environment.max_turns or max_tokens has the rewards of its turns only)"
-        )
+    if not rows or any(each.is_scored for each in rows):
+        return
+    text = f"environment {name!r} scored none of the {len(rows)} conversations of a rollout: "
+    if all(each.end_reason == "done" for each in rows):
+        raise EnvironmentCallError(f"{text}every reward was None; nothing can be learned of that")
+    log.warning("%slimits or failures ended them (environment.max_turns, max_tokens, failed)", text)
 
 
 def transcript(turns: Sequence[TurnRecord]) -> str:
@@ -156,7 +172,12 @@ def transcript(turns: Sequence[TurnRecord]) -> str:
 
 
 def rollout_batch(
-    data: BatchedDataDict, rows: Sequence[Trajectory], pad_id: int, *, with_positions: bool
+    data: BatchedDataDict,
+    rows: Sequence[Trajectory],
+    pad_id: int,
+    *,
+    with_positions: bool,
+    unscored: Literal["zero", "mask"] = "zero",
 ) -> BatchedDataDict:
     """A rollout batch (`aligner.types`) of conversations, up to ``generation_logprobs``.
 
@@ -166,7 +187,11 @@ def rollout_batch(
         pad_id: fills tokens on the right.
         with_positions: rows may hold several sequences, and ``position_ids`` int64 [B, S] says
             where each begins.
+        unscored: of `EnvironmentConfig`. One that its environment ended without a reward does not
+            count in any case.
     """
+    counted = {"failed"} if unscored == "mask" else {"failed", "max_turns", "max_tokens"}
+    counts = [float(row.is_scored or row.end_reason in counted) for row in rows]
     ids, lengths = pad_right([row.ids for row in rows], pad_id)
     width = ids.shape[1]
     turn_ids = _padded([row.turn_ids for row in rows], width, torch.int64)
@@ -184,7 +209,7 @@ def rollout_batch(
             "sample_ids": data["sample_ids"],
             "is_end": torch.tensor([row.end_reason == "done" for row in rows]),
             "token_mask": (turn_ids > 0).float(),
-            "sample_mask": torch.tensor([float(row.is_scored) for row in rows]),
+            "sample_mask": torch.tensor(counts),
             "generation_logprobs": _padded([row.logprobs for row in rows], width, torch.float32),
             "turn_ids": turn_ids,
             "turn_rewards": _padded([row.rewards for row in rows], width, torch.float32),

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import (
     VALIDATION_SEED_OFFSET,
@@ -72,8 +74,8 @@ class Evaluation:
 
     ``metrics``: of the rollout, without a prefix. ``estimates``: mean@n, pass@k and maj@k; of
     single responses only ``accuracy`` and ``rewards``. ``batch``: the scored rollout, with
-    ``answers`` where there are several responses to a prompt. A conversation that was not scored is
-    in no mean of ``accuracy`` and ``rewards``, and not right in the others.
+    ``answers`` where there are several responses to a prompt. A conversation that was not scored
+    earns 0 and is not right.
     """
 
     metrics: dict[str, float]
@@ -103,16 +105,13 @@ class Judge:
         return cls(reward, load_function(final_answer, key=key))
 
     def evaluate(self, batch: BatchedDataDict, samples_per_prompt: int) -> Evaluation:
-        """Score a rollout that `ask` returned."""
+        """Score a rollout that `ask` returned; every conversation that was begun counts."""
+        batch["sample_mask"] = torch.ones(batch.size)
         metrics = score(self.reward, batch)
         rewards = _rows(batch["rewards"].tolist(), samples_per_prompt)
         right = _rows(batch["is_right"].tolist(), samples_per_prompt)
-        counts = [1.0] * batch.size
-        if "is_scored" in batch:
-            counts = batch["is_scored"].tolist()
-        scored = _rows(counts, samples_per_prompt)
         estimates = {
-            name: mean_over_prompts(_scored_means(values, scored))
+            name: mean_over_prompts([sum(row) / len(row) for row in values])
             for name, values in (("accuracy", right), ("rewards", rewards))
         }
         if samples_per_prompt > 1:
@@ -192,15 +191,6 @@ def _last_messages(batch: BatchedDataDict) -> list[str]:
     if "turns" not in batch:
         return batch["responses"]
     return [turns[-1]["content"] for turns in batch["turns"]]
-
-
-def _scored_means(values: list[list[float]], scored: list[list[float]]) -> list[float]:
-    """Mean of each prompt over its responses that were scored; prompts without any are left out."""
-    return [
-        sum(value * one for value, one in zip(row, counts, strict=True)) / sum(counts)
-        for row, counts in zip(values, scored, strict=True)
-        if any(counts)
-    ]
 
 
 def _rows(values: list, samples_per_prompt: int) -> list[list]:

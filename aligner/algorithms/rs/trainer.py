@@ -48,7 +48,7 @@ def train_rs(config: RSRunConfig) -> None:
         prompts = load_prompts(run)
         columns = prompts.train.column_names
         reward = load_reward(config, run.engine, run.tokenizer, columns, run.closing)
-        environments = load_environments(run, columns)
+        environments = load_environments(run, prompts)
         prompts = of_dry_run(run, prompts)
         for attempt in run.attempts():
             with attempt:
@@ -139,13 +139,13 @@ class RSTrainer:
             result = self.policy.train(kept, self.loss)
             self.policy.finish_training()
             self.generation.weights_changed()
+        earned = statistics(batch["rewards"][best], batch["sample_mask"][best])
         self.consumed_samples += batch.size
         self.updates += count_updates([result])
-        learned = statistics(batch["rewards"][best], batch["sample_mask"][best])
         metrics |= {
             **prefixed("train_optim", update_metrics([result])),
             "train_optim/optimizer_steps": self.updates,
-            "train_rollouts/kept_rewards": learned["mean"].item(),
+            "train_rollouts/kept_rewards": earned["mean"].item(),
             "progress/epoch": self.sampler.epoch,
             "progress/consumed_samples": self.consumed_samples,
         }

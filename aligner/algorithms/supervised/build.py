@@ -12,7 +12,8 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
 from aligner.config.rules.checks import check_longest_example, check_model_shares
 from aligner.data.dataset import D, PromptSampler, Split
-from aligner.data.supervised import ExampleDataset, collate_examples
+from aligner.data.prompts import PromptDataset
+from aligner.data.supervised import ExampleDataset, collate_examples, response_note
 from aligner.errors import ConfigError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.observe.startup import supervised_arithmetic
@@ -110,4 +111,8 @@ def supervised_summary(
     restores = ["model", "optimizer", "schedule", "data position"]
     dropped = examples.train.dropped_too_long
     notes = dropped_note(dropped, "training examples", "data.max_length")
+    if not isinstance(examples.train, PromptDataset):  # whose responses the student samples
+        train = examples.train
+        rows = (example for n in range(len(train)) for example in train[n].examples)
+        notes.append(response_note(rows, workers.tokenizer))
     return Summary(restores, batches, memory, longest, notes)

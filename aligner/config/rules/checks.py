@@ -21,6 +21,7 @@ from aligner.config.rules.environment import check_environment
 from aligner.config.rules.examples import check_distill, check_preference, check_reward_model
 from aligner.config.rules.generation import check_generation
 from aligner.config.rules.reward import check_reward
+from aligner.config.rules.unused import check_unused
 from aligner.config.run import (
     BaseRunConfig,
     DistillRunConfig,
@@ -57,6 +58,8 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
         _check_batches(config)
     if isinstance(config, RSRunConfig):
         _check_kept(config)
+    if isinstance(config, BaseRunConfig):
+        check_unused(config)
 
 
 def _check_supervised(config: SupervisedRunConfig) -> None:

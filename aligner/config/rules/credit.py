@@ -78,8 +78,8 @@ def _check_critic_free(config: "RunConfig", named: str) -> None:
     trainer = config.trainer.ppo
     if config.critic is not None:
         raise ConfigError(
-            f"{named} has no critic, and the section critic is given; start from "
-            "conf/gpt_reinforce.yaml (examples/train_gpt_reinforce.py), where it is null"
+            f"{named} has no critic, and the section critic is given; run aligner train-reinforce "
+            "(examples/train_gpt_reinforce.py), where critic is null, or set critic=null"
         )
     if trainer.normalize_advantages:
         raise ConfigError(

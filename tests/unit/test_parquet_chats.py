@@ -1,0 +1,120 @@
+"""Chats and tools in Parquet files: the nulls that Arrow adds are no part of a row."""
+
+import json
+
+import pyarrow as pa
+import pytest
+from loaded import load_set
+from pyarrow import parquet
+
+from aligner.data.preferences import PairDataset
+from aligner.data.prompts import PromptDataset
+from aligner.data.readers import read_rows
+from aligner.data.supervised import ExampleDataset
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import tokenizer_from_files
+
+TEMPLATE = (
+    "{% if tools %}{{ 'TOOLS ' + (tools | tojson) }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + (c.function | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    files = byte_level_tokenizer().files()
+    config = json.loads(files["tokenizer_config.json"]) | {"chat_template": TEMPLATE}
+    return tokenizer_from_files({**files, "tokenizer_config.json": json.dumps(config).encode()})
+
+
+def tool(name, **properties):
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
+
+
+def call(name, **arguments):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
+ROWS = [
+    {"tools": [tool("weather", town={"type": "string"})], "call": call("weather", town="Graz")},
+    {
+        "tools": [tool("add", terms={"type": "array", "items": {"type": "number"}})],
+        "call": call("add", terms=[1, 2]),
+    },
+    {"tools": [tool("now")], "call": call("now")},
+]
+USER = {"role": "user", "content": "do it"}
+
+
+def both(tmp_path, rows):
+    """The same rows as JSONL and as Parquet."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    return tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+
+
+def test_examples(tmp_path, tokenizer):
+    rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
+    lines, table = (
+        load_set(ExampleDataset, file, tokenizer, messages_column="messages")
+        for file in both(tmp_path, rows)
+    )
+    assert [each.ids for each in table] == [each.ids for each in lines]
+    assert "null" not in tokenizer.decode(table[0].ids)
+
+
+def test_prompts(tmp_path, tokenizer):
+    answer = {"role": "tool", "content": "here"}
+    rows = [{"prompt": [USER, row["call"], answer], "tools": row["tools"]} for row in ROWS]
+    lines, table = (
+        load_set(PromptDataset, file, tokenizer, ground_truth_column=None)
+        for file in both(tmp_path, rows)
+    )
+    assert [each.text for each in table] == [each.text for each in lines]
+
+
+def test_pairs(tmp_path, tokenizer):
+    rows = [
+        {
+            "prompt": [USER],
+            "chosen": [row["call"]],
+            "rejected": [{"role": "assistant", "content": "no"}],
+            "tools": row["tools"],
+        }
+        for row in ROWS
+    ]
+    lines, table = (load_set(PairDataset, file, tokenizer) for file in both(tmp_path, rows))
+    assert [each.chosen.ids for each in table] == [each.chosen.ids for each in lines]
+
+
+def test_columns_of_environments(tmp_path):
+    rows = [{"messages": [USER, row["call"]], "tools": row["tools"]} for row in ROWS]
+    lines, table = (list(read_rows(file)) for file in both(tmp_path, rows))
+    assert [row.columns for row in table] == [row.columns for row in lines]
+
+
+def test_other_columns_keep_their_nulls(tmp_path):
+    rows = [{"extra": {"hint": None, "index": 1}}, {"extra": {"hint": "h", "index": 2}}]
+    _, table = both(tmp_path, rows)
+    assert [row.columns for row in read_rows(table)] == rows
+
+
+def test_byte_order_marks(tmp_path):
+    """A UTF-8 file with a byte-order mark holds the same rows as without."""
+    mark = b"\xef\xbb\xbf"
+    for name, content in (
+        ("a.txt", b"2+3=\r\n4+4=\r\n"),
+        ("a.jsonl", b'{"prompt": "2+3="}\n{"prompt": "4+4="}\n'),
+        ("b.jsonl", b'\n{"prompt": "2+3="}\n{"prompt": "4+4="}\n'),
+    ):
+        (tmp_path / name).write_bytes(mark + content)
+        assert [row.columns["prompt"] for row in read_rows(tmp_path / name)] == ["2+3=", "4+4="]

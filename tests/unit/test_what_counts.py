@@ -1,0 +1,327 @@
+"""Which conversations are samples, and what they earn: cut ones, failed ones, unusable ones."""
+
+import itertools
+import logging
+
+import pytest
+import test_environment_rollout
+import torch
+import user_environments as envs
+from test_chat_data import chatml
+from test_endpoint_rollout import COMMAND, RUN, task
+from test_endpoint_rollout import collected as agents_collected
+from test_environment_rollout import TOKENIZER, HerePool, collected
+
+from aligner.algorithms.ppo.credit import Credit
+from aligner.algorithms.rollout.agents import trajectory_of
+from aligner.algorithms.rollout.environments import EnvironmentReward
+from aligner.algorithms.rollout.rollout import score
+from aligner.algorithms.rollout.trajectories import Trajectory, rollout_batch
+from aligner.algorithms.rollout.validation import Judge
+from aligner.algorithms.rs.trainer import best_of_each
+from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.config import ImproperEndConfig, TrainerPPOConfig
+from aligner.config.algorithms.trainer import AdvantageConfig
+from aligner.environments import Start, Turn
+from aligner.environments.protocol import check_turn
+from aligner.errors import DataError, EnvironmentCallError
+from aligner.serving.sessions import Session
+
+
+class Scripted:
+    """Answers each message with the next of the turns of ``script``, of the row's column."""
+
+    def __init__(self, seed, script):
+        self.script = iter(script)
+
+    def init(self):
+        return Start([{"role": "user", "content": "?"}])
+
+    def step(self, message):
+        turn = next(self.script)
+        if isinstance(turn, Exception):
+            raise turn
+        return turn
+
+
+NO_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
+ON = [{"role": "user", "content": "on"}]
+CALLS = [Turn(ON)] * 9  # is never scored
+ANSWERS = [Turn(reward={"reward": 1.0, "accuracy": 1.0}, done=True)]
+WITHOUT = [Turn(done=True)]  # the environment ends it and does not score it
+CRASHES = [Turn(ON, {"reward": 2.0, "late": 1.0}), RuntimeError("gone")]
+
+
+def rows(*scripts):
+    return [{"script": script} for script in scripts]
+
+
+def shaped(batch, mode="keep", per_prompt=1):
+    trainer = TrainerPPOConfig(
+        normalize_advantages=False,
+        improper_end=ImproperEndConfig(mode=mode, penalty=1.0),
+        advantage=AdvantageConfig(estimator="reinforce"),
+    )
+    score(EnvironmentReward(), batch)
+    Credit(trainer, False, per_prompt, 8).shape(batch)
+    return batch["shaped_rewards"].tolist(), batch["sample_mask"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "rewards", "mask"),
+    [
+        ({}, "keep", [0, 1, 0], [1, 1, 0]),
+        ({}, "penalize", [-1, 1, 0], [1, 1, 0]),
+        ({}, "mask", [0, 1, 0], [0, 1, 0]),
+        ({"unscored": "mask"}, "keep", [0, 1, 0], [0, 1, 0]),
+        ({"unscored": "mask"}, "penalize", [-1, 1, 0], [0, 1, 0]),
+    ],
+)
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 60}])
+def test_a_conversation_that_a_limit_ended_is_a_sample(limit, settings, mode, rewards, mask):
+    batch = collected(Scripted, rows(CALLS, ANSWERS, WITHOUT), **limit, **settings)
+    assert batch["is_scored"].tolist() == [0, 1, 0]
+    assert shaped(batch, mode) == (rewards, mask)
+
+
+def test_metrics_of_training_are_of_what_counts():
+    asked = rows(CALLS, ANSWERS, WITHOUT)
+    zero = score(EnvironmentReward(), collected(Scripted, asked, max_turns=2))
+    mask = score(EnvironmentReward(), collected(Scripted, asked, max_turns=2, unscored="mask"))
+    assert (zero["rewards"], zero["accuracy"], zero["accuracy_of_answered"]) == (0.5, 0.5, 1)
+    assert (mask["rewards"], mask["accuracy"], mask["accuracy_of_answered"]) == (1, 1, 1)
+    assert zero["unscored_samples"] == mask["unscored_samples"] == 2
+
+
+@pytest.mark.parametrize("unscored", ["zero", "mask"])
+def test_validation_counts_every_conversation(unscored):
+    asked = rows(*[CALLS] * 6, WITHOUT, ANSWERS)
+    batch = collected(Scripted, asked, max_turns=2, unscored=unscored)
+    found = Judge(EnvironmentReward(), str).evaluate(batch, 4)
+    assert found.metrics["accuracy"] == found.metrics["rewards"] == 0.125
+    assert found.metrics["accuracy_of_answered"] == 1.0
+    assert found.metrics["unscored_samples"] == 7
+    for name in ("accuracy", "rewards", "mean_at_4", "pass_at_1"):
+        assert found.estimates[name].value == 0.125, name
+
+
+@pytest.mark.parametrize("unscored", ["zero", "mask"])
+def test_a_rollout_that_limits_ended_is_no_error(unscored, caplog):
+    with caplog.at_level(logging.WARNING):
+        batch = collected(Scripted, rows(CALLS), max_turns=2, unscored=unscored)
+    assert batch["sample_mask"].tolist() == [float(unscored == "zero")]
+    assert "scored none of the 1 conversations" in caplog.text
+    found = Judge(EnvironmentReward(), str).evaluate(batch, 1)
+    assert found.metrics["accuracy"] == 0.0
+
+
+def outcomes():
+    """Of a game of two turns in which "ask again" is a = 1: (actions, chance, reward or None)."""
+    for first, right in itertools.product((0, 1), (0.0, 1.0)):
+        if first == 0:
+            yield (0,), 0.5, right
+        else:
+            yield (1, 0), 0.5, right
+    yield (1, 1), 1.0, None
+
+
+def ended(actions, reward):
+    turns = len(actions)
+    return Trajectory(
+        prompt="",
+        prompt_length=0,
+        ids=[1] * turns,
+        turn_ids=list(range(1, turns + 1)),
+        positions=list(range(turns)),
+        logprobs=[0.0] * turns,
+        rewards=[0.0] * (turns - 1) + [reward or 0.0],
+        is_scored=reward is not None,
+        parts={},
+        end_reason="done" if reward is not None else "max_turns",
+        forks=0,
+        text="",
+        turns=[{"content": "", "reward": None}] * turns,
+        failures=[],
+    )
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+@pytest.mark.parametrize(("unscored", "first"), [("zero", -0.0625), ("mask", 0.0)])
+def test_the_expected_gradient_pushes_against_asking_for_ever(credit, unscored, first):
+    """All groups of three; both logits are 0, so that each action has the chance 1/2.
+
+    An answer is right with 1/2 at either turn. Answering at once earns 1/2 on average, asking again
+    1/2 · 1/2: the gradient of the logit of "ask again" is 1/4 · (1/4 - 1/2) = -1/16.
+    """
+    group, gradient = 3, 0.0
+    trainer = TrainerPPOConfig(
+        normalize_advantages=False, advantage=AdvantageConfig(estimator="rloo", credit=credit)
+    )
+    how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=group, max_length=2)
+    data = BatchedDataDict(
+        {
+            "sample_ids": torch.arange(group),
+            "ground_truths": [None] * group,
+            "columns": [{}] * group,
+        }
+    )
+    for chosen in itertools.product(list(outcomes()), repeat=group):
+        chance = 1.0
+        for actions, share, _ in chosen:
+            chance *= share * 0.5 ** len(actions)
+        sampled = [ended(actions, reward) for actions, _, reward in chosen]
+        batch = rollout_batch(data, sampled, 0, with_positions=False, unscored=unscored)
+        if not batch["sample_mask"].any():
+            continue
+        score(EnvironmentReward(), batch)
+        how.shape(batch)
+        how.assign(batch, 0.0)
+        for row, (actions, _, _) in enumerate(chosen):
+            gradient += chance * batch["advantages"][row, 0].item() * (actions[0] - 0.5) / group
+    assert gradient == pytest.approx(first, abs=1e-6)
+
+
+def test_rejection_sampling_keeps_cut_conversations_as_zero():
+    batch = collected(Scripted, rows(CALLS, ANSWERS, CALLS, WITHOUT), max_turns=2)
+    score(EnvironmentReward(), batch)
+    rewards = batch["rewards"].masked_fill(batch["sample_mask"] == 0, float("-inf"))
+    assert best_of_each(rewards, 4, 3).tolist() == [0, 1, 2]
+
+
+def test_a_conversation_that_failed_earns_nothing_on_request():
+    batch = collected(Scripted, rows(CRASHES, ANSWERS), failed="zero", retries=0)
+    assert batch["end_reasons"] == ["failed", "done"]
+    assert batch["failures"] == [["env_error"], []]
+    assert batch["turn_ids"].amax(1).tolist() == [2, 1]
+    assert batch["turn_rewards"].sum(1).tolist() == [0, 1]  # what it earned before is lost
+    assert batch["is_scored"].tolist() == [0, 1]
+    assert batch["reward_parts"][0] == {}
+    assert "gone" in batch["turns"][0][-1]["info"]["failure"]
+    assert shaped(batch, "penalize") == ([-1, 1], [1, 1])
+    metrics = score(EnvironmentReward(), batch)
+    assert (metrics["ended_failed"], metrics["failed_env_error"]) == (0.5, 1)
+    with pytest.raises(EnvironmentCallError, match=r"more than environment.retries=1.*gone"):
+        collected(Scripted, rows(CRASHES, ANSWERS), retries=1)
+
+
+def test_what_fails_before_the_policy_spoke_begins_again():
+    class NeverBegins(Scripted):
+        def init(self):
+            raise RuntimeError("not today")
+
+    with pytest.raises(EnvironmentCallError, match=r"retries=2.*not today"):
+        collected(NeverBegins, rows(ANSWERS), failed="zero", retries=2)
+
+
+@pytest.mark.parametrize(("what", "reason"), [("crashes", "env_error"), ("hangs", "env_timeout")])
+def test_an_agent_that_failed_earns_nothing_on_request(what, reason, tmp_path):
+    asked = [task(what, marker=tmp_path / "x"), task("two_turns")]
+    batch = agents_collected(asked, failed="zero", timeout_s=3.0, **COMMAND)
+    assert batch["turn_ids"].amax(1).tolist() == [1, 2]
+    assert batch["end_reasons"] == ["failed", "done"]
+    assert batch["failures"][0] == [reason]
+    assert batch["turn_rewards"][0].sum() == 0
+    assert batch["sample_mask"].tolist() == [1, 1]
+
+
+class Once(envs.Echo):
+    """Does in ``turn`` what spoils a conversation, in the first that is made with a marker."""
+
+    def spoiled(self):
+        path = self.columns["marker"]
+        with open(path, "a") as file:
+            file.write("x")
+        with open(path) as file:
+            return len(file.read()) == 1
+
+
+class SpeaksAsATool(Once):
+    def step(self, message):
+        turn = super().step(message)
+        role = "tool" if self.said == 1 and self.spoiled() else "user"
+        said = [{"role": role, "content": one["content"]} for one in turn.messages]
+        return Turn(said, turn.reward, turn.done)
+
+
+class BeginsTooLong(Once):
+    def init(self):
+        return Start([{"role": "user", "content": "a" * (500 if self.spoiled() else 1)}])
+
+
+class BeginsWithTools(Once):
+    def init(self):
+        start = super().init()
+        return Start(start.messages, [{"name": "f"}]) if self.spoiled() else start
+
+
+class EarnsTooMuch(Once):
+    def step(self, message):
+        turn = super().step(message)
+        if self.said == 1:
+            self.much = self.spoiled()
+        return Turn(turn.messages, 3e38, turn.done) if self.much else turn
+
+
+class CountsClosed(HerePool):
+    """Keeps the calls that were made."""
+
+    def __init__(self, make):
+        super().__init__(make)
+        self.names = []
+
+    def call(self, calls):
+        self.names += [call.name for call in calls]
+        return super().call(calls)
+
+
+@pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, BeginsWithTools, EarnsTooMuch])
+def test_one_conversation_that_cannot_be_used_costs_a_retry(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(test_environment_rollout, "TOKENIZER", chatml(NO_TOOLS))
+    asked = [{"marker": str(tmp_path / "x")} for _ in range(2)]
+    pool = CountsClosed(make)
+    batch = collected(make, asked, retries=1, pool=pool)
+    assert sorted(batch["failures"]) == [[], ["env_error"]]
+    assert batch["turn_rewards"].sum(1).tolist() == [6.0, 6.0]
+    assert pool.names.count("close") == 3  # that of the one that could not be used, too
+    (tmp_path / "x").unlink()
+    with pytest.raises(EnvironmentCallError, match="retries=0"):
+        collected(make, asked, retries=0)
+
+
+def test_rewards_of_an_agent_that_are_too_large_together_are_a_failure():
+    with pytest.raises(EnvironmentCallError, match=r"agent .*add up to 6e\+38, beyond float32"):
+        agents_collected([task("earns_too_much")], **RUN)
+
+
+def test_accuracy_is_the_last_that_was_reported():
+    def turn(value, *, done=False):
+        return Turn([] if done else ON, {"reward": 1.0, "accuracy": value, "late": 1.0}, done)
+
+    script = [turn(1.0), turn(0.5), Turn(ON, 1.0), turn(None), turn(0.25, done=True)]
+    again = [turn(1.0), Turn(ON, 1.0), Turn([], 0.0, done=True)]
+    batch = collected(Scripted, rows(script, again))
+    assert batch["reward_parts"] == [{"accuracy": 0.25, "late": 4.0}, {"accuracy": 1.0, "late": 1}]
+    assert score(EnvironmentReward(), batch)["accuracy"] == 0.625
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, 2])
+def test_accuracy_is_a_share(value):
+    with pytest.raises(DataError, match=f"accuracy is {value}; it is a share, from 0 to 1"):
+        check_turn(Turn(reward={"reward": 1.0, "accuracy": value}, done=True))
+    with pytest.raises(DataError, match="accuracy"):
+        Session(1).set_reward({"reward": 1.0, "accuracy": value})
+
+
+def test_parts_of_an_answer_count_once():
+    """A reward before the first answer and one behind it are of the same answer."""
+    session = Session(1)
+    session.set_reward({"reward": 0.0, "format": 1.0, "early": 1.0})
+    session.admit([[1, 2]], 4, 1)
+    session.record([1, 2], [3, 4], [-1.0, -1.0], "stop", "x")
+    session.set_reward({"reward": 1.0, "format": 1.0})
+    found = trajectory_of(session, TOKENIZER, "done", [], {})
+    assert found.parts == {"format": 1.0}
+    assert sum(found.rewards) == 1.0
