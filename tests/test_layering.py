@@ -136,6 +136,7 @@ ONE_IMPORTER = {
     "aligner.logprobs.published.linear_ce_patch": "a published patch",
     "aligner.logprobs.published.parallel_logprobs": "published functions",
     "aligner.logprobs.published.sampling_logprob": "a published function",
+    "aligner.losses.groups": "sums and deviations inside groups, which name no estimator",
     "aligner.losses.preference": "a family of losses",
     "aligner.losses.user": "a user's loss, tried before a run",
     "aligner.models.gpt.decode.generator": "the sampling engine; a policy asks it",

@@ -219,10 +219,10 @@ class Service:
             if not is_whole:
                 session.withdraw(len(choices))
                 return
-            for choice in choices:
+            for row, choice in zip(rows, choices, strict=True):
                 assert choice.finish is not None
-                text = choice.whole_text
-                session.record(choice.prompt, choice.ids, choice.logprobs, choice.finish, text)
+                tokens = choice.prompt, choice.ids, choice.logprobs
+                session.record(*tokens, choice.finish, choice.whole_text, row.request)
 
         exchange = Exchange(self.waiting, rows, answer, self.timeout_s, ended)
         if session is not None:
@@ -252,9 +252,10 @@ class Service:
             DataError: a prompt does not fit, the sampling is none, or the session is full.
         """
         names: tuple[object, ...] = ("request", next(self._numbers))
+        requests: Sequence[int | None] = [None] * (len(prompts) * asked.n)
         if session is not None:
             longest = asked.longest or self.served.defaults.length.max_length
-            session.admit(prompts, longest, asked.n)
+            requests = session.admit(prompts, longest, asked.n)
         try:
             options = [self.served.options(asked, ids) for ids in prompts]
         except AlignerError:
@@ -266,8 +267,8 @@ class Service:
         if asked.seed is not None:
             names = ("seed", asked.seed)
         return [
-            Row(ids, sample_id(*names, sample), each)
-            for ids, each in zip(prompts, options, strict=True)
+            Row(ids, sample_id(*names, sample), each, requests[prompt * asked.n + sample])
+            for prompt, (ids, each) in enumerate(zip(prompts, options, strict=True))
             for sample in range(asked.n)
         ]
 

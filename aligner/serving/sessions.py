@@ -92,7 +92,8 @@ class Session:
 
     ``seed``: of the random numbers of requests without one of their own. ``sequences``: what was
     recorded; ``order``: of each answer, as they came, the number of its sequence and of its turn
-    there. ``rewards``: by the number of answers that were recorded when they were given.
+    there; ``requests``: of each answer, its number among those that were asked for. ``rewards``: by
+    the number of answers that were recorded when they were given.
     ``exceeded``: the limit that a request ran into; None: none did.
     """
 
@@ -102,12 +103,14 @@ class Session:
         self.seed = seed
         self.sequences: list[RecordedSequence] = []
         self.order: list[tuple[int, int]] = []
+        self.requests: list[int] = []
         self.rewards: dict[int, Turn] = {}
         self.exceeded: Limit | None = None
         self._jobs: list[Job] = []
         self._limits = limits
         self._last: Turn | None = None  # the reward that was given last
         self._asked: Counter[int] = Counter()
+        self._expected: dict[int, int] = {}  # hash of the prompt, by number of the request
         self._admitted = self._pending = 0  # answers
         self._tokens = self._bound = 0
         self._texts: dict[tuple[int, ...], str] = {}  # of prompts
@@ -176,10 +179,11 @@ class Session:
             self._texts[tuple(ids)] = text
         return ids
 
-    def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> None:
-        """Refuse a request that may take the session beyond its limits.
+    def admit(self, prompts: Sequence[Sequence[int]], longest: int, answers: int) -> range:
+        """Numbers of a request's answers in the session, those to a prompt adjacent.
 
-        `record` or `withdraw` must follow for each answer of one that is not refused.
+        `record` or `withdraw` must follow for each. A request is refused that may take the session
+        beyond its limits.
 
         Args:
             prompts: their tokens.
@@ -204,7 +208,11 @@ class Session:
                 self.exceeded = "max_tokens"
             if self.exceeded is None:
                 self._bound, self._pending = bound, self._pending + asked
-                return
+                numbers = range(self._admitted - asked, self._admitted)
+                for number in numbers:
+                    prompt = prompts[(number - numbers.start) // answers]
+                    self._expected[number] = hash(tuple(prompt))
+                return numbers
             limit = self.exceeded
             if self._limits is None:
                 self.exceeded = None
@@ -235,13 +243,19 @@ class Session:
         logprobs: Sequence[float],
         end: EndKind,
         text: str,
+        request: int | None = None,
     ) -> None:
         """Keep an answer: the tokens ``ids`` with their ``logprobs``, sampled behind ``prompt``.
 
-        ``text``: of all of them, that of a token that ended it included.
+        ``text``: of all of them, that of a token that ended it included. ``request``: its number,
+        of `admit`; None: the first that is expected behind this prompt.
         """
         with self._lock:
             self._pending -= 1
+            if request is None:
+                key, expected = hash(tuple(prompt)), self._expected.items()
+                request = next((n for n, each in expected if each == key), self._admitted)
+            self._expected.pop(request, None)
             if self._is_closed:
                 return
             followed = [n for n, one in enumerate(self.sequences) if one.follows(prompt)]
@@ -254,6 +268,7 @@ class Session:
             before = self._texts.get(tuple(prompt))
             longest.text = None if before is None else before + text
             self.order.append((number, len(longest.ends)))
+            self.requests.append(request)
             self._tokens = sum(len(one.ids) for one in self.sequences)
 
     def set_reward(self, reward: Any) -> None:
