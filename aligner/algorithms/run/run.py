@@ -24,8 +24,9 @@ from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.run import dry_run
-from aligner.algorithms.run.directory import RunDirectory, RunIdentity, log_dir
+from aligner.algorithms.run.directory import RunDirectory, log_dir
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
+from aligner.algorithms.run.identity import RunIdentity
 from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
 from aligner.algorithms.run.startup import Summary, describe_model_of, startup_summary
 from aligner.architecture import GPTArchitecture
