@@ -381,6 +381,7 @@ class RunLoop:
                 "config": dict(self.config),
                 "identity": dict(self.identity),
                 "layout": self.layout,
+                "total_steps": self.schedule.total_steps,
                 "rng": capture_rng(accelerator.rng_state),
                 **({"callbacks": of_callbacks} if of_callbacks else {}),
             },
