@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.regression.test_resume_algorithms import run
 
 from aligner.data.dataset import PromptSampler
 from aligner.observe.metrics import read_metrics
+from tests.regression.test_resume_algorithms import run
 
 ROWS = 64
 # By recipe: the key of a step's size, its first and its second value, samples of a row.

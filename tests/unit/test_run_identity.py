@@ -1,13 +1,21 @@
 """What a run is: names and directories of algorithms, what may change at a resume and what not."""
 
 import re
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from aligner.algorithms.run.directory import RunDirectory
+from aligner.algorithms.run.run import prepare_log_dir
+from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import RunConfig
 from aligner.config.load import load_config
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import with_chat_template
 from aligner.errors import ConfigError
 from tests.unit.test_run_directory import begun, configured, model, prepared  # noqa: F401
 
@@ -173,3 +181,40 @@ def test_lora_is_part_of_the_identity(configured):  # noqa: F811
         prepared(configured("ppo", **lora))
     accepted = {"exp_manager__resume_changed": ["model.peft"]}
     assert prepared(configured("ppo", **lora, **accepted)) == []
+
+
+TIMED = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '<|endoftext|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' + strftime_now('%Y-%m-%d %f') }}{% endif %}"
+)
+TOLD = (
+    "from aligner.data.tokenizers.clock import RunClock; "
+    "print(RunClock.now().strftime('%Y-%m-%d %f'))"
+)
+
+
+def test_templates_are_told_the_time_of_the_first_start(configured, tmp_path):  # noqa: F811
+    template = tmp_path / "timed.jinja"
+    template.write_text(TIMED)
+    tokenizer = with_chat_template(byte_level_tokenizer(), template, key="x")
+
+    def shown():
+        return tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+    def started():
+        with ExitStack() as closing:
+            prepare_log_dir(config, closing)
+            child = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True)
+            assert shown().endswith(child.stdout.strip())
+            return shown()
+
+    config = configured("ppo")
+    first = started()
+    assert started() == first
+    assert shown() != first  # outside of the run it is the present
+    folder = Path(config.exp_manager.explicit_log_dir)
+    began = RunDirectory(folder, RunStateStore(folder / "run_state")).began
+    state = {"config": config.as_dict(), "learner": {}, "began": began}
+    RunStateStore(folder / "run_state").save(2, state)
+    (folder / "run.json").unlink()
+    assert started() == first  # the run state knows it, too

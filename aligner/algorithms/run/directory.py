@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class RunDirectory:
             StorageError: the directory cannot be written.
         """
         exp = config.exp_manager
-        notes = []
+        notes, began = [], None
         if exp.start_anew:
             notes += self._set_aside("exp_manager.start_anew=true")
         self.store.recover()
@@ -70,9 +71,15 @@ class RunDirectory:
             if last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
                 notes += self._set_aside("no run state had been saved")
         else:
-            self._check_same(identity, config)
-        self._write({"identity": identity.as_dict(), "saved": bool(states)})
+            began = self._check_same(identity, config)
+        began = began or self.began or datetime.now().isoformat()
+        self._write({"identity": identity.as_dict(), "saved": bool(states), "began": began})
         return notes
+
+    @property
+    def began(self) -> str | None:
+        """Local time at which the run began, in ISO format; None: nothing tells it."""
+        return self._record().get("began")
 
     def mark_saved(self) -> None:
         """Note that a run state was saved: if none is there later, it was lost."""
@@ -80,11 +87,15 @@ class RunDirectory:
         if not record.get("saved"):
             self._write({**record, "saved": True})
 
-    def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> None:
-        """Refuse another run's states; a damaged one is ignored (the loop skips it)."""
+    def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
+        """Refuse another run's states; a damaged one is ignored (the loop skips it).
+
+        The time at which the run began is returned, if its states tell it.
+        """
         for saved in reversed(self.store.states()):
             try:
-                before = RunIdentity.saved(self.store.load(saved.path).state)
+                state = self.store.load(saved.path).state
+                before = RunIdentity.saved(state)
             except DamagedStateError:
                 continue
             exp = config.exp_manager
@@ -96,7 +107,8 @@ class RunDirectory:
                     f"{self.folder} holds another run ({saved.path.name}): {'; '.join(reasons)}; "
                     f"{self._elsewhere()}"
                 )
-            return
+            return state.get("began")
+        return None
 
     def _check_not_lost(
         self, damaged: Sequence[str], record: Mapping[str, Any], last: int | None

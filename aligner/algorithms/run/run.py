@@ -34,6 +34,7 @@ from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, check_layout
 from aligner.config.defaults import defaults_of
+from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import (
     gather_objects,
@@ -322,7 +323,11 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
         closing.callback(RunLock(folder).release)
         return directory.prepare(RunIdentity.of(config), config)
 
-    return on_rank_zero(prepare)
+    notes = on_rank_zero(prepare)
+    began = on_rank_zero(lambda: directory.began)
+    if began is not None:
+        closing.enter_context(fixed_time(began))
+    return notes
 
 
 def _restored(found: Restoration, items: Sequence[str]) -> Restored:
