@@ -137,12 +137,6 @@ def test_sizes_saving_layout_and_waits_may_change(configured, key):  # noqa: F81
     assert prepared(configured("ppo", **{key.replace(".", "__"): FREE[key]})) == []
 
 
-def test_a_name_that_is_no_key_is_refused(configured):  # noqa: F811
-    begun(configured("ppo"))
-    with pytest.raises(ConfigError, match=r"resume_changed=\['model.ppo.ratio_epz'\]"):
-        prepared(configured("ppo", exp_manager__resume_changed=["model.ppo.ratio_epz"]))
-
-
 def test_a_changed_reward_is_seen_and_a_moved_one_is_the_same(configured, tmp_path):  # noqa: F811
     text = "def reward(prompts, responses, ground_truths):\n    return [1.0] * len(prompts)\n"
     first, moved = tmp_path / "mine.py", tmp_path / "elsewhere.py"

@@ -12,7 +12,7 @@ from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.config import BaseRunConfig
 from aligner.config.run import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
-from aligner.errors import CheckpointError, ConfigError, DataError
+from aligner.errors import CheckpointError, DataError
 
 # Patterns of the keys that may change between two starts of a run; any other is its identity.
 MAY_CHANGE = (
@@ -37,6 +37,7 @@ MAY_CHANGE = (
     *("reward.server.token_*", "reward.server.samples_per_request", "environment.*timeout_s"),
     *("environment.concurrency", "environment.memory_mb", "environment.retries"),
 )
+_CONTENTS = {"models": "model", "data": "data", "sources": ""}  # with their `accept_changed`
 _OF_THE_USER = ("kwargs", "loss_kwargs", "arguments")  # mappings without keys of their own
 
 
@@ -106,72 +107,48 @@ class RunIdentity:
             changed: keys, or sections, that may differ (``exp_manager.resume_changed``).
             defaults: of the configuration. A key that ``saved`` lacks is no change with its
                 default: an earlier version wrote the state.
-
-        Raises:
-            ConfigError: ``changed`` names what neither configuration has.
         """
         mine, others = self.algorithm, saved.algorithm
+        names = f"its algorithm is {others.name} and this command's is {mine.name}"
         if mine[1:] != others[1:]:
-            return [f"its algorithm is {others.name} and this command's is {mine.name}"]
-        keys = self.settings.keys() | saved.settings.keys()
-        unknown = [
-            name
-            for name in changed
-            if not any(_is_below(key, name) for key in (*keys, *MAY_CHANGE))
-        ]
-        if unknown:
-            raise ConfigError(
-                f"exp_manager.resume_changed={unknown}: the run's identity has no such key"
-            )
-        sections = (f"trainer.{mine.section}", f"model.{mine.section}")
+            return [names]
+        sections = [f"{part}.{mine.section}" for part in ("trainer", "model")]
+        free = {"data": ["data.train"], "algorithm": sections if mine.name != others.name else []}
+        may_differ = [*changed, *(key for kind in accepted for key in free.get(kind, self.models))]
         differing = {
             key: reason
             for key, reason in self._differences(saved, flat(defaults or {}))
-            if not any(_is_below(key, name) for name in changed)
-            and not (
-                "algorithm" in accepted
-                and mine.name != others.name
-                and any(_is_below(key, name) for name in sections)
-            )
-            and not ("model" in accepted and key.endswith(".restore_from_path"))
-            and not ("data" in accepted and _is_below(key, "data.train"))
+            if not any(_is_below(key, name) for name in may_differ)
         }
         if not differing:
             return []
         reasons = list(differing.values())
         if mine.name != others.name and "algorithm" not in accepted:
-            reasons.insert(
-                0,
-                f"its algorithm is {others.name} and this command's is {mine.name}"
-                f"{_accept('algorithm')}",
-            )
-        names = ",".join(differing)
-        return [*reasons, f"'exp_manager.resume_changed=[{names}]' accepts the changed keys"]
+            reasons = [f"{names}{_accept('algorithm')}", *reasons]
+        changes = f"'exp_manager.resume_changed=[{','.join(differing)}]' accepts the changed keys"
+        return [*reasons, changes]
 
     def _differences(
         self, saved: "RunIdentity", defaults: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
         """Keys that differ, each with the difference in words."""
-        parts = (
-            (self.models, saved.models),
-            (self.data, saved.data),
-            (self.sources, saved.sources),
-        )
+        parts = [(name, getattr(self, name), getattr(saved, name)) for name in _CONTENTS]
         for key in sorted(self.settings.keys() | saved.settings.keys()):
             now, before = self.settings.get(key), saved.settings.get(key)
             unknown = _content(before, None)
-            contents = [(mine[key], old.get(key, unknown)) for mine, old in parts if key in mine]
-            if contents:
-                if all(_same_content(*pair) for pair in contents):
-                    continue
-                kind = "model" if key in self.models else "data" if key in self.data else None
+            contents = {
+                name: (mine[key], old.get(key, unknown)) for name, mine, old in parts if key in mine
+            }
+            if not contents:
+                if now != before and not self._is_of_a_version(key, saved, defaults):
+                    yield key, f"{key}: {before} -> {now}"
+            elif not all(_same_content(*pair) for pair in contents.values()):
+                was = next(iter(contents.values()))[1]["source"]
+                accept = [_accept(_CONTENTS[name]) for name in contents if _CONTENTS[name]]
                 yield (
                     key,
-                    f"its {key} was {contents[0][1]['source']} and {key}={now} has another content"
-                    + ("" if kind is None else _accept(kind)),
+                    f"its {key} was {was} and {key}={now} has another content{''.join(accept)}",
                 )
-            elif now != before and not self._is_of_a_version(key, saved, defaults):
-                yield key, f"{key}: {before} -> {now}"
 
     def _is_of_a_version(self, key: str, saved: "RunIdentity", defaults: Mapping[str, Any]) -> bool:
         """Return whether ``key`` differs because one version has it and another does not."""
