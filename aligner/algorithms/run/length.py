@@ -31,7 +31,7 @@ def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:
 
 
 def _newest(config: BaseRunConfig) -> dict[str, Any] | None:
-    """What the newest run state that can be read tells of its length; None: the run begins.
+    """Length and position in the newest readable run state; None: the run begins.
 
     ``steps``: those that are made or whose rollout is begun.
     """

@@ -1,4 +1,4 @@
-"""Time that chat templates are told: a run's is fixed when it begins, so that a resume repeats it.
+"""Time that chat templates read: a run's is fixed when it begins, so that a resume repeats it.
 
 An environment variable holds it, which every process of the run inherits.
 """
@@ -24,7 +24,7 @@ class RunClock(datetime):
 
 @contextmanager
 def fixed_time(moment: str) -> Iterator[None]:
-    """Templates are told ``moment``, local time in ISO format, in the block."""
+    """Let templates read ``moment``, local time in ISO format, in the block."""
     os.environ[TEMPLATE_TIME] = moment
     try:
         yield
