@@ -78,10 +78,11 @@ class RunIdentity:
             CheckpointError: no training script wrote it.
         """
         known = state.get("identity", {})
-        parts = [known.get(name, {}) for name in ("models", "data", "sources")]
+        models, data, sources = (known.get(name, {}) for name in _CONTENTS)
         try:
             config = state["config"]
-            return cls(algorithm_of(config), *parts, identity_settings(config))
+            settings = identity_settings(config)
+            return cls(algorithm_of(config), models, data, sources, settings)
         except (KeyError, StopIteration, AttributeError, TypeError) as error:
             raise CheckpointError(
                 "the run state does not tell its algorithm: no training script wrote it; set "
