@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as RustTokenizer
 
+from aligner.data.tokenizers.clock import RunClock
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends
 from aligner.errors import DataError, TokenizerError
 
@@ -214,7 +215,9 @@ class HuggingFaceTokenizer:
 
     def _make_renderer(self) -> "PreTrainedTokenizerFast":
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils import chat_template_utils
 
+        chat_template_utils.datetime = RunClock  # which `strftime_now` of templates asks
         special = {name: self._config[name] for name in _SPECIAL_NAMES if self._config.get(name)}
         further = self._config.get("extra_special_tokens")
         if isinstance(further, Mapping):
