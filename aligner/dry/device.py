@@ -6,13 +6,14 @@ sequence.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -67,6 +68,7 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self._operations = Operations(self)
         self.capturing = Capturing()
         self.order = Order()
+        self._addresses = itertools.count(1 << 50, 1 << 40)  # of memory that was allocated again
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "DryDevice":
@@ -240,7 +242,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         yield from file_calls(self, self._mode)
         yield from common_replacements(self._operations, self._resized)
 
-    def _resized(self, storage: UntypedStorage) -> None:
+    def _resized(self, storage: Any) -> None:
+        storage._dry_address = next(self._addresses)
         self.memory.resized(storage)
         self.order.freed(storage)
 

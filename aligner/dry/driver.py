@@ -74,8 +74,7 @@ def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
     for holder in (cuda, cuda.random):
         yield holder, "get_rng_state", lambda device=None: state.clone()
     yield cuda.nccl, "version", answers((2, 29, 3))
-    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order)
-    yield cuda, "graph", gpu.capturing.into
+    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order, gpu.capturing)
     yield cuda, "graph_pool_handle", answers(None)
     for name in ("range_push", "range_pop"):
         yield cuda.nvtx, name, answers(None)

@@ -233,14 +233,14 @@ def score(role, case, batch, passes):
     return role.get_logprobs(plain, passes)
 
 
-def rollout(role, batch):
+def rollout(role, batch, listener=None):
     """A few tokens after each prompt."""
     if isinstance(role, DTensorActorModel):
         role.prepare_for_generation()
     prompts = batch["input_ids"][:, :PROMPT].contiguous()
     lengths = torch.full((prompts.shape[0],), PROMPT, device="cuda")
     numbers = torch.arange(prompts.shape[0], device="cuda")
-    return role.generator.sample(prompts, lengths, numbers, seed=1)
+    return role.generator.sample(prompts, lengths, numbers, seed=1, listener=listener)
 
 
 def phases(**case):
