@@ -270,12 +270,18 @@ def to_host(tensor: Tensor) -> Tensor:
 def copy_memory(size: int) -> memoryview:
     """``size`` bytes of host memory for copies of device memory; locked beside a GPU.
 
-    Where the system refuses to lock them, copies are slower and right.
+    Where the system refuses to lock them, copies are slower and right. They are unlocked before
+    they go back to the system, which happens when the last view is gone.
     """
     memory = private_memory(size)
     if has_gpu():
+        runtime = torch.cuda.cudart()
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(runtime.cudaHostRegister(address, size, 0)) == 0:
+            memory.obj.unlock = functools.partial(runtime.cudaHostUnregister, address)
+        else:  # the next kernel raises the error that this left behind, once
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device())
     return memory
 
 
