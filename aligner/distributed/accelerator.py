@@ -278,7 +278,8 @@ def copy_memory(size: int) -> memoryview:
         runtime = torch.cuda.cudart()
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         if int(runtime.cudaHostRegister(address, size, 0)) == 0:
-            memory.obj.unlock = functools.partial(runtime.cudaHostUnregister, address)
+            mapped: Any = memory.obj
+            mapped.unlock = functools.partial(runtime.cudaHostUnregister, address)
         else:  # the next kernel raises the error that this left behind, once
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device())
