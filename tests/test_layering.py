@@ -129,6 +129,7 @@ ONE_IMPORTER = {
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
     "aligner.dry.device": "the device, which tests and benchmarks enter",
     "aligner.dry.driver": "what torch.cuda calls",
+    "aligner.dry.rules": "what a GPU's kernels refuse",
     "aligner.generation.vllm.engine": "one engine; its importer is an actor",
     "aligner.generation.vllm.generation": "the handle of the engines",
     "aligner.generation.vllm.sampling": "sampling parameters as vLLM's",
