@@ -20,6 +20,8 @@ PACKAGES = [
     "aligner.errors",
     "aligner.types",
     "aligner.architecture",
+    "aligner.plain",
+    "aligner.user_files",
     "aligner.importing",
     "aligner.child_process",
     "aligner.http",
