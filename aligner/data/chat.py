@@ -210,6 +210,12 @@ def check_all_used(
     ]
     if without_calls != list(messages) and is_lost(without_calls, tools):
         lost.append("tool_calls")
+    without_names = [
+        {key: value for key, value in message.items() if key != "name" or message["role"] == "tool"}
+        for message in messages
+    ]
+    if without_names != list(messages) and is_lost(without_names, tools):
+        lost.append("name")
     for role in unusual:
         if is_lost([message for message in messages if message["role"] != role], tools):
             lost.append(f"messages of role {role!r}")

@@ -108,9 +108,10 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._since = self.loop.time()
         self._deadline = self.loop.call_later(min(HEADERS_S, ARRIVAL_S), self._expire)
-        others = [one for one in self.connections if not one.transport.is_closing()]
-        if len(others) > self.most:
-            arriving = [one for one in others if one is not self and one.is_arriving]
+        known = (one for one in self.connections if isinstance(one, _Connection))
+        open_ones = [one for one in known if not one.transport.is_closing()]
+        if len(open_ones) > self.most:
+            arriving = [one for one in open_ones if one is not self and one.is_arriving]
             oldest = min(arriving, key=lambda one: one._since, default=self)
             oldest._refuse(503, "too many connections; try again later")
 

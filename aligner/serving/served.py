@@ -50,20 +50,16 @@ class Served:
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token, at least 16."""
-        texts = (self.tokenizer.decode([token]) for token in range(self.tokenizer.vocab_size))
-        return max(16, *map(len, texts))
-
     def check_fits(self, text: str) -> None:
-        """Refuse a text that cannot fit the model before it is encoded; `DataError`."""
-        most = self.positions * self.longest_token
-        if len(text) > most:
-            raise DataError(
-                f"the prompt's {len(text)} characters cannot fit the model's {self.positions} "
-                f"positions, of at most {self.longest_token} characters each; shorten the prompt"
-            )
+        """Refuse a long text that cannot fit the model, by its beginning alone; `DataError`."""
+        length = 2 * self.positions
+        while length < len(text):
+            if len(self.tokenizer.encode(text[:length])) > self.positions + self.positions // 4:
+                raise DataError(
+                    f"the prompt's {len(text)} characters cannot fit the model's {self.positions} "
+                    "positions; shorten the prompt"
+                )
+            length *= 2
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary; `DataError`."""

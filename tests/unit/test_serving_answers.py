@@ -1,6 +1,7 @@
 """What clients read of an answer: tokens, bytes and offsets give the text; stop strings cut it."""
 
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_tokens_offsets_and_bytes_give_the_text(stream, skips):
     assert len(found["tokens"]) == len(choice.ids) == len(found["token_logprobs"])
     assert "".join(found["tokens"]) == choice.text
     bounds = [*found["text_offset"], len(choice.text)]
-    cut = [choice.text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    cut = [choice.text[a:b] for a, b in pairwise(bounds)]
     assert cut == found["tokens"]
     told = ChatAnswer(TOKENIZER, wants, [choice]).whole()["choices"][0]["logprobs"]["content"]
     assert bytes(byte for one in told for byte in one["bytes"]) == choice.text.encode()
@@ -110,6 +111,11 @@ def test_arguments_that_are_no_object_are_refused(arguments):
 def test_a_refusal_and_a_user_without_content_are_no_text():
     for message in ({"role": "assistant", "content": None, "refusal": "no"}, {"role": "user"}):
         assert chat_messages([message])[0]["content"] is None
+
+
+def test_a_name_that_the_template_ignores_is_refused():
+    with pytest.raises(DataError, match="makes nothing of name"):
+        served().chat([{"role": "user", "name": "someone", "content": "a"}], [])
 
 
 def test_what_cannot_fit_is_refused_before_it_is_encoded():
