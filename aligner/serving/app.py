@@ -249,7 +249,7 @@ class Service:
         """Tokens of a prompt that is text or tokens."""
         if not isinstance(prompt, str):
             return prompt
-        self.served.check_fits(prompt)
+        prompt = self.served.shortened(prompt)  # to be refused by its length
         begin = self.served.encoded
         return (
             begin(prompt)

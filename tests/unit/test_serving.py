@@ -256,7 +256,7 @@ BAD = [
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, 400, "17 texts, at most 16", "stop"),
     (TEXT, {"prompt": "x", "stop": ["a" * 257]}, 400, "more than 256 characters", "stop"),
     (TEXT, {"prompt": "x", "stop": [1]}, 400, "a text or a list of texts", "stop"),
-    (TEXT, {"prompt": "x" * 2**20}, 400, "cannot fit the model's 256", None),
+    (TEXT, {"prompt": "x" * 2**20}, 400, "do not fit the model's 256", None),
     (CHAT, {"messages": USER * 5000}, 400, "at most 4096", "messages"),
     (
         CHAT,
