@@ -174,7 +174,10 @@ class EnvironmentPool:
 
 
 def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
-    """What a call returned or raised, and its seconds; checked once more, on this side."""
+    """Return value of a call, or the text of its exception, and its seconds.
+
+    The value is checked again: a child may send anything.
+    """
     kind, (value, seconds) = answer
     if kind == "raised":
         return str(value), float(seconds)

@@ -72,9 +72,10 @@ def answer_calls(
             return
         with bounded(limit_s):
             began = time.monotonic()
+            value: Any
             try:
-                value = host.call(call, argument)
-                kind, value = "answer", None if value is None else vars(value)
+                result = host.call(call, argument)
+                kind, value = "answer", None if result is None else vars(result)
             except SystemExit:
                 raise
             except BaseException as error:

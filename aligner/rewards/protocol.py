@@ -82,7 +82,8 @@ class Signature:
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
         """The signature whose ``vars`` came as JSON."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
+        return cls(name=str(fields["name"]), takes_all=bool(fields["takes_all"]), **lists)
 
     def check_columns(self, available: Collection[str]) -> None:
         """Refuse data that lacks a column which the function cannot do without.
