@@ -126,6 +126,7 @@ ONE_IMPORTER = {
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
+    "aligner.user_files": "modules of users' files, found by name in every process",
     "aligner.config.rules.unused": "a table of options that a run does not read",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
