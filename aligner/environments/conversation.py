@@ -23,6 +23,7 @@ from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer, encode_fragment
 from aligner.environments.calls import form_of, structured
 from aligner.environments.protocol import Start, Turn, check_total
+from aligner.environments.tools import tools_in_text
 from aligner.errors import DataError, TokenizerError
 
 RewrittenHistory = Literal["fork", "refuse", "keep"]
@@ -71,17 +72,18 @@ class ChatRenderer:
         if self._has_template:
             check_all_used(self.tokenizer, messages, tools)
             text = render(self.tokenizer, messages, tools)
-        elif tools is None:
-            text = "".join(f"{message['content']}\n" for message in messages)
         else:
-            raise DataError(
-                "the environment has tools, and the tokenizer no chat template to show them by; "
-                "use a model that has one, or write them into the messages"
-            )
+            text = "".join(f"{message['content']}\n" for message in messages)
         ids = self._from_beginning(text)
         if not ids:
             raise DataError("the environment's first messages are empty: they have no token")
         return text, ids
+
+    def shows_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Return whether the chat template shows tools."""
+        if not self._has_template:
+            return False
+        return render(self.tokenizer, messages, tools) != render(self.tokenizer, messages)
 
     def following(
         self,
@@ -210,8 +212,10 @@ class Conversation:
         """Begin with the environment's first messages."""
         self._renderer = renderer
         self.first = [dict(message) for message in start.messages]
-        self._messages = list(self.first)
         self._tools = None if start.tools is None else [dict(tool) for tool in start.tools]
+        if self._tools is not None and not renderer.shows_tools(self.first, self._tools):
+            self.first, self._tools = tools_in_text(self.first, self._tools), None
+        self._messages = list(self.first)
         self.prompt, self.ids = renderer.opening(self._messages, self._tools)
         self._text, self.starts = self.prompt, [0]
         self.prompt_length = len(self.ids)

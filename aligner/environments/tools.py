@@ -6,6 +6,7 @@ result goes back as the next messages.
 
 import ast
 import inspect
+import json
 import operator
 import re
 import types
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from aligner.data.chat import Message
 from aligner.environments.calls import FORMS, Form, ToolCall, parse_calls
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import ConfigError
@@ -20,6 +22,7 @@ from aligner.importing import text_of
 
 _PARAMETER = re.compile(r"^\s*(\w+)(?: *\([^)]*\))?: *(.*)$")
 _MOST_CHARACTERS = 4000  # of a result
+HOW_TO_CALL = 'To call a function, write a line such as: call NAME {"ARGUMENT": VALUE}'
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -127,10 +130,24 @@ class ToolEnv:
 
 
 def described(schema: Mapping[str, Any]) -> str:
-    """The line by which the plain form describes a tool."""
-    function = schema["function"]
-    names = ", ".join(function["parameters"]["properties"])
-    return f"{function['name']}({names}): {function['description']}"
+    """Line by which the plain form describes a tool: a call of it, and its description.
+
+    What a schema leaves out is empty: ``call now {}: ``.
+    """
+    function = schema.get("function", schema)
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    values = {name: f"<{kind.get('type', 'value')}>" for name, kind in properties.items()}
+    call = f"call {function.get('name')} {json.dumps(values)}"
+    return f"{call}: {function.get('description') or ''}"
+
+
+def tools_in_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[Message]:
+    """Return the messages with a description of the tools, and of calls, in the first."""
+    lines = [described(tool) for tool in tools]
+    text = "\n".join([*lines, HOW_TO_CALL, messages[0]["content"]])
+    return [{**messages[0], "content": text}, *messages[1:]]
 
 
 def calculator(expression: str) -> str:

@@ -7,9 +7,7 @@ from typing import Any
 
 from aligner.data.chat import Message
 from aligner.environments.calls import Form, before_calls, parse_calls
-from aligner.environments.tools import described
-
-_HOW = 'To call a function, write a line such as: call NAME {"ARGUMENT": VALUE}'
+from aligner.environments.tools import tools_in_text
 
 
 def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -40,10 +38,7 @@ def in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
             plain.append(dict(message))
     for message in plain:
         message.pop("is_result", None)
-    if tools:
-        lines = [described(_filled(tool)) for tool in tools]
-        plain[0]["content"] = "\n".join([*lines, _HOW, plain[0]["content"]])
-    return plain
+    return tools_in_text(plain, tools) if tools else plain
 
 
 def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]]:
@@ -62,16 +57,3 @@ def split_calls(text: str, form: Form) -> tuple[str | None, list[dict[str, Any]]
         }
         for call in calls
     ]
-
-
-def _filled(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with what `described` reads, empty where it is absent."""
-    function = tool["function"]
-    parameters = function.get("parameters") or {}
-    return {
-        "function": {
-            "name": function["name"],
-            "description": function.get("description") or "",
-            "parameters": {"properties": parameters.get("properties") or {}},
-        }
-    }

@@ -282,5 +282,5 @@ def test_the_agent_s_pipeline_runs_to_its_end(tmp_path, tiny_nemo, monkeypatch):
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in lines[1:])
     (first, *_) = samples_of(folder / "ppo")
-    assert "calculator(expression)" in first["prompt"]
+    assert "call calculator " in first["prompt"]
     assert first["turns"]

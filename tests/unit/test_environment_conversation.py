@@ -16,6 +16,7 @@ from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
+from aligner.environments.tools import HOW_TO_CALL
 from aligner.errors import DataError
 from aligner.serving.sessions import Session
 
@@ -136,8 +137,17 @@ def test_without_a_template_a_message_is_a_line():
     talk.answered(tokenizer.encode("5"), [-1.0], False)
     talk.follow(Turn([user("lower")]), goes_on=True)
     assert tokenizer.decode(talk.ids) == "guess\n1-9\n4\nhigher\n5\nlower\n"
-    with pytest.raises(DataError, match="no chat template to show them by"):
-        Conversation(ChatRenderer(tokenizer), Start([user("a")], [{"name": "f"}]))
+
+
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [None, PLAIN], ids=["no template", "one without tools"])
+def test_tools_that_no_template_shows_are_described_in_the_first_message(template):
+    """With the syntax of a call, without which a policy cannot make one."""
+    tokenizer = chatml(template)
+    talk = Conversation(ChatRenderer(tokenizer), Start([user("a")], [{"name": "f"}]))
+    assert f"call f {{}}: \n{HOW_TO_CALL}\na" in tokenizer.decode(talk.ids)
 
 
 def test_history_that_a_template_rewrites():

@@ -47,7 +47,7 @@ def test_the_page_s_tools_are_called(tmp_path):
 
     try:
         start = call("begin", (3, {"prompt": "Which number is it?"}))
-        assert "is_below(number)" in start.messages[0]["content"]
+        assert 'call is_below {"number": "<integer>"}' in start.messages[0]["content"]
         text = 'call is_below {"number": 50}'
         turn = call("step", {"role": "assistant", "content": text})
         assert (turn.score, turn.done) == (None, False)

@@ -142,7 +142,9 @@ def test_the_plain_form_needs_no_template():
     env = Calculation(seed=0, prompt="6*7=", ground_truth="42", form="plain")
     start = env.init()
     assert start.tools is None
-    assert start.messages[0]["content"].startswith("calculator(expression): Compute")
+    assert start.messages[0]["content"].startswith(
+        'call calculator {"expression": "<string>"}: Compute'
+    )
     turn = env.step(say('call calculator {"expression": "1/0"}'))
     assert "result of calculator: error: ZeroDivisionError" in turn.messages[0]["content"]
     unread = env.step(say("call calculator {")).info["calls"]

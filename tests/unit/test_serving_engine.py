@@ -227,7 +227,7 @@ def test_tools_are_shown_and_calls_are_read(family, stream):
         (second,), _ = server.script.batches[1]
         assert chat(server, stream, messages=[QUESTION])[0]["content"] == reply  # no tools: text
     if family == "plain":
-        assert "calculator(expression): Compute." in first
+        assert 'call calculator {"expression": "<string>"}: Compute.' in first
         assert f"call calculator {IN_JSON}" in second
         assert "result of calculator: 42" in second
     assert "calculator" in first
