@@ -81,7 +81,7 @@ CHANGED = {
     "model.ppo.num_rollouts_per_prompt": 2,
     "model.ppo.sampling_params.temperature": 0.5,
     "model.ppo.kl_loss.coef": 0.5,
-    "model.ppo.kl_loss.estimator": "k2",
+    "model.ppo.kl_loss.coef": 0.5,
     "trainer.ppo.reward.scale": 2.0,
     "trainer.ppo.initial_policy_kl_penalty": 0.5,
     "trainer.ppo.gae_lambda": 0.5,
@@ -126,7 +126,6 @@ FREE = {
     "exp_manager.save_last_k": 5,
     "exp_manager.create_tensorboard_logger": False,
     "reward.time_limit_s": 5.0,
-    "generation.vllm.timeout_s": 5.0,
     "cluster.timeout_s": 60.0,
 }
 

@@ -68,3 +68,10 @@ def test_an_option_that_is_read_is_accepted():
     parse_config(with_value(ENVIRONMENT, "environment.max_turns", 3), RunConfig)
     validation = with_value(SAMPLING, "data.validation", {"source": "v.jsonl"})
     parse_config(with_value(validation, "validation.temperature", 0.5), RunConfig)
+
+
+def test_a_key_that_may_change_at_resume_is_one_of_the_configuration():
+    parse_config(with_value(SAMPLING, "exp_manager.resume_changed", ["model.ppo.loss"]), RunConfig)
+    values = with_value(SAMPLING, "exp_manager.resume_changed", ["model.ppo.lss"])
+    with pytest.raises(ConfigError, match=r"resume_changed: 'model\.ppo\.lss'"):
+        parse_config(values, RunConfig)

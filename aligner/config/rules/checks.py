@@ -1,6 +1,7 @@
 """Checks that involve more than one key."""
 
 import os
+from collections.abc import Mapping
 
 from aligner.config.algorithms.trainer import parse_duration
 from aligner.config.commands.ask import AskConfig, check_ask
@@ -59,7 +60,23 @@ def check_config(config: BaseRunConfig | AskConfig) -> None:
     if isinstance(config, RSRunConfig):
         _check_kept(config)
     if isinstance(config, BaseRunConfig):
+        _check_resume_changed(config)
         check_unused(config)
+
+
+def _check_resume_changed(config: BaseRunConfig) -> None:
+    """Refuse a key of ``exp_manager.resume_changed`` that is none of the configuration's."""
+    for key in config.exp_manager.resume_changed:
+        section: object = config
+        for name in key.split("."):
+            if section is None or isinstance(section, Mapping):
+                break
+            if not hasattr(section, name):
+                raise ConfigError(
+                    f"exp_manager.resume_changed: {key!r} is no key of the configuration; give the "
+                    "keys that the refusal names, or sections such as trainer.ppo.reward"
+                )
+            section = getattr(section, name)
 
 
 def _check_supervised(config: SupervisedRunConfig) -> None:
