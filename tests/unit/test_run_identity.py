@@ -81,7 +81,6 @@ CHANGED = {
     "model.ppo.num_rollouts_per_prompt": 2,
     "model.ppo.sampling_params.temperature": 0.5,
     "model.ppo.kl_loss.coef": 0.5,
-    "model.ppo.kl_loss.coef": 0.5,
     "trainer.ppo.reward.scale": 2.0,
     "trainer.ppo.initial_policy_kl_penalty": 0.5,
     "trainer.ppo.gae_lambda": 0.5,
