@@ -2,6 +2,7 @@
 
     python reward_stub.py PORT BEHAVIOUR [ANSWERS]
 
+It prints the port that it listens on; ``PORT`` 0: any that is free.
 ``BEHAVIOUR``: digit (1 where the response begins with a digit, else 0), or a way to fail. After
 ``ANSWERS`` good answers the process ends as if it had been killed.
 """
@@ -84,4 +85,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 ThreadingHTTPServer.request_queue_size = 256
-ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()

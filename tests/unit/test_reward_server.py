@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import started
+from servers import bound_port, started
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
@@ -33,36 +32,13 @@ TOKEN = "s3cret-of-the-tests"
 SAMPLES = [WireSample("1+1=", "2"), WireSample("1+1=", "x"), WireSample("2+2=\n", "4 or so")]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
-def stub(behaviour, port=None, answers=None):
+def stub(behaviour, port=0, answers=None):
     """The address of a stub that takes requests."""
-    port = port or free_port()
     command = [sys.executable, str(STUB), str(port), behaviour]
-    process = subprocess.Popen(command + ([] if answers is None else [str(answers)]))
-    try:
-        wait_for(port)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(10)
-
-
-def wait_for(port):
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.05)
-        else:
-            return
+    words = command + ([] if answers is None else [str(answers)])
+    with started(words, r"^(\d+)$", cwd=ROOT, env={}) as (number, _):
+        yield f"http://127.0.0.1:{number}"
 
 
 def client(url, **options):
@@ -221,9 +197,12 @@ def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
 
 def test_a_killed_server_that_comes_back_is_found_again(caplog):
     """It dies after the first of three requests and is started anew a second later."""
-    port = free_port()
     config = {"samples_per_request": 1, "concurrent_requests": 1, "retry_for_s": 30.0}
-    with stub("digit", port, answers=1) as url, contextlib.ExitStack() as restarted:
+    with (
+        bound_port() as port,
+        stub("digit", port, answers=1) as url,
+        contextlib.ExitStack() as restarted,
+    ):
 
         def restart():
             time.sleep(1.0)
