@@ -20,6 +20,7 @@ PACKAGES = [
     "aligner.types",
     "aligner.architecture",
     "aligner.importing",
+    "aligner.scratch",
     "aligner.child_process",
     "aligner.http",
     "aligner.catalog",
