@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PORT, BEHAVIOUR = int(sys.argv[1]), sys.argv[2]
 CUT = []  # the answer that was cut short
+PAGES = {"page": 200, "page_404": 404}  # shown twice in place of an answer
+SHOWN = []
 LEFT = [int(sys.argv[3]) if len(sys.argv) > 3 else 10**9]
 WRONG = {
     "not_json": (200, b"<html>welcome</html>"),
@@ -23,6 +25,8 @@ WRONG = {
     "text": (200, b'{"rewards": ["good"]}'),
     "huge": (200, b'{"rewards": [0.5, 1e300]}'),
     "too_many": (200, b'{"rewards": [1.0, 2.0]}'),
+    "ids": (200, b'{"rewards": [1.0], "ids": [1]}'),
+    "not_here": (404, b'{"error": "no such path"}'),
     "redirect": (302, b""),
     "teapot": (418, b'{"error": "I am a teapot"}'),
     "failing": (500, b'{"error": "out of memory"}'),
@@ -41,6 +45,10 @@ class Handler(BaseHTTPRequestHandler):
         samples = body["samples"]
         if BEHAVIOUR in WRONG and samples:
             self.answer(*WRONG[BEHAVIOUR])
+            return
+        if BEHAVIOUR in PAGES and samples and len(SHOWN) < 2:
+            SHOWN.append(True)
+            self.answer(PAGES[BEHAVIOUR], b"<html>back soon</html>")
             return
         if BEHAVIOUR == "silent" and samples:
             time.sleep(60)

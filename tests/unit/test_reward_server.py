@@ -159,7 +159,8 @@ def test_runs_without_a_server_import_none_of_it():
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        ("not_json", "not JSON"),
+        ("ids", "ids are not 0 to 0 in order"),
+        ("not_here", "404 .*no such path"),
         ("no_rewards", "rewards: Field required; found .'scores'"),
         ("nan", "rewards.0.0: .* finite number; found nan"),
         ("text", "rewards.0.0: .* valid number; found 'good'"),
@@ -176,6 +177,21 @@ def test_a_wrong_answer_stops_at_once(behaviour, said):
         with pytest.raises(RewardServerError, match=f"{url}: .*{said}"):
             asked.score(SAMPLES[:1])
         assert time.monotonic() - started < 5  # not tried again
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"), [("page", "not JSON"), ("page_404", "404 Not Found to POST /score")]
+)
+def test_a_page_of_a_proxy_is_asked_again(behaviour, said, caplog):
+    """Twice a page, as while the server behind a proxy is restarted; then rewards."""
+    with stub(behaviour) as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert len(re.findall(f"{said}.*next try in", caplog.text)) == 2
+
+
+def test_a_page_that_stays_is_given_up():
+    with stub("not_json") as url, pytest.raises(RewardServerError, match=r"not JSON.*gave up"):
+        client(url).score(SAMPLES)
 
 
 def test_a_server_that_keeps_failing_is_given_up():
