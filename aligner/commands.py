@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "merge-lora": Command("merge_lora", "adapters into the model they were trained on"),
     "plan": Command("plan", "what a training run takes on devices that are not here"),
     "check-metrics": Command("check_metrics", "a run's metrics against thresholds, at a step"),
+    "translate": Command("translate", "a configuration of NeMo-RL or NeMo-Aligner as a command"),
     "convert-lora": Command("convert_lora_to_peft", "adapters to Hugging Face's PEFT"),
     "serve": Command("serve", "a model behind OpenAI's HTTP interface"),
     "serve-reward": Command("serve_reward_model", "a reward model behind HTTP"),

@@ -16,9 +16,12 @@ PACKAGE = ROOT / "aligner"
 # From the bottom up: a module imports from its own package and from those above it in this list.
 # The longest name that fits is a module's package.
 PACKAGES = [
+    "aligner.compat",
     "aligner.errors",
     "aligner.types",
     "aligner.architecture",
+    "aligner.plain",
+    "aligner.user_files",
     "aligner.importing",
     "aligner.scratch",
     "aligner.child_process",
@@ -56,15 +59,7 @@ PACKAGES = [
 ]
 # Published paths of what is in another package: they only import, and only users import them.
 FACES = [
-    "aligner.algorithms.logits_sampling_utils",
-    "aligner.algorithms.losses.interfaces",
-    "aligner.algorithms.losses.policy",
-    "aligner.algorithms.losses.value",
-    "aligner.distributed.batched_data_dict",
     "aligner.distributed.model_utils",
-    "aligner.distributed.named_sharding",
-    "aligner.distributed.virtual_cluster",
-    "aligner.distributed.worker_groups",
 ]
 MODULES_IN_A_FOLDER = 16
 LINES_OF_A_FILE = 450
@@ -100,6 +95,11 @@ PUBLISHED_SIGNATURES = {
 }
 # Modules that only one other imports, and why they are no part of it.
 ONE_IMPORTER = {
+    "aligner.cluster.ray.virtual_cluster": "a cluster's bundles; published",
+    "aligner.config.cli": "the entry of the scripts in examples/",
+    "aligner.compat.paths": "the table of published import paths, which importing aligner installs",
+    "aligner.losses.policy": "a loss of its own; published",
+    "aligner.models.policy.workers.dtensor_policy_worker_v2": "a worker, named by its path",
     "aligner.algorithms.rollout.agents": "processes and clocks, which know nothing of engines",
     "aligner.algorithms.rollout.endpoint": "agents in place of environments; imports FastAPI",
     "aligner.algorithms.distill.build": "an algorithm; its importers are commands",
@@ -127,11 +127,13 @@ ONE_IMPORTER = {
     "aligner.config.rules.correction": "rules of one noun",
     "aligner.config.rules.credit": "rules of one noun",
     "aligner.config.rules.examples": "rules of one kind of run",
+    "aligner.user_files": "modules of users' files, found by name in every process",
     "aligner.config.rules.unused": "a table of options that a run does not read",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
     "aligner.dry.device": "the device, which tests and benchmarks enter",
     "aligner.dry.driver": "what torch.cuda calls",
+    "aligner.dry.rules": "what a GPU's kernels refuse",
     "aligner.generation.vllm.engine": "one engine; its importer is an actor",
     "aligner.generation.vllm.generation": "the handle of the engines",
     "aligner.generation.vllm.sampling": "sampling parameters as vLLM's",
@@ -139,6 +141,7 @@ ONE_IMPORTER = {
     "aligner.logprobs.published.linear_ce_patch": "a published patch",
     "aligner.logprobs.published.parallel_logprobs": "published functions",
     "aligner.logprobs.published.sampling_logprob": "a published function",
+    "aligner.losses.groups": "sums and deviations inside groups, which name no estimator",
     "aligner.losses.preference": "a family of losses",
     "aligner.losses.user": "a user's loss, tried before a run",
     "aligner.models.gpt.decode.generator": "the sampling engine; a policy asks it",

@@ -54,9 +54,9 @@ class Sequences(NamedTuple):
         """
         width = position_ids.shape[1]
         begins = (position_ids == 0) & (np.arange(width) < lengths[:, None])
-        places = np.flatnonzero(begins)
-        if len(places) == len(lengths):
+        if begins.sum(1).max(initial=0) <= 1:
             return None
+        places = np.flatnonzero(begins)
         row = places // width
         ends = np.append(places[1:], 0)
         last = np.append(row[1:] != row[:-1], True)

@@ -9,6 +9,7 @@ from aligner.checkpoint.adapters import Adapters, MergedWeights, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.hf.peft import save_peft
+from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.errors import ConfigError
 
@@ -43,8 +44,11 @@ def nemo_to_hf(source: StrPath, target: StrPath) -> str:
 
 
 def merge_lora(model: StrPath, adapters: StrPath, target: StrPath) -> str:
-    """Adapters of a run, and the ``.nemo`` it began with, become one ``.nemo``."""
-    with open_nemo(model) as nemo:
+    """Adapters of a run, and the model it began with, become one ``.nemo``.
+
+    ``model``: a ``.nemo``, a Hugging Face directory or a ``.gguf`` file.
+    """
+    with open_model(model) as nemo:
         found = read_adapters(adapters, nemo.architecture)
         merged = MergedWeights(nemo.weights, found)
         files = nemo.tokenizer_files
@@ -57,9 +61,10 @@ def lora_to_peft(
 ) -> str:
     """Adapters of a run become a directory of Hugging Face's PEFT.
 
-    ``model``: the ``.nemo`` that the run began with; ``base_model``: what PEFT shall load.
+    ``model``: the ``.nemo``, Hugging Face directory or ``.gguf`` file that the run began with;
+    ``base_model``: what PEFT shall load.
     """
-    with open_nemo(model) as nemo:
+    with open_model(model) as nemo:
         architecture = nemo.architecture
     found = read_adapters(adapters, architecture)
     save_peft(target, found, architecture, base_model)

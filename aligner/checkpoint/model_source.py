@@ -12,6 +12,7 @@ from aligner.checkpoint.hf.model_folder import read_hf
 from aligner.checkpoint.nemo.config import Config
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.errors import CheckpointError
 
 
 class ModelSource(Protocol):
@@ -51,6 +52,11 @@ def open_model(path: str | os.PathLike[str]) -> Iterator[ModelSource]:
         CheckpointNotFoundError: there is nothing at ``path``.
         CheckpointError: it is neither, or damaged.
     """
+    if Path(path).name == "config.json":
+        raise CheckpointError(
+            f"{str(path)!r} describes a Hugging Face model; give its directory, "
+            f"{str(Path(path).parent)!r}"
+        )
     if is_hugging_face(path):
         yield read_hf(path)
         return

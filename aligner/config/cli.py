@@ -21,8 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from aligner.catalog import imported
-from aligner.config.elsewhere.nemo_aligner import remedy
-from aligner.config.load import Root, load_config
+from aligner.config.elsewhere.nemo_aligner import is_inert, remedy
+from aligner.config.elsewhere.nemo_rl_values import table
+from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
@@ -59,6 +60,8 @@ def launch(
     def main(composed: DictConfig) -> None:
         sys.argv[:] = given  # what a report shows and further processes are started with
         with reported_errors():
+            if note := with_built_in_task(composed):
+                print(note, flush=True)
             config = load_config(composed, root)
             run = imported(command) if isinstance(command, str) else command
             run(config)
@@ -95,19 +98,29 @@ def check_overrides(
 
     Raises:
         ConfigError: an argument that is no override, a key that no dataclass has (with the nearest
-            that one has), an option that a group does not have.
+            that one has), an option that a group does not have. Several are one table.
     """
     searched = None if _elsewhere(arguments) else conf_dir
     sweeps = any(argument in ("-m", "--multirun") for argument in arguments)
-    accepted, is_value = [], False
+    accepted, refused, is_value = [], [], False
     for argument in arguments:
         is_override = not (is_value or argument.startswith("-"))
-        if is_override:
-            argument = _unescaped(argument)
-        accepted.append(
-            _accepted(argument, root, conf_dir, searched, sweeps) if is_override else argument
-        )
         is_value = argument in OPTIONS_WITH_VALUE
+        if not is_override:
+            accepted.append(argument)
+            continue
+        try:
+            accepted += _accepted(_unescaped(argument), root, conf_dir, searched, sweeps)
+        except ConfigError as error:
+            refused.append((argument, error))
+    if len(refused) == 1:
+        raise refused[0][1]
+    if refused:
+        rows = []
+        for argument, refusal in refused:
+            key, _, said = str(refusal).partition(": ")
+            rows.append((key, argument.partition("=")[2], said))
+        raise ConfigError(f"{len(rows)} arguments cannot be used\n{table(rows)}")
     return accepted
 
 
@@ -135,7 +148,8 @@ def _unescaped(argument: str) -> str:
 
 def _accepted(
     argument: str, root: type, conf_dir: Path | None, searched: Path | None, sweeps: bool
-) -> str:
+) -> list[str]:
+    """The argument as hydra has it; none where it asks for what is done anyway."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
@@ -147,7 +161,7 @@ def _accepted(
         )
     key = override.key_or_group
     if re.match(r"hydra\b", key):
-        return argument
+        return [argument]
     value = None if override.is_sweep_override() else override.value()
     if not key:
         raise ConfigError(f"{_short(argument)}: names no key; write it as key=value")
@@ -155,9 +169,11 @@ def _accepted(
     if is_choice and not isinstance(value, dict):
         if not (override.is_delete() or override.is_sweep_override()):
             _check_choice(argument, key, value, searched)
-        return argument
+        return [argument]
+    if is_inert(key, value):
+        return []
     check_key(key, root)
-    return argument if override.is_delete() else "++" + argument.lstrip("+")
+    return [argument if override.is_delete() else "++" + argument.lstrip("+")]
 
 
 def _malformed(argument: str, error: HydraException) -> str:

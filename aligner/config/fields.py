@@ -4,6 +4,7 @@
 integer of at least 1. Booleans, texts and numbers are strict: ``"8"`` is no number, 1 no boolean.
 """
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
@@ -70,8 +71,26 @@ def not_empty(wanted: str) -> AfterValidator:
 
 FilePath = Annotated[StrictStr, not_empty("a path, or leave the key out")]
 Directory = Annotated[StrictStr, not_empty("a directory")]
+
+
+def _cached(path: str) -> str:
+    """The directory of a model that a name of Hugging Face's hub stands for, if it is cached."""
+    if not re.fullmatch(HUB_NAME, path) or path.endswith(".nemo") or os.path.exists(path):
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(path, local_files_only=True)
+    except (OSError, ValueError):  # it is not there, or is no name after all
+        return path
+    return folder if os.path.isfile(os.path.join(folder, "config.json")) else path
+
+
+HUB_NAME = r"[\w.-]+/[\w.-]+"
 ModelPath = Annotated[
-    StrictStr, not_empty("the path of a .nemo file or of a Hugging Face directory")
+    StrictStr,
+    not_empty("the path of a .nemo file or of a Hugging Face directory"),
+    AfterValidator(_cached),
 ]
 Source = Annotated[
     StrictStr,

@@ -1,6 +1,8 @@
 """Conversion of omegaconf's tree into ``RunConfig``, the only one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,11 +12,19 @@ from aligner.config.commands.ask import AskConfig
 from aligner.config.parse import build, field_types
 from aligner.config.rules.batches import derive_batches
 from aligner.config.rules.checks import check_config
-from aligner.config.run import BaseRunConfig, RunConfig
+from aligner.config.run import BaseRunConfig, RunConfig, algorithm_of
 from aligner.errors import ConfigError
 
 Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
+Run = TypeVar("Run", bound=BaseRunConfig)
 Section = TypeVar("Section")
+DATA, REWARD = "data.train.source", "reward.function"
+_TASK = {
+    DATA: "aligner.data.arithmetic:arithmetic_prompts",
+    "data.validation.arguments": {"split": "validation", "size": 128},
+    "data.validation.source": "aligner.data.arithmetic:arithmetic_prompts",
+    REWARD: "aligner.rewards.exact_number:reward",
+}
 
 
 def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # type: ignore[assignment]
@@ -30,6 +40,29 @@ def load_config(config: DictConfig, root: type[Root] = RunConfig) -> Root:  # ty
     return parse_config(plain, root)  # type: ignore[arg-type]
 
 
+def with_built_in_task(config: DictConfig) -> str:
+    """Fill in the arithmetic task where a run names neither data nor reward; returns a note.
+
+    Or only its reward, where its data are chosen. An empty note: nothing was filled in.
+    """
+    plain = OmegaConf.to_container(config)  # interpolations as they stand
+    given = {key: reduce(_below, key.split("."), plain) for key in _TASK}
+    if given[REWARD] != "???" or given[DATA] not in ("???", _TASK[DATA]):
+        return ""
+    validates = given["data.validation.source"] not in (None, "???")
+    for key, value in _TASK.items():
+        if given[key] in (None, "???") and not (validates and key.startswith("data.validation.")):
+            OmegaConf.update(config, key, value, force_add=True)
+    return (
+        f"built-in task: arithmetic, scored by {_TASK[REWARD]}, as no reward was named; of your "
+        f"own: {DATA}=FILE.jsonl {REWARD}=FILE.py:FUNCTION"
+    )
+
+
+def _below(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, dict) else None
+
+
 def _not_given(keys: list[str]) -> str:
     others = f" (also missing: {', '.join(keys[1:])})" if keys[1:] else ""
     return f"{keys[0]}: required and not set; give it as {keys[0]}=... on the command line{others}"
@@ -39,9 +72,19 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
     """Validate a plain nested mapping as a ``root``."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
-        config = derive_batches(config, values)
+        config = _named(derive_batches(config, values))
     check_config(config)
     return config
+
+
+def _named(config: Run) -> Run:
+    """``config`` with the algorithm's name in ``exp_manager.explicit_log_dir``."""
+    exp = config.exp_manager
+    if "{algorithm}" not in exp.explicit_log_dir:
+        return config
+    name = algorithm_of(config.as_dict()).directory
+    folder = exp.explicit_log_dir.replace("{algorithm}", name)
+    return replace(config, exp_manager=replace(exp, explicit_log_dir=folder))
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:

@@ -50,3 +50,15 @@ def counter_hash(seed: int, *counters: Tensor) -> Tensor:
     for counter in counters:
         state = combine(state, counter)
     return state
+
+
+class CallSeeds:
+    """Seeds for calls that are given none: of the run's seed and the number of the call."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._calls = seed, 0
+
+    def next(self) -> int:
+        """The next call's."""
+        self._calls += 1
+        return int(counter_hash(self._seed, torch.tensor(self._calls)))

@@ -32,12 +32,17 @@ does with ``rloo`` and ``dr_grpo``.)
 
 Conversations have turns, and a turn k of sample i is worth ``G_{i,k}``, what i earned from it on
 (less the penalty there). Its baseline is the mean of ``G_{j,k}`` over the *other* samples j of the
-group that came to turn k; 0 where none did. That is unbiased whatever the lengths: given the state
-before turn k, neither who else came to it nor what they earned depends on what i does in it.
+group that came to turn k. Where none did, it is the mean of ``G_{j,l}`` at the last turn l before k
+that others came to; without such a turn the advantage is 0. That is unbiased whatever the lengths:
+given the state before turn k, neither who else came to it, or to turn l, nor what they earned
+depends on what i does in it.
 (Centring the rewards of each turn number and summing what is left is biased: the sum takes one
 mean off for every further turn, and the policy decides how many there are.) ``rloo`` is this;
-``dr_grpo`` and ``grpo`` multiply by (n - 1)/n, n samples in the group, as they do to a response,
-and ``grpo`` divides by the deviation of the samples' sums; ``reinforce`` has no baseline.
+``dr_grpo`` and ``grpo`` multiply by (n - 1)/n, n samples in the group, as they do to a response;
+``grpo`` divides by the largest deviation of returns that are compared in the group, so that no
+advantage is above sqrt(n) and turns keep their proportions; ``reinforce`` has no baseline.
+
+Sums of rewards are float64. What differs by no more than `TOLERANCE` is equal.
 
 Where peers differ: the standard deviation is unbiased (verl, TRL, OpenRLHF) and 1e-6 is added to it
 (verl; TRL 1e-4, OpenRLHF 1e-9, NeMo-RL not where it is 0); a group of one gets 0 where its group is
@@ -51,15 +56,24 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.losses.groups import TOLERANCE, compare_turns, deviation_in_group, sum_of_group
 from aligner.losses.masked import masked_whiten
 
 
-def token_rewards(rewards: Tensor, kl: Tensor | None, token_mask: Tensor, beta: float) -> Tensor:
+def token_rewards(
+    rewards: Tensor,
+    kl: Tensor | None,
+    token_mask: Tensor,
+    beta: float,
+    *,
+    turn_ids: Tensor | None = None,
+) -> Tensor:
     """``r_t = R · [t is the last generated token] - β · kl_t``, and 0 where the mask is 0.
 
     ``rewards``: float [B], one per sample; or [B, S], one per token, which stay where they are.
     ``kl``: float [B, S], or None where no KL is charged.
-    ``token_mask``: [B, S]. A row without a generated token gets no reward. Returns float [B, S].
+    ``token_mask``: [B, S]. A row without a generated token gets no reward. ``turn_ids``: int64
+    [B, S], of conversations: the last token is that of the last turn. Returns float [B, S].
     (The place of the reward is that of verl, OpenRLHF, NeMo-RL and NeMo-Aligner; TRL's PPO puts it
     one column later.)
     """
@@ -76,10 +90,18 @@ def token_rewards(rewards: Tensor, kl: Tensor | None, token_mask: Tensor, beta: 
         return result + torch.where(generated, rewards, 0)
     if token_mask.shape[1] == 0:
         return result
-    position = torch.arange(token_mask.shape[1], device=token_mask.device)
-    last = torch.where(generated, position, -1).amax(dim=1, keepdim=True)
-    at_last = torch.where(last >= 0, rewards.unsqueeze(1), 0)
-    return result.scatter_add_(1, last.clamp(min=0), at_last)
+    last = _in_time(generated, turn_ids).argmax(dim=1, keepdim=True)
+    at_last = torch.where(generated.any(1, keepdim=True), rewards.unsqueeze(1), 0)
+    return result.scatter_add_(1, last, at_last)
+
+
+def _in_time(generated: Tensor, turn_ids: Tensor | None) -> Tensor:
+    """Rank of each generated token by turn and column, from 0; -1 elsewhere: int64 [B, S]."""
+    if turn_ids is None:
+        return generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, -1)
+    latest = torch.iinfo(turn_ids.dtype).max
+    order = turn_ids.masked_fill(~generated, latest).argsort(dim=1, stable=True)
+    return order.argsort(dim=1).masked_fill_(~generated, -1)
 
 
 def generalized_advantage_estimate(
@@ -90,18 +112,21 @@ def generalized_advantage_estimate(
     lam: float,
     *,
     turn_ids: Tensor | None = None,
+    timestep: Literal["token", "turn"] = "turn",
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, 0 where the mask is 0.
 
     ``δ_t = r_t + γ·V_{t+1} - V_t``, ``A_t = δ_t + γλ·A_{t+1}``, ``return_t = A_t + V_t``, where
     ``t+1`` is the *next generated token*: value and advantage are carried across holes in the mask
     (as verl and NeMo-RL; OpenRLHF and NeMo-Aligner take a hole for a step with reward 0 and value
-    0). After the last generated token both are 0.
+    0). After the last generated token both are 0. With ``turn_ids`` the next token is that of the
+    same turn, or the first of the next turn, wherever the row has it.
 
     ``values``, ``rewards``: float [B, S]; where the mask is 0 they may hold anything.
-    ``mask``: [B, S]. ``turn_ids``: int64 [B, S], number of the turn that generated a token; with it
-    γ and λ count turns: they apply between the last token of a turn and the next one, and are 1
-    within a turn. Computed in float32 at least. Returns two float [B, S], neither whitened.
+    ``mask``: [B, S]. ``turn_ids``: int64 [B, S], number of the turn that generated a token. With
+    them and ``timestep="turn"`` γ and λ count turns: they apply between the last token of a turn
+    and the next one, and are 1 within a turn. Computed in float32 at least. Returns two float
+    [B, S], neither whitened.
     """
     assert values.ndim == 2, values.shape
     assert values.shape == rewards.shape == mask.shape, (values.shape, rewards.shape, mask.shape)
@@ -111,12 +136,12 @@ def generalized_advantage_estimate(
     # Rows without their holes: the n-th generated token goes to column n. The rest lands in one
     # more column, which then holds the zero value and advantage after the end. In place where
     # possible: at this size the time goes into fresh memory, not arithmetic.
-    column = generated.cumsum(1, dtype=torch.int64).sub_(1).masked_fill_(~generated, length)
+    column = _in_time(generated, turn_ids).masked_fill_(~generated, length)
     value, delta = torch.zeros(2, batch, length + 1, dtype=dtype, device=values.device)
     value.scatter_(1, column, values.to(dtype))
     delta.scatter_(1, column, rewards.to(dtype))
     value[:, length] = delta[:, length] = 0
-    if turn_ids is None:
+    if turn_ids is None or timestep == "token":
         delta[:, :-1].add_(value[:, 1:], alpha=gamma).sub_(value[:, :-1])
         sums = discounted_sums(delta, gamma * lam)
     else:
@@ -163,15 +188,20 @@ def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+def discounted_returns(
+    rewards: Tensor, mask: Tensor, gamma: float, *, turn_ids: Tensor | None = None
+) -> Tensor:
     """``G_t = r_t + γ·G_{t+1}`` over generated tokens, carried across holes; 0 where masked.
 
     ``rewards``: float [B, S], where the mask is 0 they may hold anything. ``mask``: [B, S].
+    ``turn_ids``: int64 [B, S], the order of tokens as in `generalized_advantage_estimate`.
     Computed in float32 at least. (verl's convention; OpenRLHF discounts a hole like a step.)
     """
     # Without values, and with λ = 1, an advantage is the return.
     zero = torch.zeros((), dtype=rewards.dtype, device=rewards.device).expand_as(rewards)
-    return generalized_advantage_estimate(zero, rewards, mask, gamma, 1.0)[0]
+    return generalized_advantage_estimate(
+        zero, rewards, mask, gamma, 1.0, turn_ids=turn_ids, timestep="token"
+    )[0]
 
 
 def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cache: int) -> Tensor:
@@ -242,13 +272,13 @@ def group_advantages(
         baseline = charged.sum() / counts.sum().clamp(min=1) if batch_baseline else 0.0
         return torch.where(counts, charged - baseline, 0).to(rewards.dtype)
     # Samples that do not count weigh 0 in every sum, so they are in no baseline.
-    size = _sum_of_group(counts.double(), groups)
-    deviation = charged - _sum_of_group(charged, groups) / size.clamp(min=1)
+    size = sum_of_group(counts.double(), groups)
+    deviation = charged - sum_of_group(charged, groups) / size.clamp(min=1)
     if estimator == "rloo":
         # r - (sum - r)/(n - 1) = (r - mean)·n/(n - 1)
         deviation = deviation * size / (size - 1).clamp(min=1)
     elif estimator == "grpo":
-        deviation = deviation / (_deviation(reward, groups, counts) + GRPO_EPSILON)
+        deviation = deviation / (deviation_in_group(reward, groups, counts) + GRPO_EPSILON)
     varies = has_reward_variance(rewards, groups, sample_mask)
     return torch.where(varies, deviation, 0).to(rewards.dtype)
 
@@ -271,18 +301,19 @@ def token_advantages(
     token takes off the reward (β·kl); masked positions may hold anything. REINFORCE++ charges it
     token by token, the others its sum over the response, before the baseline (as TRL's RLOO and
     verl; NeMo-RL's REINFORCE++ takes it off the advantage of the same token only). ``discount``
-    is REINFORCE++'s. With ``turn_ids`` int64 [B, S], ``rewards`` are float [B, S] and turns are
-    compared (`turn_advantages`).
+    is REINFORCE++'s. ``turn_ids``: int64 [B, S], of conversations: the order of tokens; where
+    ``rewards`` are float [B, S], turns are compared (`turn_advantages`).
     """
     check_critic_free(estimator, batch_baseline=batch_baseline, discount=discount)
     assert token_mask.ndim == 2, token_mask.shape
     generated = token_mask.bool() & sample_mask.bool().unsqueeze(1)
     if estimator == "reinforce_plus_plus":
-        each = token_rewards(rewards, penalty, generated, beta=1.0)
-        return masked_whiten(discounted_returns(each, generated, discount), generated)
+        each = token_rewards(rewards, penalty, generated, beta=1.0, turn_ids=turn_ids)
+        returns = discounted_returns(each, generated, discount, turn_ids=turn_ids)
+        return masked_whiten(returns, generated)
     whitened = estimator == "reinforce_plus_plus_baseline"
     of_sample: SampleEstimator = "dr_grpo" if whitened else estimator  # type: ignore[assignment]
-    if turn_ids is not None:
+    if turn_ids is not None and rewards.ndim == 2:
         spread = turn_advantages(rewards, turn_ids, groups, sample_mask, of_sample, penalty=penalty)
     else:
         charged = None if penalty is None else torch.where(generated, penalty, 0).sum(1)
@@ -326,24 +357,15 @@ def turn_advantages(
         return sums.scatter_add_(1, number, torch.where(generated, values, 0).double())[:, 1:]
 
     there = by_turn(torch.ones_like(turn_rewards)) > 0
-    earned = by_turn(turn_rewards)
-    worth = _to_go(earned)[there]
-    charged = worth if penalty is None else worth - _to_go(by_turn(penalty))[there]
-    advantage = torch.zeros_like(earned)
-    if estimator == "reinforce":
-        advantage[there] = charged
-    else:
-        _, group = torch.unique(groups, return_inverse=True)
-        key = (group.unsqueeze(1) * most + torch.arange(most, device=group.device))[there]
-        others = _sum_of_group(torch.ones_like(charged), key) - 1
-        baseline = (_sum_of_group(charged, key) - charged) / others.clamp(min=1)
-        varies = has_reward_variance(worth, key, torch.ones_like(worth)) | (others == 0)
-        advantage[there] = torch.where(varies, charged - baseline, 0)
-        size = _sum_of_group(counts.double(), groups)
-        scale = (size > 1).double() if estimator == "rloo" else (size - 1) / size.clamp(min=1)
+    worth = _to_go(by_turn(turn_rewards))
+    advantage = worth if penalty is None else worth - _to_go(by_turn(penalty))
+    if estimator != "reinforce":
+        advantage, deviation = compare_turns(worth, advantage, there, groups)
+        size = sum_of_group(counts.double(), groups).unsqueeze(1)
+        if estimator != "rloo":
+            advantage = advantage * (size - 1) / size.clamp(min=1)
         if estimator == "grpo":
-            scale = scale / (_deviation(earned.sum(1), groups, counts) + GRPO_EPSILON)
-        advantage *= scale.unsqueeze(1)
+            advantage = advantage / (deviation + GRPO_EPSILON)
     spread = advantage.gather(1, (number - 1).clamp(min=0))
     return torch.where(generated, spread, 0).to(turn_rewards.dtype)
 
@@ -353,22 +375,21 @@ def _to_go(values: Tensor) -> Tensor:
     return values.flip(1).cumsum(1).flip(1)
 
 
-def _deviation(rewards: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
-    """Unbiased standard deviation inside the group of each sample, of those that count, [B]."""
-    size = _sum_of_group(counts.double(), groups)
-    apart = rewards - _sum_of_group(rewards, groups) / size.clamp(min=1)
-    squares = _sum_of_group(torch.where(counts, apart, 0).square(), groups)
-    return (squares / (size - 1).clamp(min=1)).sqrt()
-
-
-def has_reward_variance(rewards: Tensor, groups: Tensor, sample_mask: Tensor) -> Tensor:
+def has_reward_variance(
+    rewards: Tensor, groups: Tensor, sample_mask: Tensor, turn_ids: Tensor | None = None
+) -> Tensor:
     """bool [B]: the sample counts and its group holds two different rewards among those that do.
+
+    Rewards that differ by rounding are equal (`TOLERANCE`).
 
     The others learn nothing from a group baseline; DAPO (Yu et al., 2025) samples other prompts in
     their place. ``rewards``: what is to differ, for DAPO the verdict of the verifier before any
-    shaping by length.
+    shaping by length. ``turn_ids``: of rewards [B, S]; turns are compared (`turn_advantages`).
     """
     counts = sample_mask.bool()
+    if turn_ids is not None:
+        differs = turn_advantages(rewards, turn_ids, groups, sample_mask, "rloo").abs().amax(1)
+        return counts & (sum_of_group(differs, groups) > 0)
     _, index = torch.unique(groups, return_inverse=True)
     low = rewards.new_full(rewards.shape, float("inf")).scatter_reduce(
         0, index, torch.where(counts, rewards, float("inf")), "amin"
@@ -376,7 +397,8 @@ def has_reward_variance(rewards: Tensor, groups: Tensor, sample_mask: Tensor) ->
     high = rewards.new_full(rewards.shape, float("-inf")).scatter_reduce(
         0, index, torch.where(counts, rewards, float("-inf")), "amax"
     )
-    return counts & (low < high)[index]
+    varies = high - low > TOLERANCE * torch.maximum(low.abs(), high.abs())
+    return counts & varies[index]
 
 
 def check_critic_free(
@@ -398,9 +420,3 @@ def check_critic_free(
             f"discount={discount} needs rewards per token, which only reinforce_plus_plus has; "
             f"use 1 with {estimator}"
         )
-
-
-def _sum_of_group(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum of ``values`` [B] over the group of each sample, [B]."""
-    _, index = torch.unique(groups, return_inverse=True)
-    return torch.zeros_like(values).index_add(0, index, values)[index]

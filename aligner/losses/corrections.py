@@ -17,8 +17,8 @@ second moment          of a global batch, the tokens of the largest ``d²`` have
 =====================  ============================================================================
 
 Weights multiply the surrogate of the policy loss, without gradient. A token of weight 0 stays in
-the loss's denominator (as in IcePop, TRL and M2PO; verl takes rejected tokens out of it) and in
-its KL and entropy terms.
+the loss's denominator (as in IcePop and TRL; verl, and AReaL with M2PO, take rejected tokens out of
+it) and in its KL and entropy terms.
 
 Log-ratios are clamped to ±20 before ``exp``, as verl does: no weight is infinite.
 

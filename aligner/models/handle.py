@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from aligner.batches.batched_data_dict import BatchedDataDict, check_columns
 from aligner.cluster.interfaces import WorkerGroup
 from aligner.cluster.worker_groups import (
@@ -26,7 +24,6 @@ from aligner.cluster.worker_groups import (
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.distributed.accelerator import DeviceInfo, MemoryUse
 from aligner.errors import ConfigError, StorageError
-from aligner.kernels.counter_hash import counter_hash
 from aligner.losses.interfaces import LossFunction as PublishedLossFunction
 from aligner.losses.interfaces import as_loss
 from aligner.models.worker import RoleWorker
@@ -220,18 +217,6 @@ def train_result(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "skipped": first["skipped"],
         "all_mb_metrics": dict(first["all_mb_metrics"]),
     }
-
-
-class CallSeeds:
-    """Seeds for calls that are given none: of the run's seed and the number of the call."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed, self._calls = seed, 0
-
-    def next(self) -> int:
-        """The next call's."""
-        self._calls += 1
-        return int(counter_hash(self._seed, torch.tensor(self._calls)))
 
 
 def checkpoint_paths(

@@ -7,7 +7,7 @@ every process of a model-parallel group.
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from aligner.checkpoint.run_state.worker_state import (
 )
 from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import ParallelConfig
+from aligner.config.elsewhere.nemo_rl import PublishedRole, published_role
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.collectives import gather_objects, on_rank_zero
@@ -86,6 +87,17 @@ def place_of(
     if parallel is not None and parallel.config == layout:
         return parallel
     return initialize_parallel(layout, seed=seed)
+
+
+def read_published(
+    config: Mapping[str, Any], name: Literal["policy", "value"] = "policy"
+) -> PublishedRole:
+    """`published_role`, with the keys that only experts read held against the model."""
+    role = published_role(config, name)
+    if role.of_experts:
+        with open_model(role.model.restore_from_path) as source:
+            role.check_experts(source.architecture.num_moe_experts)
+    return role
 
 
 def note_unused(who: str, arguments: Mapping[str, Any]) -> None:
@@ -207,6 +219,7 @@ class RoleWorker(Generic[Served]):
         if not self._offloads:
             return
         self.model.drop_reused_forward()
+        self.model.release_generator()
         if self.model.optimizer is not None:
             self.model.optimizer.park()
         for module in self._modules_with_weights():

@@ -10,7 +10,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ OPTIONAL_PACKAGES = (
     OptionalPackage(
         "transformer_engine",
         "no FP8; the local layer spec; Apex's fused optimizer or, without Apex, torch's AdamW",
-        "pip install transformer_engine[pytorch], or an NGC PyTorch container",
+        "pip install 'transformer_engine[pytorch]>=2.9,<2.12', or an NGC PyTorch container",
         gpu_only=True,
     ),
     OptionalPackage(
@@ -70,6 +70,13 @@ OPTIONAL_PACKAGES = (
 
 # First versions that work and first that are not known to; those of pyproject.toml.
 SUPPORTED = {"torch": ((2, 10), (2, 14)), "megatron-core": ((0, 16), (0, 17))}
+# Those outside of which a run is not refused, and the start-up report says so.
+TRIED = {
+    "nemo-toolkit": ((3, 0), (3, 1)),
+    "transformers": ((5, 16), (6,)),
+    "ray": ((2, 52), (3,)),
+    "transformer_engine": ((2, 9), (2, 12)),
+}
 
 
 def check_versions(installed: Callable[[str], str | None] | None = None) -> None:
@@ -80,18 +87,34 @@ def check_versions(installed: Callable[[str], str | None] | None = None) -> None
     Raises:
         VersionError: names the package, its version and those that work.
     """
-    for name, (first, end) in SUPPORTED.items():
-        version = (installed or _version)(name)
+    for name, version, low, high in _outside(SUPPORTED, installed or _version):
+        raise VersionError(
+            f"{name} {version} is installed, and {low} or newer, below {high}, is needed; "
+            f"install one (pip install '{name}>={low},<{high}'), or an image that brings one "
+            "(Dockerfile)"
+        )
+
+
+def untried_versions(installed: Callable[[str], str | None] | None = None) -> list[str]:
+    """Packages whose versions are not among those the library was tried with, in words."""
+    return [
+        f"{name} {version} is installed; {low} or newer, below {high}, was tried"
+        for name, version, low, high in _outside(TRIED, installed or _version)
+    ]
+
+
+def _outside(
+    ranges: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    installed: Callable[[str], str | None],
+) -> Iterator[tuple[str, str, str, str]]:
+    """Name, version, first and end of each package that is outside of its range."""
+    for name, (first, end) in ranges.items():
+        version = installed(name)
         if version is None:  # no metadata: nothing is known against it
             continue
         release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if not first <= release < end:
-            low, high = (".".join(map(str, each)) for each in (first, end))
-            raise VersionError(
-                f"{name} {version} is installed, and {low} or newer, below {high}, is needed; "
-                f"install one (pip install '{name}>={low},<{high}'), or an image that brings one "
-                "(Dockerfile)"
-            )
+            yield name, version, ".".join(map(str, first)), ".".join(map(str, end))
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,15 @@ Tell = Callable[[Progress | Exception], None]
 
 @dataclass
 class Row:
-    """One answer that is asked for. ``sample_id``: of which the engine makes random numbers."""
+    """One answer that is asked for, by a session as its number ``request``.
+
+    ``sample_id``: of which the engine makes random numbers.
+    """
 
     prompt: list[int]
     sample_id: int
     options: SamplingOptions
+    request: int | None = None
 
     @property
     def longest(self) -> int:

@@ -17,8 +17,9 @@ from aligner.config import (
 )
 from aligner.config.algorithms.trainer import ProcessConfig
 from aligner.config.cli import check_overrides
-from aligner.config.elsewhere.nemo_aligner import NEEDLESS, RENAMED
+from aligner.config.elsewhere.nemo_aligner import NEEDLESS, RENAMED, is_inert
 from aligner.config.parse import build
+from aligner.config.run import DPORunConfig, RewardRunConfig, SFTRunConfig
 from aligner.errors import ConfigError
 
 TRAINER = """
@@ -145,8 +146,9 @@ def test_what_is_refused_is_no_key_of_ours():
     """An entry that a dataclass has in the meantime would never be read."""
     for key in (*RENAMED, *NEEDLESS):
         for root in (RunConfig, RSRunConfig):
-            with pytest.raises(ConfigError):
-                check_overrides([f"{key}=1"], root)
+            if not is_inert(key, 1):
+                with pytest.raises(ConfigError):
+                    check_overrides([f"{key}=1"], root)
 
 
 def test_the_keys_that_are_named_instead_exist():
@@ -158,7 +160,9 @@ def test_the_keys_that_are_named_instead_exist():
                 words.add(key.removesuffix(".*"))
     for key in sorted(words):
         if not any(mark in key for mark in "{*") and not key.startswith("trainer.reward_model"):
-            root = RSRunConfig if ".rs." in key else RunConfig
+            roots = {".rs.": RSRunConfig, ".dpo.": DPORunConfig, ".sft.": SFTRunConfig}
+            roots["data.learn"] = SFTRunConfig
+            root = next((roots[name] for name in roots if name in key), RunConfig)
             check_overrides([f"{key}=1"], root)
 
 
@@ -237,3 +241,74 @@ def test_their_defaults_of_a_model_section_are_accepted():
         build(ModelConfig, model, "model")
     with pytest.raises(ConfigError, match=r"critic\.value_clip"):
         build(CriticConfig, {"loss_clip_val": 0.2}, "critic")
+
+
+# What its documentation's commands set: of the PPO actor, rejection sampling, SFT, DPO and reward.
+COMMANDS = {
+    "ppo": (
+        RunConfig,
+        """trainer.devices=8 trainer.num_nodes=1 trainer.accelerator=gpu
+        pretrained_checkpoint.restore_from_path=m.nemo model.mcore_gpt=True
+        model.megatron_amp_O2=True exp_manager.create_wandb_logger=False
+        exp_manager.explicit_log_dir=r exp_manager.checkpoint_callback_params.save_top_k=80
+        trainer.ppo.max_epochs=1 trainer.ppo.initial_policy_kl_penalty=0.02
+        ++model.ppo.entropy_bonus=0.0 model.ppo.num_rollout_samples=512
+        model.ppo.rollout_micro_batch_size=8 model.ppo.length_params.max_length=1024
+        remote_critic_rm.pad_to_length=2048 remote_critic_rm.critic.ip=h
+        model.global_batch_size=64 model.optim.lr=9e-7 trainer.ppo.trt_llm.enable=False""",
+        """pretrained_checkpoint.restore_from_path remote_critic_rm.critic.ip
+        exp_manager.checkpoint_callback_params.save_top_k""",
+    ),
+    "rs": (
+        RSRunConfig,
+        """trainer.rs.max_epochs=1 model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1
+        ++model.mcore_gpt=True model.peft.lora_tuning.layer_selection=null
+        model.peft.lora_tuning.weight_tying=False trainer.rs.trt_llm.enable=false
+        remote_rm.reward_model.ip=h model.data.data_impl=jsonl""",
+        "remote_rm.reward_model.ip model.data.data_impl",
+    ),
+    "sft": (
+        SFTRunConfig,
+        """trainer.precision=bf16 trainer.sft.max_steps=-1 trainer.sft.limit_val_batches=40
+        model.megatron_amp_O2=True model.restore_from_path=m.nemo model.optim.lr=5e-6
+        model.answer_only_loss=True model.data.train_ds.file_path=d.jsonl
+        exp_manager.resume_ignore_no_checkpoint=True""",
+        "trainer.sft.limit_val_batches model.data.train_ds.file_path",
+    ),
+    "dpo": (
+        DPORunConfig,
+        """model.dpo.ref_policy_kl_penalty=0.1 model.dpo.preference_loss=ipo trainer.dpo.max_steps=9
+        model.dpo.log_prob_forward_micro_batch_size=1 trainer.enable_checkpointing=False""",
+        """model.dpo.ref_policy_kl_penalty model.dpo.preference_loss
+        model.dpo.log_prob_forward_micro_batch_size""",
+    ),
+    "reward": (
+        RewardRunConfig,
+        """trainer.rm.max_epochs=1 trainer.rm.val_check_interval=10 ++model.output_sequence=False
+        ++model.reward_model_type=binary_ranking model.global_batch_size=512""",
+        """trainer.rm.max_epochs trainer.rm.val_check_interval model.output_sequence
+        model.reward_model_type""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_flags_of_a_documented_command_are_checked_in_one_go(name):
+    root, flags, refused = COMMANDS[name]
+    with pytest.raises(ConfigError) as error:
+        check_overrides(flags.split(), root)
+    head, titles, *rows = str(error.value).splitlines()
+    assert head == f"{len(rows)} arguments cannot be used"
+    assert titles.split() == ["their", "key", "value", "what", "to", "use"]
+    assert {row.split()[0] for row in rows} == set(refused.split())
+    assert all("NeMo-Aligner" in row for row in rows)
+    kept = [flag for flag in flags.split() if flag.split("=")[0].lstrip("+") not in refused.split()]
+    given = [flag.lstrip("+") for flag in kept if "True" not in flag or "wandb" in flag]
+    assert set(check_overrides(kept, root)) <= {f"++{flag}" for flag in given}
+
+
+def test_what_is_done_anyway_is_accepted_and_its_opposite_is_not():
+    assert check_overrides(["model.mcore_gpt=True", "trainer.accelerator=gpu"], RunConfig) == []
+    for other in ("model.mcore_gpt=False", "trainer.accelerator=cpu", "trainer.logger=True"):
+        with pytest.raises(ConfigError, match="NeMo-Aligner's key"):
+            check_overrides([other], RunConfig)

@@ -162,16 +162,16 @@ def test_keys_that_tune_another_engine_are_named_in_a_warning():
         (
             "megatron_cfg.tensor_parallel_size",
             2,
-            r"policy\.megatron_cfg\.tensor_parallel_size: "
+            r"policy\.megatron_cfg\.tensor_parallel_size +2 +"
             r"unknown key; did you mean policy\.megatron_cfg\.tensor_model_parallel_size",
         ),
         ("train_globl_batch_size", 2, "did you mean policy.train_global_batch_size"),
         ("generation.top_pp", 1.0, "did you mean policy.generation.top_p"),
         ("megatron_cfg.enabled", False, "neither of them true"),
         ("dtensor_cfg.enabled", True, "both true"),
-        ("hf_config_overrides", {"rope_theta": 1}, "hf_config_overrides=.*no counterpart"),
-        ("precision", "float16", "policy.precision=float16: use one of"),
-        ("train_micro_batch_size", 0, "policy.train_micro_batch_size: must be at least 1"),
+        ("hf_config_overrides", {"rope_theta": 1}, "hf_config_overrides .*edit its config.json"),
+        ("precision", "float16", r"policy.precision +float16 +use one of"),
+        ("train_micro_batch_size", 0, r"policy.train_micro_batch_size +0 +must be at least 1"),
         ("model_name", None, "model_name"),
     ],
 )
@@ -194,7 +194,7 @@ def test_two_ways_to_batch_and_context_parallel_dtensors_are_refused(cluster, to
     with pytest.raises(ConfigError, match="exclude each other"):
         Policy(cluster, policy_config(**both), tokenizer)
     split = {"dtensor_cfg": {**DTENSOR, "context_parallel_size": 2}, "megatron_cfg": {}}
-    with pytest.raises(ConfigError, match=r"context_parallel_size=2.*use megatron_cfg"):
+    with pytest.raises(ConfigError, match=r"context_parallel_size +2 .*use megatron_cfg"):
         Policy(cluster, policy_config(**split), tokenizer)
 
 
@@ -278,6 +278,19 @@ def test_generate_needs_ids_and_lengths_alone(policy):
     beyond = torch.arange(output.shape[1]) >= lengths[:, None]
     assert beyond.any()
     assert (output[beyond] == 7).all()  # generation.pad_token_id
+
+
+def test_a_worker_needs_ids_and_lengths_alone_too(policy):
+    worker = policy.worker_group.worker
+    with pytest.raises(DataError, match="input_lengths: required"):
+        worker.generate(BatchedDataDict({"input_ids": prompts()["input_ids"]}))
+    first, second = (worker.generate(prompts()) for _ in range(2))
+    assert not torch.equal(first["logprobs"], second["logprobs"])
+    seeded = [worker.generate(prompts(), seed=3)["output_ids"] for _ in range(2)]
+    numbered = BatchedDataDict({**prompts(), "sample_ids": torch.arange(4)})
+    seeded.append(worker.generate(numbered, seed=3)["output_ids"])
+    assert torch.equal(seeded[0], seeded[1])
+    assert torch.equal(seeded[0], seeded[2])
 
 
 def test_draws_come_again_from_the_run_s_seed(tiny_nemo, tokenizer, cluster):

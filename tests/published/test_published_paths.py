@@ -4,13 +4,19 @@ import importlib
 
 import pytest
 
+from aligner.compat import paths
+
+# Module, name there: home of the name, and its name there where that is another.
 PATHS = {
+    "aligner.algorithms.interfaces": {"LossFunction": "aligner.losses.interfaces"},
     "aligner.algorithms.logits_sampling_utils": {
         "TrainingSamplingParams": "aligner.logprobs.top_k_top_p",
     },
-    "aligner.algorithms.losses.interfaces": {"LossFunction": "aligner.losses.interfaces"},
-    "aligner.algorithms.losses.policy": {"PPOPolicyLoss": "aligner.losses.policy"},
-    "aligner.algorithms.losses.value": {"MseValueLossFn": "aligner.losses.value"},
+    "aligner.algorithms.loss.interfaces": {
+        "LossFunction": "aligner.losses.interfaces",
+        "LossInputType": "aligner.losses.interfaces",
+    },
+    "aligner.algorithms.loss.loss_functions": {"MseValueLossFn": "aligner.losses.value"},
     "aligner.distributed.batched_data_dict": {
         "BatchedDataDict": "aligner.batches.batched_data_dict",
         "SlicedDataDict": "aligner.batches.batched_data_dict",
@@ -30,8 +36,50 @@ PATHS = {
         "RayWorkerBuilder": "aligner.cluster.ray.worker_group",
         "RayWorkerGroup": "aligner.cluster.ray.worker_group",
     },
+    "aligner.models.automodel.setup": {},
+    "aligner.models.generation.interfaces": {
+        "GenerationDatumSpec": "aligner.models.interfaces",
+        "GenerationInterface": "aligner.models.interfaces",
+        "GenerationOutputSpec": "aligner.models.interfaces",
+    },
+    "aligner.models.nlp.gpt.megatron_gpt_rs_actor": {
+        "MegatronGPTRSModel": "aligner.models.gpt.megatron.actor",
+    },
     "aligner.models.policy": {"PolicyConfig": "aligner.config.elsewhere.nemo_rl"},
+    "aligner.models.policy.dtensor_policy_worker": {
+        "DTensorPolicyWorker": (
+            "aligner.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
+        ),
+    },
+    "aligner.models.policy.interfaces": {
+        "ColocatablePolicyInterface": "aligner.models.interfaces",
+        "LogprobOutputSpec": "aligner.models.interfaces",
+        "ReferenceLogprobOutputSpec": "aligner.models.interfaces",
+    },
     "aligner.models.policy.lm_policy": {"Policy": "aligner.models.policy.lm_policy"},
+    "aligner.models.policy.megatron_policy_worker": {
+        "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker",
+    },
+    "aligner.models.policy.workers.base_policy_worker": {
+        "AbstractPolicyWorker": "aligner.models.worker:RoleWorker",
+    },
+    "aligner.models.policy.workers.dtensor_policy_worker_v2": {
+        "DTensorPolicyWorkerV2": "aligner.models.policy.workers.dtensor_policy_worker_v2",
+    },
+    "aligner.models.value.config": {"ValueConfig": "aligner.config.elsewhere.nemo_rl"},
+    "aligner.models.value.interfaces": {"ValueOutputSpec": "aligner.models.interfaces"},
+    "aligner.models.value.lm_value": {"Value": "aligner.models.value.lm_value"},
+    "aligner.models.value.workers.dtensor_value_worker_v2": {
+        "DTensorValueWorkerV2": "aligner.models.value.workers.dtensor_value_worker_v2",
+    },
+    "aligner.models.value.workers.megatron_value_worker": {
+        "MegatronValueWorker": "aligner.models.value.workers.megatron_value_worker",
+    },
+    "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.loading"},
+    # Of earlier versions of this library, and the worker's names without a version.
+    "aligner.algorithms.losses.interfaces": {"LossFunction": "aligner.losses.interfaces"},
+    "aligner.algorithms.losses.policy": {"PPOPolicyLoss": "aligner.losses.policy"},
+    "aligner.algorithms.losses.value": {"MseValueLossFn": "aligner.losses.value"},
     "aligner.models.policy.workers.dtensor_policy_worker": {
         "DTensorPolicyWorker": (
             "aligner.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
@@ -41,9 +89,6 @@ PATHS = {
         "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker",
     },
     "aligner.models.value": {"ValueConfig": "aligner.config.elsewhere.nemo_rl"},
-    "aligner.models.value.workers.megatron_value_worker": {
-        "MegatronValueWorker": "aligner.models.value.workers.megatron_value_worker",
-    },
 }
 
 
@@ -60,6 +105,14 @@ def test_a_published_path_has_the_librarys_own(path, name):
 def test_what_a_published_path_lists_is_there(path):
     module = importlib.import_module(path)
     assert [name for name in getattr(module, "__all__", []) if not hasattr(module, name)] == []
+
+
+def test_every_path_of_the_table_has_homes_that_are_there():
+    for homes in paths.PATHS.values():
+        for home in homes.split():
+            importlib.import_module(f"aligner.{home}")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("aligner.models.generation.nowhere")
 
 
 def test_an_unknown_name_is_refused_as_everywhere():

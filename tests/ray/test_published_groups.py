@@ -5,6 +5,7 @@ import pytest
 import torch
 from ray_workers import TELLER, Teller
 
+from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import MseValueLossFn
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.cluster.ray.worker import Failure
@@ -170,4 +171,58 @@ def test_a_published_builder_makes_a_training_group(cluster, tiny_nemo):
     )
     (result,) = group.get_all_worker_results(future)
     assert result["values"].shape == (4, 5)
+    assert group.shutdown(cleanup_method="shutdown")
+
+
+@pytest.mark.ray_heavy
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_front_of_ones_own_on_published_workers(cluster, ray, tiny_nemo, tmp_path, backend):
+    """As NeMo-RL's `Policy` has it: shards, calls by name, no ``sample_ids``."""
+    with open_nemo(tiny_nemo) as checkpoint:
+        tokenizer = checkpoint.tokenizer
+    layout = {"tensor_parallel_size": 1, "context_parallel_size": 1}
+    config = policy_config(tiny_nemo)
+    config["megatron_cfg"]["enabled"] = backend == "megatron"
+    config["dtensor_cfg"] = {"enabled": backend == "dtensor", **layout}
+    places = NamedSharding(np.arange(2).reshape(1, 2, 1, 1), AXES)
+    path = f"aligner.models.policy.{backend}_policy_worker."
+    path += {"megatron": "MegatronPolicyWorker", "dtensor": "DTensorPolicyWorker"}[backend]
+    builder = RayWorkerBuilder(
+        path,
+        config,
+        tokenizer=tokenizer,
+        init_reference_model=False,
+        worker_sharding_annotations=places,
+        pre_init_communication_queue=None,
+    )
+    group = RayWorkerGroup(cluster, builder, "lm_policy", sharding_annotations=places)
+
+    def run(method, data, **common):
+        replicated = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
+        future = group.run_all_workers_sharded_data(
+            method,
+            data=data.shard_by_batch_size(2, batch_size=None),
+            in_sharded_axes=["data_parallel"],
+            replicate_on_axes=replicated,
+            output_is_replicated=replicated,
+            common_kwargs=common,
+        )
+        return group.get_all_worker_results(future)
+
+    def tokens(**common):
+        parts = run("generate", prompts(), greedy=False, **common)
+        return [row for part in parts for row in part["output_ids"].tolist()]
+
+    with pytest.raises(DataError, match="input_lengths"):
+        run("generate", BatchedDataDict({"input_ids": prompts()["input_ids"]}))
+    assert tokens() != tokens()
+    assert tokens(seed=3) == tokens(seed=3)
+    assert [part["logprobs"].shape for part in run("get_logprobs", prompts())] == [(2, 5)] * 2
+    ray.get(group.run_all_workers_single_data("prepare_for_training"))
+    data = BatchedDataDict({**trained_batch(), "advantages": trained_batch()["returns"]})
+    results = run("train", data, loss_fn=PPOPolicyLoss(), gbs=4, mbs=2)
+    assert results[0]["global_loss"] == results[1]["global_loss"]
+    saved = str(tmp_path / "w.nemo")
+    ray.get(group.run_all_workers_single_data("save_checkpoint", weights_path=saved))
+    assert (tmp_path / "w.nemo").exists()
     assert group.shutdown(cleanup_method="shutdown")

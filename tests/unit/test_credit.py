@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.algorithms.rollout.rollout import fill_with_varied_groups
+from aligner.algorithms.rollout.rollout import fill_with_varied_groups, teaches
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
@@ -195,6 +195,41 @@ def test_a_sample_that_does_not_count_lends_no_signal():
     assert draw.asked == [2, 1]
     assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5]
     assert batch["sample_mask"].tolist() == [1, 1, 1, 1]
+
+
+def conversations(*rewards):
+    """Rewards of turns of one token each; two conversations for each prompt."""
+    batch = rollout([sum(each) for each in rewards], [len(each) for each in rewards])
+    turns = (batch["token_mask"].cumsum(1) * batch["token_mask"]).long()
+    earned = torch.zeros(batch["token_mask"].shape)
+    for row, each in enumerate(rewards):
+        earned[row, turns[row] > 0] = torch.tensor(each)
+    ones = torch.ones(len(rewards))
+    return BatchedDataDict({**batch, "turn_ids": turns, "turn_rewards": earned, "is_scored": ones})
+
+
+@pytest.mark.parametrize(("by", "expected"), [("turn", [True, False]), ("trajectory", [False] * 2)])
+def test_signal_is_what_the_estimator_compares(by, expected):
+    """Equal sums, of prompt A in other turns; the question of metric and dynamic sampling."""
+    batch = conversations([1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5])
+    advantage = AdvantageConfig(estimator="rloo", credit=by)
+    trainer = TrainerPPOConfig(advantage=advantage, normalize_advantages=False)
+    how = Credit(trainer, kl_in_reward=False, rollouts_per_prompt=2, max_length=4)
+    metrics, _ = assign(how, batch)
+    signal = batch["advantages"].view(2, -1).abs().amax(1) > 0
+    assert signal.tolist() == expected
+    assert metrics["train_rollouts/samples_with_signal"] == sum(expected) / 2
+    assert teaches(batch, 2, by).view(2, 2).tolist() == [[each] * 2 for each in expected]
+
+
+def test_the_order_of_rewards_makes_no_signal():
+    """Sums in float32 differ by 7.6e-6, which grpo makes advantages of full size of."""
+    parts = [[0.3, -0.1, 0.7, 100.2], [100.2, 0.7, -0.1, 0.3]]
+    batch = conversations(*parts)
+    metrics, _ = assign(credit("grpo"), batch)
+    assert metrics["train_rollouts/samples_with_signal"] == 0
+    assert batch["advantages"].abs().max() == 0
+    assert not teaches(batch, 2).any()
 
 
 def test_a_difference_that_shaping_takes_away_is_none():

@@ -17,10 +17,12 @@ from aligner.errors import VersionError
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import (
     SUPPORTED,
+    TRIED,
     OptionalPackage,
     PackageStatus,
     check_versions,
     find_packages,
+    untried_versions,
 )
 from aligner.observe.startup import (
     BatchPlan,
@@ -132,9 +134,23 @@ def test_versions_that_do_not_work_are_refused():
         check_versions({"torch": "2.11.0", "megatron-core": "0.15.0"}.get)
 
 
+def test_versions_that_were_not_tried_are_reported():
+    assert untried_versions() == []
+    nvidia = {"nemo-toolkit": "2.5.0", "transformers": "5.16.1", "ray": "2.40.0"}
+    outside = untried_versions({**nvidia, "transformer_engine": "2.12.0+abc"}.get)
+    assert [line.split(" is installed")[0] for line in outside] == [
+        "nemo-toolkit 2.5.0",
+        "ray 2.40.0",
+        "transformer_engine 2.12.0+abc",
+    ]
+    assert outside[0].endswith("3.0 or newer, below 3.1, was tried")
+
+
 def test_supported_versions_are_those_of_the_project_file():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for name, (first, end) in SUPPORTED.items():
+    ranges = {**SUPPORTED, **TRIED}
+    del ranges["transformer_engine"]  # no dependency
+    for name, (first, end) in ranges.items():
         (line,) = (each for each in project["dependencies"] if re.match(rf"{name}\b", each))
         low, high = re.search(r">=([\d.]+),<([\d.]+)$", line).groups()
         assert low.startswith(".".join(map(str, first)))

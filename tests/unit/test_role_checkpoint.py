@@ -103,6 +103,21 @@ def test_a_front_continues_where_another_was_saved(role, backend, precision, sta
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.nemo", "optimizer", "tokenizer"]
 
 
+@pytest.mark.parametrize("role", ["policy", "value"])
+@pytest.mark.parametrize("backend", ["megatron", "dtensor"])
+def test_a_front_continues_from_a_hugging_face_directory(role, backend, start, tmp_path):
+    """Whose vocabulary is padded to another multiple than that of the `.nemo` it began with."""
+    first = start(role, backend=backend)
+    update(first, role, 2)
+    paths = {f"{name}_path": str(tmp_path / name) for name in ("weights", "optimizer")}
+    first.save_checkpoint(*paths.values())
+    assert (tmp_path / "weights" / "config.json").is_file()
+    second = start(role, backend=backend, **paths)
+    assert_equal(weights_of(first), weights_of(second))
+    assert update(first, role) == update(second, role)
+    assert_equal(weights_of(first), weights_of(second))
+
+
 def test_weights_alone_begin_a_schedule_anew(start, tmp_path):
     first = start("value")
     update(first, "value", 2)

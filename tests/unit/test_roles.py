@@ -127,8 +127,15 @@ def test_infer_returns_the_published_keys(actor):
     assert ((new >= 1) & (new <= 5)).all()
     for row, prompt in enumerate(PROMPTS):
         assert torch.equal(result["response_tokens"][row, :prompt], text[row, :prompt])
-    again = actor.infer({"text": text, "length": torch.tensor(PROMPTS)})
-    assert torch.equal(result["response_tokens"], again["response_tokens"])
+
+
+def test_infer_draws_other_tokens_at_every_call(actor):
+    actor.configure_generation(LengthParams(max_length=5), SamplingParams(), 8)
+    batch = {"text": make_batch()["input_ids"][:, :6], "length": torch.tensor(PROMPTS)}
+    first, second = (actor.infer(batch)["response_tokens"] for _ in range(2))
+    assert first.shape != second.shape or not torch.equal(first, second)
+    seeded = [actor.infer(batch, seed=5)["response_tokens"] for _ in range(2)]
+    assert torch.equal(*seeded)
 
 
 def make_critic(tiny_nemo, **changes):

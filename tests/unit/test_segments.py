@@ -262,10 +262,11 @@ def test_the_installed_kernel_takes_what_it_is_given(monkeypatch):
     check.__signature__ = real
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", check)
     query, key, ends = torch.ones(4, 6, 8), torch.ones(4, 2, 8), torch.tensor([0, 4])
-    for window in (None, 3):
+    windows = (None, 3) if "window_size" in real.parameters else (None,)  # from torch 2.11 on
+    for window in windows:
         attend = varlen.find_kernel(window)
         attend(query, key, key, ends, ends, 4, 4, scale=0.5, window=window)
-    assert len(bound) == 2
+    assert len(bound) == len(windows)
 
 
 def test_a_pass_without_sequences(core):

@@ -1,6 +1,8 @@
 """Credit of turns: by hand, and the expected gradient on a decision tree, every path counted."""
 
 import itertools
+import math
+from random import Random
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from aligner.losses.advantages import (
     generalized_advantage_estimate,
     group_advantages,
+    token_advantages,
     token_rewards,
     turn_advantages,
 )
@@ -83,15 +86,16 @@ def of_turns(advantages, turns):
 
 
 def test_a_turn_is_compared_with_what_others_earned_from_the_same_turn_on():
-    """Returns from turn 1 on: 7, 4, 0; from turn 2 on: 6, 1; from turn 3 on: 4."""
+    """Returns from turn 1 on: 7, 4, 0; from turn 2 on: 6, 1; from turn 3 on: 4, and 1 before."""
     rewards, turns = tokens_of(EARNED)
     found = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "rloo")
     assert torch.equal(found[turns == 0], torch.zeros_like(found[turns == 0]))
-    assert of_turns(found, turns) == [[5.0, 5.0, 4.0], [0.5, -5.0], [-5.5], [0.0, 0.0]]
+    assert of_turns(found, turns) == [[5.0, 5.0, 3.0], [0.5, -5.0], [-5.5], [0.0, 0.0]]
     dr = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "dr_grpo")
     torch.testing.assert_close(dr[:3], found[:3] * 2 / 3)
     grpo = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "grpo")
-    deviation = torch.tensor([7.0, 4.0, 0.0], dtype=torch.float64).std() + 1e-6
+    compared = ([7.0, 4.0, 0.0], [6.0, 1.0], [4.0, 1.0])
+    deviation = max(torch.tensor(each, dtype=torch.float64).std() for each in compared) + 1e-6
     torch.testing.assert_close(grpo[:3], dr[:3] / deviation)
     plain = turn_advantages(rewards, turns, GROUPS, torch.ones(4), "reinforce")
     assert of_turns(plain, turns)[0] == [7.0, 6.0, 4.0]
@@ -127,6 +131,82 @@ def test_equal_returns_are_worth_exactly_nothing():
     rewards, turns = tokens_of([[0.1, 0.7]] * 3)
     found = turn_advantages(rewards, turns, torch.zeros(3).long(), torch.ones(3), "grpo")
     assert found.abs().max() == 0
+
+
+def advantages_of(earned, estimator, credit):
+    """Of one group; ``earned``: rewards of each conversation's turns."""
+    rewards, turns = tokens_of(earned)
+    rewards = rewards.float()
+    return token_advantages(
+        rewards if credit == "turn" else rewards.double().sum(1).float(),
+        torch.zeros(len(earned)).long(),
+        (turns > 0).float(),
+        torch.ones(len(earned)),
+        estimator,
+        turn_ids=turns,
+    )
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "dr_grpo", "grpo"])
+def test_a_lone_longest_conversation_is_compared_with_the_last_turn_of_others(estimator):
+    """All earned 1 at their end, so that nothing is learned of being longest."""
+    found = advantages_of([[0.0, 1.0]] * 3 + [[0.0, 0.0, 1.0]], estimator, "turn")
+    assert found.abs().max() == 0
+
+
+def test_equal_sums_earned_in_other_turns_are_of_usual_size():
+    """Turn 1 is worth 1 to both, turn 2 is worth 0 and 1."""
+    found = advantages_of([[1.0, 0.0], [0.0, 1.0]], "grpo", "turn")
+    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
+    torch.testing.assert_close(found[:, 3:5], torch.tensor([[-expected], [expected]]).expand(2, 2))
+    assert found[:, :2].abs().max() == 0
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+@pytest.mark.parametrize("places", ["end", "turns"])
+def test_no_advantage_is_above_the_root_of_the_group(credit, places):
+    """10,000 groups of 2 to 8, up to 6 turns; rewards equal, nearly equal, right or wrong, any."""
+    generator = torch.Generator().manual_seed(0)
+
+    def pick(*choices):
+        """One of the numbers for each group, and so for each of its rows."""
+        index = torch.randint(len(choices), (10_000,), generator=generator)
+        return torch.tensor(choices)[index][groups].unsqueeze(1)
+
+    sizes = torch.randint(2, 9, (10_000,), generator=generator)
+    groups = torch.arange(10_000).repeat_interleave(sizes)
+    most = torch.randint(1, 7, (len(groups), 1), generator=generator)
+    turns = torch.arange(1, 7).repeat(len(groups), 1)
+    turns = torch.where(turns <= most, turns, 0)
+    right = (torch.rand(turns.shape, generator=generator) < pick(0.1, 0.5, 0.9, 0.97)).float()
+    drawn = torch.where(pick(0, 1) > 0, right, torch.randn(turns.shape, generator=generator))
+    rewards = drawn * pick(1.0, 1e-3, 1e-6, 1e3) + pick(0.0, 0.1, 1.0)
+    rewards *= turns == most if places == "end" else turns > 0
+    found = token_advantages(
+        rewards if credit == "turn" else rewards.double().sum(1).float(),
+        groups,
+        (turns > 0).float(),
+        torch.ones(len(groups)),
+        "grpo",
+        turn_ids=turns,
+    )
+    assert (found.abs().amax(1) <= sizes[groups].sqrt()).all()
+    assert found.abs().max() > 2
+
+
+@pytest.mark.parametrize(
+    "parts", [[0.1, 0.2, 0.7], [0.1] * 8, [1.1, 2.3, 3.7, 0.9], [0.3, -0.1, 0.7, 100.2]]
+)
+def test_the_order_in_which_a_total_was_earned_is_no_difference(parts):
+    """Credit of trajectories: exactly 0, also where the parts are added in float32."""
+    random, earned = Random(1), []
+    for _ in range(8):
+        random.shuffle(parts)
+        earned.append(list(parts))
+    assert advantages_of(earned, "grpo", "trajectory").abs().max() == 0
+    assert advantages_of([[0.1, 0.2, 0.0], [0.3]], "grpo", "trajectory").abs().max() == 0
+    first = advantages_of(earned, "grpo", "turn")[:, :2]  # before turn 1 all are worth the same
+    assert first.abs().max() == 0
 
 
 # Rewards of steps --------------------------------------------------------------------------------

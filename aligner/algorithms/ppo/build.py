@@ -103,14 +103,20 @@ def summary_of(
     )
 
 
-def dynamic_note(config: RunConfig) -> list[str]:
-    """Note on a run whose number of steps is not known before."""
-    if not config.trainer.ppo.dynamic_sampling.enabled:
-        return []
-    return [
-        "dynamic sampling: the run ends when trainer.ppo.max_epochs passes over the prompts are "
-        "made, which may be before the steps above"
-    ]
+def run_notes(config: RunConfig) -> list[str]:
+    """Notes on a number of steps that is not known before, and on ratios that dropout makes."""
+    notes, lora = [], config.model.peft.lora
+    if config.trainer.ppo.dynamic_sampling.enabled:
+        notes.append(
+            "dynamic sampling: the run ends when trainer.ppo.max_epochs passes over the prompts "
+            "are made, which may be before the steps above"
+        )
+    if lora is not None and lora.adapter_dropout > 0:
+        notes.append(
+            f"model.peft.lora_tuning.adapter_dropout={lora.adapter_dropout:g} is on in training "
+            "and off while sampling: ratios and clipping show its noise; 0 has none"
+        )
+    return notes
 
 
 def _trained_critic(config: RunConfig, clusters: Clusters) -> list[TrainedRole]:
@@ -206,6 +212,9 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
     """
     ppo = config.model.ppo
     low, high = ppo.ratio_eps_range
+    longest, environment = ppo.length_params.max_length, config.environment
+    if environment.is_set:
+        longest = min(environment.max_tokens, environment.max_turns * longest)
     # By key of ``model.ppo``, the options that it sets.
     options: dict[str, dict[str, Any]] = {
         "ratio_eps": {"ratio_eps_low": low, "ratio_eps_high": high},
@@ -223,9 +232,7 @@ def make_policy_loss(config: RunConfig) -> LossFunction:
         "surrogate": {"surrogate": ppo.surrogate},
         "loss_aggregation": {
             "aggregation": ppo.loss_aggregation,
-            "max_response_length": (
-                ppo.length_params.max_length if ppo.loss_aggregation == "fixed_length" else None
-            ),
+            "max_response_length": longest if ppo.loss_aggregation == "fixed_length" else None,
         },
     }
     built_in = {name: value for group in options.values() for name, value in group.items()}

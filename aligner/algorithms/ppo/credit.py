@@ -52,7 +52,8 @@ class Credit:
             each, batch["sample_mask"] = shape_turn_rewards(
                 batch, trainer.reward, trainer.improper_end
             )
-            batch["shaped_turn_rewards"], batch["shaped_rewards"] = each, each.sum(1)
+            batch["shaped_turn_rewards"] = each
+            batch["shaped_rewards"] = each.double().sum(1).float()
             return
         shaped, batch["sample_mask"] = shape_rewards(
             batch["rewards"], batch["is_end"], trainer.reward, trainer.improper_end
@@ -108,14 +109,16 @@ class Credit:
         """Generalised advantage estimation, or the user's; ``returns`` are the critic's targets."""
         if self.own is None:
             each = batch.get("shaped_turn_rewards", shaped)
-            rewards = token_rewards(each, kl, batch["token_mask"], beta)
+            turns = batch.get("turn_ids")
+            rewards = token_rewards(each, kl, batch["token_mask"], beta, turn_ids=turns)
             batch["advantages"], batch["returns"] = generalized_advantage_estimate(
                 batch["values"],
                 rewards,
                 batch["token_mask"],
                 self.trainer.discount_factor,
                 self.trainer.gae_lambda,
-                turn_ids=batch.get("turn_ids") if self.trainer.timestep == "turn" else None,
+                turn_ids=turns,
+                timestep=self.trainer.timestep,
             )
         else:
             batch["advantages"], batch["returns"] = self._by_user(self.own, batch, kl, beta)
@@ -134,9 +137,10 @@ class Credit:
         advantage = self.trainer.advantage
         groups = self._groups(batch)
         by_turn = advantage.credit == "turn" and "turn_ids" in batch
+        compared = batch["shaped_turn_rewards"] if by_turn else shaped
         if self.own is None:
             batch["advantages"] = token_advantages(
-                batch["shaped_turn_rewards"] if by_turn else shaped,
+                compared,
                 groups,
                 batch["token_mask"],
                 batch["sample_mask"],
@@ -144,11 +148,12 @@ class Credit:
                 penalty=None if kl is None else beta * kl,
                 discount=self.trainer.discount_factor,
                 batch_baseline=advantage.batch_baseline,
-                turn_ids=batch["turn_ids"] if by_turn else None,
+                turn_ids=batch.get("turn_ids"),
             )
         else:
             batch["advantages"], _ = self._by_user(self.own, batch, kl, beta)
-        signal = has_reward_variance(shaped, groups, batch["sample_mask"]).float()
+        turns = batch["turn_ids"] if by_turn else None
+        signal = has_reward_variance(compared, groups, batch["sample_mask"], turns).float()
         return {"train_rollouts/samples_with_signal": signal.mean().item()}
 
     def _by_user(

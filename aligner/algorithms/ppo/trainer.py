@@ -16,13 +16,13 @@ from typing import Any
 
 from aligner.algorithms.ppo.build import (
     check_roles,
-    dynamic_note,
     kl_in_reward,
     make_estimator,
     make_kl_controller,
     make_policy_loss,
     needs_reference,
     rows_scored_by_training,
+    run_notes,
     start_roles,
     starts_at_sampler,
     summary_of,
@@ -46,9 +46,9 @@ from aligner.algorithms.rollout.rollout import (
     score,
 )
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import total_steps
 from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.config import RunConfig
 from aligner.data.dataset import PromptSampler
@@ -85,7 +85,7 @@ def train_ppo(config: RunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = prompts.sampler(config)
-                steps = total_steps(config.loop, sampler)
+                steps = total_steps(config, sampler)
                 policy, critic = start_roles(config, attempt, steps)
                 engines = start_generation(config, attempt, policy, prompts.max_length)
                 trainer = PPOTrainer(
@@ -105,7 +105,7 @@ def train_ppo(config: RunConfig) -> None:
                     estimator=estimator,
                 )
                 attempt.closing.callback(trainer.rollouts.close)
-                notes = [*prompts.notes(), *dynamic_note(config), *generation_note(engines)]
+                notes = [*prompts.notes(), *run_notes(config), *generation_note(engines)]
                 summary = summary_of(
                     config, attempt, prompts.train, steps, frozen=reward.memory(), notes=notes
                 )
@@ -269,6 +269,7 @@ class PPOTrainer:
             max_rollouts=sampling.max_rollouts,
             prompts_left=self._prompts_left,
             pad_id=self.pad_id,
+            credit=self.config.trainer.ppo.advantage.credit,
         )
         return batch, {
             **prefixed("train_rollouts", seen[0]),

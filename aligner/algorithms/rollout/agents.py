@@ -244,48 +244,50 @@ def trajectory_of(
     failures: list[str],
     info: dict[str, Any],
 ) -> Trajectory:
-    """Record of a session as a row: its sequences one behind the other.
+    """Record of a session as a row: its sequences one behind the other, as they were asked for.
 
-    Turns are numbered as they stand in the row. A reward is of the answer before it; ``info`` goes
-    with the last.
+    Turns are numbered in the order of their requests, not of answers or of places in the row. A
+    reward is of the last requested answer that came since the reward before it, or else of the same
+    as that; ``info`` goes with the last.
     """
-    ids, turn_ids, positions = list[int](), list[int](), list[int]()
-    logprobs, turns = list[float](), list[TurnRecord]()
-    place: dict[tuple[int, int], int] = {}
-    prompt, prompt_length = "", 0
-    for number, one in enumerate(session.sequences):
-        before = len(turns)
+    ids, turn_ids, positions, logprobs = list[int](), list[int](), list[int](), list[float]()
+    in_time = sorted(zip(session.requests, session.order, strict=True))
+    place = {answer: turn for turn, (_, answer) in enumerate(in_time, start=1)}
+    heard, records = dict[int, str](), dict[int, TurnRecord]()
+    for number, one in sorted(enumerate(session.sequences), key=lambda each: place[each[0], 1]):
+        numbers = [0, *(place[number, turn] for turn in range(1, len(one.ends) + 1))]
         for turn, (read, sampled) in enumerate(_spans(one.turn_ids, len(one.ends)), start=1):
-            heard = tokenizer.decode(one.ids[slice(*read)])
-            if turns:
-                turns[-1].answer = [{"role": "agent", "content": heard}]
-            else:
-                prompt, prompt_length = heard, sampled[0]
+            heard[numbers[turn]] = tokenizer.decode(one.ids[slice(*read)])
             tokens = one.ids[slice(*sampled)]
             content = decode_response(tokenizer, one.ids[: sampled[0]], tokens)
-            turns.append(TurnRecord(content, len(tokens), one.ends[turn - 1] == "stop"))
-            place[number, turn] = len(turns)
+            is_end = one.ends[turn - 1] == "stop"
+            records[numbers[turn]] = TurnRecord(content, len(tokens), is_end)
         ids += one.ids
         logprobs += one.logprobs
         positions += range(len(one.ids))
-        turn_ids += [before + turn if turn else 0 for turn in one.turn_ids]
+        turn_ids += [numbers[turn] for turn in one.turn_ids]
+    turns = [records[turn] for turn in sorted(records)]
+    for turn, record in enumerate(turns[:-1], start=1):
+        record.answer = [{"role": "agent", "content": heard[turn + 1]}]
     rewards = [0.0] * len(ids)
     last_of = {turn: at for at, turn in enumerate(turn_ids)}
+    begin = 0
     for answers, given in session.rewards.items():
-        turn = place[session.order[max(1, answers) - 1]]
+        turn = max((place[answer] for answer in session.order[begin:answers]), default=1)
+        begin = answers
         turns[turn - 1].reward, turns[turn - 1].parts = given.score, given.parts
         rewards[last_of[turn]] = given.score or 0.0
     turns[-1].info = info
     return Trajectory(
-        prompt=prompt,
-        prompt_length=prompt_length,
+        prompt=heard[1],
+        prompt_length=next(at for at, turn in enumerate(turn_ids) if turn),
         ids=ids,
         turn_ids=turn_ids,
         positions=positions,
         logprobs=logprobs,
         rewards=rewards,
         is_scored=any(turn.reward is not None for turn in turns),
-        parts=total_parts(turns[place[answer] - 1] for answer in session.order),
+        parts=total_parts(turns),
         end_reason=reason,
         forks=len(session.sequences) - 1,
         text=transcript(turns),

@@ -166,7 +166,7 @@ class EnvironmentReward:
         rows = max(1, data.size)
         return ScoredResponses(
             data["responses"],
-            data["turn_rewards"].sum(1),
+            data["turn_rewards"].double().sum(1).float(),
             {name: [row.get(name, 0.0) for row in parts] for name in names},
             metrics={
                 "turns": data["turn_ids"].amax(1).float().mean().item(),

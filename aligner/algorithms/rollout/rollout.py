@@ -7,7 +7,7 @@ update learns from as many samples.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -207,7 +207,8 @@ def shape_turn_rewards(
     if shaping.clip is not None:
         shaped = shaped.clamp(-shaping.clip, shaping.clip)
     if improper.mode == "penalize":
-        penalties = token_rewards(improper.penalty * (1 - ended), None, batch["token_mask"], 0.0)
+        charged, turns = improper.penalty * (1 - ended), batch.get("turn_ids")
+        penalties = token_rewards(charged, None, batch["token_mask"], 0.0, turn_ids=turns)
         shaped = shaped - penalties
     counts = batch.get("sample_mask", torch.maximum(batch["is_scored"], 1 - ended))
     return shaped, counts * ended if improper.mode == "mask" else counts
@@ -265,6 +266,7 @@ def fill_with_varied_groups(
     max_rollouts: int,
     prompts_left: Callable[[], int],
     pad_id: int,
+    credit: Literal["trajectory", "turn"] = "trajectory",
 ) -> tuple[BatchedDataDict, int]:
     """A scored rollout of ``prompts`` groups, and how many samples were sampled for it.
 
@@ -276,7 +278,7 @@ def fill_with_varied_groups(
     Sampling ends when ``max_rollouts`` times ``prompts`` prompts were asked or ``prompts_left()``,
     how many the run may yet sample, is 0. What is missing then is filled with groups that have no
     signal, the earliest first, which count but teach nothing. Groups keep the order in which they
-    were sampled; ``pad_id`` fills shorter rows.
+    were sampled; ``pad_id`` fills shorter rows. ``credit``: that of `teaches`.
     """
     kept: list[BatchedDataDict] = []
     spare: list[BatchedDataDict] = []
@@ -287,7 +289,7 @@ def fill_with_varied_groups(
         batch = sample(asked)
         allowed -= asked
         sampled += batch.size
-        signal = teaches(batch, rollouts_per_prompt)
+        signal = teaches(batch, rollouts_per_prompt, credit)
         kept.append(batch.select_indices(signal.nonzero().flatten()))
         spare.append(batch.select_indices((~signal).nonzero().flatten()))
         missing -= int(signal.sum()) // rollouts_per_prompt
@@ -298,15 +300,22 @@ def fill_with_varied_groups(
     return joined.slice(0, prompts * rollouts_per_prompt), sampled
 
 
-def teaches(batch: BatchedDataDict, rollouts_per_prompt: int) -> Tensor:
+def teaches(
+    batch: BatchedDataDict,
+    rollouts_per_prompt: int,
+    credit: Literal["trajectory", "turn"] = "trajectory",
+) -> Tensor:
     """bool [B]: the rewards of the row's group differ, and still do once they are shaped.
 
     DAPO compares the verifier's rewards, without what length adds to them; a bound on the reward
     (``trainer.ppo.reward.clip``) may take the difference away. The rows of a group go together: one
-    that does not count (``sample_mask`` 0) is not compared, and is kept with the others.
+    that does not count (``sample_mask`` 0) is not compared, and is kept with the others. With
+    ``credit="turn"`` rewards of turns are compared, where the batch is of conversations.
     """
     groups = torch.arange(batch.size) // rollouts_per_prompt
     counts = batch["sample_mask"]
-    varied = has_reward_variance(batch["rewards"], groups, counts)
-    varied &= has_reward_variance(batch["shaped_rewards"], groups, counts)
+    turns = batch.get("turn_ids") if credit == "turn" else None
+    name = "rewards" if turns is None else "turn_rewards"
+    varied = has_reward_variance(batch[name], groups, counts, turns)
+    varied &= has_reward_variance(batch[f"shaped_{name}"], groups, counts, turns)
     return varied.view(-1, rollouts_per_prompt).any(1).repeat_interleave(rollouts_per_prompt)

@@ -223,6 +223,8 @@ def _write_gpt2(architecture: GPTArchitecture) -> Config:
 
 _WINDOWED = ("mistral", "mixtral")
 _NO_WINDOW = {"use_sliding_window": False, "hidden_act": "silu"}
+# Other values that transformers takes for the same.
+_SAME = (("hidden_act", "swish"), ("mlp_only_layers", None))
 _FIXED_GPT2 = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 _COMMON = {"initializer_range": 0.02, "attention_dropout": 0.0, "tie_word_embeddings": False}
 _LLAMA_DEFAULTS = {**_COMMON, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -314,7 +316,8 @@ def architecture_from_hf(config: Mapping[str, Any]) -> GPTArchitecture:
     """Read an architecture off ``config.json``."""
     family = family_of(config.get("model_type"))
     for key, value in family.fixed.items():
-        if config.get(key, value) != value:
+        given = config.get(key, value)
+        if given != value and (key, given) not in _SAME:
             raise CheckpointError(
                 f"{key}={config[key]!r} in config.json is not supported for {family.model_type}; "
                 f"supported: {value!r}"

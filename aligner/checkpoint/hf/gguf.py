@@ -1,73 +1,294 @@
-"""GGUF files, dequantised by transformers."""
+"""GGUF files, dequantised to float32.
 
-import json
+Every key and every tensor of a file is used, or refused by name; keys that say nothing about the
+model's numbers are listed here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import pre_tokenizers
+import torch
 from torch import Tensor
 
-from aligner.data.tokenizers.tokenizer import is_tokenizer_file
+from aligner.data.tokenizers.gguf import gguf_tokenizer_files, gguf_values
 from aligner.errors import CheckpointError
 
+# general.architecture → model_type; a llama with a window is a Mistral, with experts refused.
+_MODEL_TYPES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "gpt2")},
+    "qwen3moe": "qwen3_moe",
+}
+# Keys behind the architecture's name → keys of config.json.
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GPT2 = {
+    "max_position_embeddings": "n_positions",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "num_attention_heads": "n_head",
+}
+# Keys that change nothing at these values; None: at any.
+_NEUTRAL: dict[str, tuple[Any, ...] | None] = {
+    "tensor_data_layout": None,
+    "rope.scaling.finetuned": None,
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),
+    "attention.sliding_window": (0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "attention.scale": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+}
+_ELSEWHERE = ("GGUF.", "general.", "tokenizer.", "quantize.")  # the tokenizer's reader has its own
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, bytes]]:
-    """``config.json``, float32 state dict and tokenizer files of a GGUF model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+_LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    **{
+        f"blk.{{n}}.{ours}": f"model.layers.{{n}}.{theirs}"
+        for ours, theirs in {
+            "attn_norm": "input_layernorm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.o_proj",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_gate": "mlp.gate_proj",
+            "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj",
+        }.items()
+    },
+}
 
-    where = {"gguf_file": path.name, "local_files_only": True}
+_NAMES: dict[str, dict[str, str]] = {
+    "qwen3_moe": {
+        **_LLAMA_NAMES,
+        "blk.{n}.ffn_gate_inp": "model.layers.{n}.mlp.gate",
+        **{
+            f"blk.{{n}}.ffn_{part}_exps": f"model.layers.{{n}}.mlp.experts.{{e}}.{part}_proj"
+            for part in ("gate", "up", "down")
+        },
+    },
+    "gpt2": {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        "blk.{n}.attn_norm": "transformer.h.{n}.ln_1",
+        "blk.{n}.ffn_norm": "transformer.h.{n}.ln_2",
+        "blk.{n}.attn_qkv": "transformer.h.{n}.attn.c_attn",
+        "blk.{n}.attn_output": "transformer.h.{n}.attn.c_proj",
+        "blk.{n}.ffn_up": "transformer.h.{n}.mlp.c_fc",
+        "blk.{n}.ffn_down": "transformer.h.{n}.mlp.c_proj",
+    },
+}
+_BLOCK = re.compile(r"^blk\.(\d+)\.")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], dict[str, bytes]]:
+    """``config.json``, float32 state dict (read when indexed) and tokenizer files of a model.
+
+    Raises:
+        CheckpointError: the file is damaged, or says something that is not supported.
+    """
+    reader, values = gguf_values(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path.parent), **where)
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
-    except Exception as error:  # transformers, gguf and numpy raise many kinds on a bad file
-        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF model: {error}") from error
-    config = {key: _shortest(value) for key, value in model.config.to_dict().items()}
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = {
-            file.name: file.read_bytes()
-            for file in Path(folder).iterdir()
-            if is_tokenizer_file(file.name)
-        }
-    files["tokenizer.json"] = _with_pre_tokenizer(files["tokenizer.json"], _pre_name(path))
-    settings = json.loads(files["tokenizer_config.json"])
-    # Traces of how it was loaded, not of what it is.
-    for key in ("is_local", "local_files_only", "backend"):
+        config = _config(values, tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(path)!r}: {error}") from error
+    return config, GGUFTensors(tensors, config), gguf_tokenizer_files(path)
+
+
+def _config(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    architecture = values.get("general.architecture")
+    if architecture not in _MODEL_TYPES or values.get("general.type", "model") != "model":
+        raise CheckpointError(
+            f"general.architecture={architecture!r} of general.type="
+            f"{values.get('general.type', 'model')!r} is not supported; supported are models of "
+            f"{', '.join(_MODEL_TYPES)}"
+        )
+    prefix = f"{architecture}."
+    settings = {key.removeprefix(prefix): _shortest(value) for key, value in values.items()}
+    settings = {key: value for key, value in settings.items() if not key.startswith(_ELSEWHERE)}
+    if settings.get("split.count", 1) != 1:
+        raise CheckpointError(
+            f"it is one of split.count={settings['split.count']} parts; join them with "
+            "`llama-gguf-split --merge` and give the whole file"
+        )
+    for key in ("split.no", "split.count", "split.tensors.count"):
         settings.pop(key, None)
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
-    return config, model.state_dict(), files
+    lacking = [prefix + key for key in _SIZES if not isinstance(settings.get(key), int)]
+    if lacking:
+        raise CheckpointError(f"{', '.join(lacking)} must be there, one number each")
+    settings = {k: v for k, v in settings.items() if not _says_nothing(k, v)}
+    config = {ours: settings.pop(key) for key, ours in _SIZES.items()}
+    config |= {ours: settings.pop(key) for key, ours in _OPTIONAL.items() if key in settings}
+    head = settings.pop("attention.key_length", None)
+    head = head or config["hidden_size"] // config["num_attention_heads"]
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if settings.pop(key, head) != head:
+            raise CheckpointError(f"{prefix}{key} other than the {head} of a head is not supported")
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError("the tensor token_embd.weight is missing")
+    rows = int(tensors["token_embd.weight"].shape[-1])
+    config |= {"head_dim": head, "vocab_size": settings.pop("vocab_size", rows)}
+    config |= {"tie_word_embeddings": "output.weight" not in tensors}
+    config |= _family(str(architecture), config, settings, tensors)
+    config |= _rope(settings, config, tensors)
+    if settings:
+        raise CheckpointError(
+            f"{', '.join(f'{prefix}{key}={value!r:.40}' for key, value in settings.items())}: not "
+            "supported; convert the model from its Hugging Face directory instead"
+        )
+    return config
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    values = _NEUTRAL.get(key, ())
+    return values is None or (not isinstance(value, list) and value in values)
+
+
+def _family(
+    architecture: str, config: dict[str, Any], settings: dict[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``model_type`` and what belongs to it alone; takes its keys out of ``settings``."""
+    kind = _MODEL_TYPES[architecture]
+    if kind == "llama" and "sliding_window" in config:
+        return {"model_type": "mistral"}
+    if kind == "qwen3_moe":
+        experts = settings.pop("expert_count", None)
+        return {"model_type": kind, "num_experts": experts, "norm_topk_prob": True}
+    if kind == "gpt2":
+        moved = {theirs: config.pop(ours) for ours, theirs in _GPT2.items()}
+        epsilon = settings.pop("attention.layer_norm_epsilon", 1e-5)
+        return {**moved, "model_type": kind, "layer_norm_epsilon": epsilon}
+    biases = {
+        key: any(name.endswith(".bias") and f".{part}_" in name for name in tensors)
+        for key, part in (("attention_bias", "attn"), ("mlp_bias", "ffn"))
+    }
+    return {"model_type": kind, **(biases if kind == "llama" else {})}
+
+
+def _rope(
+    settings: dict[str, Any], config: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``rope_scaling``, from the keys or llama3's factors; takes its keys out of ``settings``."""
+    old = settings.pop("rope.scale_linear", None)
+    factor = settings.pop("rope.scaling.factor", old)
+    kind = settings.get("rope.scaling.type", "linear")
+    if factor is not None and kind == "linear" and _ROPE_FACTORS not in tensors:
+        settings.pop("rope.scaling.type", None)
+        settings.pop("rope.scaling.original_context_length", None)  # of the model before it
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if factor is not None:
+        settings["rope.scaling.factor"] = factor
+    if _ROPE_FACTORS not in tensors:
+        return {}
+    divided = np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64)
+    head, base = config["head_dim"], config.get("rope_theta", 10_000.0)
+    waves = 2 * np.pi * float(base) ** (np.arange(0, head, 2) / head)
+    factor = float(np.float32(divided.max()))
+    for original in (8192, *(2**power for power in range(3, 24))):  # 8192: Meta's
+        smooth = np.clip((original / waves - 1.0) / 3.0, 0.0, 1.0)
+        expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+        if divided.shape == expected.shape and np.allclose(divided, expected, rtol=1e-4):
+            llama3 = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+            llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original}
+            return {"rope_scaling": llama3} if factor != 1.0 else {}
+    raise CheckpointError(
+        f"the factors of {_ROPE_FACTORS} are not those of llama3's scaling; no other is supported"
+    )
 
 
 def _shortest(value: Any) -> Any:
     """GGUF keeps floats in single precision: 9.99999974e-06 was written as 1e-05."""
-    return float(str(np.float32(value))) if type(value) is float else value
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _pre_name(path: Path) -> str | None:
-    """Name of the rule that splits text before byte-pair merging (``tokenizer.ggml.pre``)."""
-    from gguf import GGUFReader
+class GGUFTensors(Mapping[str, Tensor]):
+    """Tensors under Hugging Face's names, dequantised to float32 when they are indexed.
 
-    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
-    return None if field is None else str(field.contents())
-
-
-def _with_pre_tokenizer(tokenizer: bytes, pre_name: str | None) -> bytes:
-    """Restore the pre-tokenizer, which transformers does not read from GGUF.
-
-    SmolLM splits off every digit before GPT-2's rule, so that spaces before a number are not
-    attached to it.
+    A tensor that the family does not have keeps its own name.
     """
-    if pre_name != "smollm":
-        return tokenizer
-    backend = RustTokenizer.from_buffer(tokenizer)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    return backend.to_str(pretty=True).encode()
+
+    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        self._config = config
+        table = _NAMES.get(config["model_type"], _LLAMA_NAMES)
+        self._places: dict[str, tuple[Any, int | None]] = {}
+        for name, tensor in tensors.items():
+            if name == _ROPE_FACTORS and "rope_scaling" in config:
+                continue
+            module, _, leaf = _BLOCK.sub("blk.{n}.", name).rpartition(".")
+            number = _BLOCK.match(name)
+            target = f"{table[module]}.{leaf}" if module in table else name
+            target = target.replace("{n}", number[1] if number else "")
+            if "{e}" not in target:
+                self._places[target] = tensor, None
+                continue
+            for expert in range(int(tensor.shape[-1])):
+                self._places[target.replace("{e}", str(expert))] = tensor, expert
+
+    def __getitem__(self, name: str) -> Tensor:
+        from gguf import dequantize
+
+        tensor, expert = self._places[name]
+        data = tensor.data if expert is None else tensor.data[expert]
+        try:
+            array = dequantize(data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise CheckpointError(f"{tensor.name} of the GGUF file: {error}") from error
+        value = torch.from_numpy(np.array(array, dtype=np.float32))
+        if self._config["model_type"] in ("llama", "mistral"):
+            heads = self._config["num_attention_heads"]
+            counts = {"q_proj": heads, "k_proj": self._config.get("num_key_value_heads", heads)}
+            count = counts.get(name.split(".")[-2])
+            if count is not None:  # llama.cpp keeps the two halves of a head's rotation in turns
+                turns = value.reshape(count, -1, 2, *value.shape[1:])
+                value = turns.transpose(1, 2).reshape(value.shape)
+        is_conv = self._config["model_type"] == "gpt2" and ".c_" in name and value.dim() == 2
+        return value.T.contiguous() if is_conv else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -24,7 +24,11 @@ from aligner.checkpoint.hf.families import (
 )
 from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingFaceWeights
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
-from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
+from aligner.data.tokenizers.loading import (
+    fold_named_templates,
+    load_tokenizer,
+    tokenizer_from_files,
+)
 from aligner.data.tokenizers.tokenizer import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,
@@ -166,6 +170,7 @@ def _tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes
     files = {
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
     }
+    files = fold_named_templates(folder, files)
     if "tokenizer.json" not in files and {"tokenizer.model", "tokenizer_config.json"} <= set(files):
         files |= load_tokenizer(folder).files()
     ends = config.get("eos_token_id")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import (
+    EMBEDDING,
     OUTPUT_LAYER,
     REWARD_HEAD,
     Weights,
@@ -201,6 +202,15 @@ class HuggingFaceWeights(Mapping[str, Tensor]):
             raise CheckpointError(
                 "the tensors do not fit config.json: "
                 f"missing {absent[:4] or 'none'}, unexpected {sorted(surplus)[:4] or 'none'}"
+            )
+        is_tied = not any(name in self._rows for name in (OUTPUT_LAYER, *REWARD_HEAD))
+        (embedding,), (copy,) = self._rows[EMBEDDING][1], tied_copy
+        if is_tied and copy in self._state:
+            if torch.equal(self._state[copy], self._state[actual[embedding]]):
+                return actual
+            raise CheckpointError(
+                f"config.json ties the output layer to the embedding, and {copy} differs from "
+                f"{embedding}; set tie_word_embeddings=false in config.json to use it"
             )
         return actual
 

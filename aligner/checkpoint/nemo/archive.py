@@ -7,17 +7,23 @@ reads the same way.
 """
 
 import contextlib
+import functools
+import hashlib
+import json
 import mmap
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from aligner.checkpoint.nemo.inflated import open_inflated
+from aligner.config.fields import HUB_NAME
 from aligner.errors import CheckpointError, CheckpointNotFoundError
 
+CHECKSUMS = "checksums.json"  # member → SHA-256 of those that have no CRC-32 of their own
 _KEY = "model.restore_from_path"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = tarfile.BLOCKSIZE
@@ -50,9 +56,13 @@ class ArchiveReader:
         self._members: dict[str, tarfile.TarInfo] = {}
         self._mapped: memoryview | None = None
         if not self.path.exists():
-            raise CheckpointNotFoundError(
-                f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
-            )
+            text = f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
+            if re.fullmatch(HUB_NAME, str(self.path)) and self.path.suffix != ".nemo":
+                text += (
+                    f"; as a name of Hugging Face's hub it is not in the local cache: hf download "
+                    f"{self.path}, or give a directory (policy.model_name in NeMo-RL's mappings)"
+                )
+            raise CheckpointNotFoundError(text)
         if self.path.is_dir():
             self.names = frozenset(_directory_names(self.path))
             return
@@ -125,9 +135,34 @@ class ArchiveReader:
         return stream
 
     def read(self, name: str) -> bytes:
-        """All bytes of member ``name``."""
+        """All bytes of member ``name``; those that `CHECKSUMS` lists are compared."""
         with self.open(name) as stream:
-            return stream.read()
+            data = stream.read()
+        if self._digests.get(name, _digest(data)) != _digest(data):
+            raise CheckpointError(
+                f"{name!r} of {str(self.path)!r} is damaged: its checksum differs; copy it anew "
+                f"(a member that was changed on purpose is to be taken out of {CHECKSUMS})"
+            )
+        return data
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, Any]:
+        """SHA-256 of small members; {} for a file that has no list."""
+        if CHECKSUMS not in self.names:
+            return {}
+        with self.open(CHECKSUMS) as stream:
+            try:
+                listed = dict(json.load(stream))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{CHECKSUMS} of {str(self.path)!r} is damaged ({error}); copy the file anew"
+                ) from error
+        absent = sorted(set(listed) - self.names)
+        if absent:
+            raise CheckpointError(
+                f"{str(self.path)!r} lacks {absent[0]!r}, which its {CHECKSUMS} lists; copy it anew"
+            )
+        return listed
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """``length`` bytes of member ``name`` from ``offset`` on."""
@@ -211,6 +246,7 @@ class ArchiveWriter:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
+        self._digests: dict[str, str] = {}
         self.add_directory("")
 
     def add_directory(self, name: str) -> None:
@@ -221,6 +257,7 @@ class ArchiveWriter:
 
     def add(self, name: str, data: bytes) -> None:
         """Add a file whose bytes are at hand."""
+        self._digests[name] = _digest(data)
         with self.open(name) as stream:
             stream.write(data)
 
@@ -241,9 +278,14 @@ class ArchiveWriter:
         self._stream.seek(after)
 
     def finish(self) -> None:
-        """Write the end-of-archive mark, padded as tar does."""
+        """Write the list of checksums and the end-of-archive mark, padded as tar does."""
+        self.add(CHECKSUMS, json.dumps(self._digests, sort_keys=True).encode())
         self._stream.write(bytes(2 * _BLOCK))
         self._stream.write(bytes(-self._stream.tell() % tarfile.RECORDSIZE))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _header(info: tarfile.TarInfo) -> bytes:

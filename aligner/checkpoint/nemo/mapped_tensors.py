@@ -18,10 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from aligner.checkpoint.nemo.archive import ArchiveReader
-from aligner.checkpoint.nemo.torch_dist import load_tensor_file
+from aligner.checkpoint.nemo.torch_dist import check_records, load_tensor_file, record_start
 
 _LOCAL_HEADER = b"PK\x03\x04"
-_HEADER_BYTES = 30
 
 
 def load_mapped(archive: ArchiveReader, name: str) -> Any:
@@ -34,6 +33,7 @@ def load_mapped(archive: ArchiveReader, name: str) -> Any:
     """
     where = f"{name} of {str(archive.path)!r}"
     with archive.open(name) as stream:
+        check_records(stream, where)
         records = _mappable_records(stream)
         stream.seek(0)
         if records is None:
@@ -87,11 +87,7 @@ def _mappable_records(stream: IO[bytes]) -> dict[int, int] | None:
                     with file.open(info) as order:
                         if order.read(16).decode() != sys.byteorder:
                             return None
-                stream.seek(info.header_offset)
-                header = stream.read(_HEADER_BYTES)
-                name_bytes, extra_bytes = struct.unpack("<HH", header[-4:])
-                start = info.header_offset + _HEADER_BYTES + name_bytes + extra_bytes
-                records[start] = info.file_size
+                records[record_start(stream, info)] = info.file_size
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OSError):
         return None  # torch raises its own error
     return records

@@ -6,10 +6,15 @@ The directory holds ``.metadata`` (a pickle with the place of every box of every
 blobs are loaded with ``weights_only=True``.
 """
 
+import functools
 import io
 import json
 import pathlib
 import pickle
+import struct
+import warnings
+import zipfile
+import zlib
 from collections.abc import Iterable
 from typing import IO, Any
 
@@ -23,6 +28,8 @@ from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
 from aligner.errors import CheckpointError
 
 DATA_FILE = "__0_0.distcp"
+_HEADER_BYTES = 30  # of a record of a zip file, before its name
+_CRC_CHUNK = 1 << 20
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -99,6 +106,60 @@ def read_metadata(data: bytes) -> dcp.Metadata:
     return metadata
 
 
+def check_records(stream: IO[bytes], name: str) -> None:
+    """Compare the CRC-32 of every record of a `torch.save` file; leaves the stream at its start.
+
+    A file of which no record agrees was written without CRCs, which is warned of once. Files of
+    torch before its zip format (1.6) have none.
+
+    Raises:
+        CheckpointError: a record differs.
+    """
+    try:
+        with zipfile.ZipFile(stream) as file:
+            infos = file.infolist()
+            wrong = [info.filename for info in infos if not _agrees(file, info, stream)]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, zlib.error):
+        infos, wrong = [], []  # torch raises its own error, or reads the older format
+    stream.seek(0)
+    if wrong and len(wrong) == len(infos):
+        _warn_without_crc()
+    elif wrong:
+        raise CheckpointError(f"{name} is damaged: the CRC-32 of {wrong[0]} differs; copy it anew")
+
+
+@functools.cache
+def _warn_without_crc() -> None:
+    warnings.warn(
+        "weights were written without CRC-32 (torch.serialization.set_crc32_options), so that "
+        "damage to them cannot be seen",
+        stacklevel=3,
+    )
+
+
+def _agrees(file: zipfile.ZipFile, info: zipfile.ZipInfo, stream: IO[bytes]) -> bool:
+    crc = 0
+    if info.compress_type != zipfile.ZIP_STORED:
+        with file.open(info) as record:
+            return record.read() is not None  # zipfile compares
+    stream.seek(record_start(stream, info))
+    left = info.file_size
+    while left:
+        data = stream.read(min(left, _CRC_CHUNK))
+        if not data:
+            return False
+        crc, left = zlib.crc32(data, crc), left - len(data)
+    return crc == info.CRC
+
+
+def record_start(stream: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Offset of a record's bytes in its zip file."""
+    stream.seek(info.header_offset)
+    header = stream.read(_HEADER_BYTES)
+    name_bytes, extra_bytes = struct.unpack("<HH", header[-4:])
+    return info.header_offset + _HEADER_BYTES + int(name_bytes) + int(extra_bytes)
+
+
 def load_tensor_file(stream: IO[bytes], name: str, device: str = "cpu") -> Any:
     """`torch.load` without running code; ``io.BytesIO`` is admitted for ``_extra_state``."""
     try:
@@ -164,7 +225,9 @@ class TorchDistSource:
             return self._last_box[2]
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
         blob = self._archive.read_range(name, info.offset, info.length)
-        box = load_tensor_file(io.BytesIO(blob), f"{name} ({key})")
+        stream = io.BytesIO(blob)
+        check_records(stream, f"{name} ({key})")
+        box = load_tensor_file(stream, f"{name} ({key})")
         if not isinstance(box, Tensor) or tuple(box.shape) != size:
             raise CheckpointError(f"box {start} of {key} in {name} is not a tensor of shape {size}")
         # Whole stacks may lie in one box: keep the last for the next layer.

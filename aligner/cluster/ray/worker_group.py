@@ -11,6 +11,7 @@ The workers of a training group share a torch.distributed world of their own.
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,6 +231,8 @@ class RayWorkerGroup:
 
         A group in which a call has failed is ended without it: its workers may not answer.
         """
+        if sys.is_finalizing():  # nothing can be imported any more; Ray ends the workers itself
+            return False
         import ray
 
         if not ray.is_initialized():  # the workers ended with the connection

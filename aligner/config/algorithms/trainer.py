@@ -115,7 +115,7 @@ class RewardShapingConfig:
     """Added after the factor."""
 
     clip: Positive | None = None
-    """Then the reward is kept within ±clip; null: off."""
+    """Then the reward is kept within ±clip (of conversations that of a token); null: off."""
 
     overlong_cache: Natural | None = None
     """DAPO's soft punishment over so many last tokens before `max_length`; null: off.

@@ -44,6 +44,16 @@ RENAMED = {
     "model.ppo.sampling_params.add_BOS": "data.add_bos",
     "model.rs.sampling_params.add_BOS": "data.add_bos",
     "model.loss_clip_val": "critic.value_clip",
+    "model.dpo.ref_policy_kl_penalty": "trainer.dpo.beta",
+    "model.dpo.preference_loss": "trainer.dpo.loss",
+    "model.dpo.preference_loss_weight": "1; trainer.dpo.reward_scale scales the loss of rpo",
+    "model.dpo.sft_loss_weight": "trainer.dpo.sft_weight",
+    "model.dpo.preference_average_log_probs": "trainer.dpo.average_logprobs",
+    "model.dpo.gt_reward_scale": "trainer.dpo.reward_scale",
+    "model.dpo.log_prob_forward_micro_batch_size": "model.micro_batch_size",
+    "trainer.rm": "trainer.reward_model",
+    "trainer.sft.limit_val_batches": "trainer.sft.limit_val_examples",
+    "trainer.dpo.limit_val_batches": "trainer.dpo.limit_val_examples",
     "model.offload_adam_states": (
         "model.ppo.offload_adam_states, or critic.offload_adam_states for the critic"
     ),
@@ -86,6 +96,7 @@ NEEDLESS = {
     "model.rs.sampling_params.compute_logprob": "log-probs of drawn tokens are always returned",
     "model.mcore_gpt": "every model is megatron-core's",
     "model.megatron_amp_O2": "trainer.precision=bf16 keeps float32 weights in the optimizer",
+    "model.answer_only_loss": "only responses are learned (data.learn says which turns)",
     "model.encoder_seq_length": "the checkpoint says how long sequences may be",
     "model.max_position_embeddings": "the checkpoint says how long sequences may be",
     "model.output_sequence": "a critic speaks of every token and a reward model of the last",
@@ -109,10 +120,24 @@ NEEDLESS = {
 }
 # Groups of which every key is in the tables.
 _GROUPS = ("remote_rm", "remote_critic_rm", "exp_manager.checkpoint_callback_params")
-# Values with which a key of a mapping (of `load_from_nemo`, of a role) asks for what is so anyway.
+# Values with which a key, of a mapping or a command line, asks for what is so anyway.
 _INERT: dict[str, tuple[Any, ...]] = {
     "model.mcore_gpt": (True,),
     "model.megatron_amp_O2": (True, False),
+    "model.answer_only_loss": (True,),
+    "model.peft.lora_tuning.layer_selection": (None,),
+    "model.peft.lora_tuning.position_embedding_strategy": (None,),
+    "model.peft.lora_tuning.row_init_method": ("zero",),
+    "model.peft.lora_tuning.weight_tying": (False,),
+    "trainer.accelerator": ("gpu", "auto"),
+    "trainer.enable_checkpointing": (False,),
+    "trainer.logger": (False,),
+    "trainer.use_distributed_sampler": (False,),
+    "exp_manager.create_checkpoint_callback": (True,),
+    "exp_manager.resume_ignore_no_checkpoint": (True,),
+    "remote_rm.pad_to_length": (_ANY,),
+    "remote_critic_rm.pad_to_length": (_ANY,),
+    **{f"{group}.trt_llm.enable": (False,) for group in ("trainer.ppo", "trainer.rs", "model.ppo")},
     **{f"model.{group}.sampling_params.add_BOS": (False,) for group in ("ppo", "rs")},
     **{f"model.{group}.sampling_params.all_probs": (False,) for group in ("ppo", "rs")},
     **{f"model.{group}.sampling_params.compute_logprob": (False, True) for group in ("ppo", "rs")},
@@ -140,7 +165,8 @@ def remedy(key: str) -> str | None:
 def is_inert(key: str, value: Any) -> bool:
     """Return whether ``key: value`` asks for nothing but what is so anyway."""
     accepted = _INERT.get(key, ())
-    return _ANY in accepted or any(value is known for known in accepted)
+    same = any(value == known and type(value) is type(known) for known in accepted)
+    return _ANY in accepted or same
 
 
 def _said(known: str) -> str:

@@ -1,26 +1,43 @@
 """Policies and critics described as in NeMo-RL: mappings of `PolicyConfig` and `ValueConfig`.
 
-`published_role` turns one into this library's own sections. A key is of three kinds: it has a
-counterpart here; it tunes an implementation that this library does not have (`_UNUSED`: accepted,
-and named in a warning); or it is unknown and refused.
+`published_role` turns one into this library's own sections. Keys without a counterpart are judged
+by their values (`aligner.config.elsewhere.nemo_rl_values`); the section of the backend that is not
+enabled is not read.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Interval
 from omegaconf import DictConfig, OmegaConf
 from pydantic import StrictBool, StrictFloat, StrictStr
 from typing_extensions import TypedDict
 
-from aligner.config.fields import Count, Integer, ModelPath, Natural, NonNegative, Positive
-from aligner.config.parse import build, unknown_key
+from aligner.config.elsewhere.nemo_rl_values import (
+    Notes,
+    judge,
+    read_section,
+    table,
+    torch_schedule,
+)
+from aligner.config.fields import (
+    Count,
+    Integer,
+    ModelPath,
+    Natural,
+    NonNegative,
+    Positive,
+    aliases,
+)
+from aligner.config.parse import build
 from aligner.config.roles.model import (
     CriticConfig,
     DynamicBatchingConfig,
     ModelConfig,
+    PackingAlgorithmName,
     SequencePackingConfig,
 )
 from aligner.config.roles.optim import OptimConfig, SchedConfig
@@ -62,7 +79,7 @@ class MegatronPeftSpec(TypedDict, total=False):
     enabled: StrictBool
     dim: Count
     alpha: Positive
-    dropout: NonNegative
+    dropout: Annotated[StrictFloat, Interval(ge=0, le=0.9)]
 
 
 class MegatronSpec(TypedDict, total=False):
@@ -76,6 +93,7 @@ class MegatronSpec(TypedDict, total=False):
     expert_model_parallel_size: Count
     sequence_parallel: StrictBool
     activation_checkpointing: StrictBool
+    recompute_granularity: Literal["full", "selective"]
     optimizer: MegatronOptimizerSpec
     scheduler: MegatronSchedulerSpec
     peft: MegatronPeftSpec
@@ -107,7 +125,9 @@ class SequencePackingSpec(TypedDict, total=False):
     enabled: StrictBool
     train_mb_tokens: Count
     logprob_mb_tokens: Count | None
-    algorithm: StrictStr
+    algorithm: Annotated[
+        PackingAlgorithmName, aliases({"modified_ffd": "modified_first_fit_decreasing"})
+    ]
 
 
 class GenerationSpec(TypedDict, total=False):
@@ -115,7 +135,7 @@ class GenerationSpec(TypedDict, total=False):
 
     max_new_tokens: Count
     temperature: Positive
-    top_p: StrictFloat
+    top_p: Annotated[StrictFloat, Interval(gt=0, le=1)]
     top_k: Integer | None
     stop_strings: tuple[StrictStr, ...] | None
     stop_token_ids: tuple[Integer, ...] | None
@@ -161,39 +181,6 @@ class PolicyConfig(ValueConfig, total=False):
     generation_batch_size: Count
 
 
-# Published keys without a counterpart that change no result here.
-_UNUSED = {
-    "": """logprob_chunk_size make_sequence_length_divisible_by max_total_sequence_length
-        refit_buffer_size_gb dequantize_base_checkpoint""",
-    "tokenizer": "chat_template chat_template_kwargs use_processor",
-    "megatron_cfg": """apply_rope_fusion bias_activation_fusion converter_type defer_fp32_logits
-        distributed_data_parallel_config empty_unused_memory_level expert_tensor_parallel_size
-        force_overwrite_initial_ckpt gradient_accumulation_fusion moe_enable_deepep
-        moe_per_layer_logging moe_permute_fusion moe_shared_expert_overlap
-        moe_token_dispatcher_type pipeline_dtype""",
-    "megatron_cfg.optimizer": """bf16 fp16 optimizer_cpu_offload optimizer_offload_fraction
-        params_dtype sgd_momentum use_distributed_optimizer use_precision_aware_optimizer""",
-    "megatron_cfg.scheduler": """end_weight_decay lr_warmup_init start_weight_decay
-        weight_decay_incr_style""",
-    "megatron_cfg.peft": """a2a_experimental dropout_position lora_A_init_method
-        lora_B_init_method lora_dtype""",
-    "dtensor_cfg": "_v2 automodel_kwargs clear_cache_every_n_steps cpu_offload",
-    "generation": "backend colocated vllm_cfg vllm_kwargs",
-    "optimizer.kwargs": "foreach fused",
-}
-_UNUSED_NAMES = {section: names.split() for section, names in _UNUSED.items()}
-# Published keys that change what is computed, with the values that ask for what is done here.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hf_config_overrides": (None, {}),
-    "scheduler": (None,),
-    "dtensor_cfg.custom_parallel_plan": (None,),
-    "dtensor_cfg.lora_cfg": (None, {"enabled": False}),
-    "megatron_cfg.freeze_moe_router": (False,),
-    "megatron_cfg.num_layers_in_first_pipeline_stage": (None,),
-    "megatron_cfg.num_layers_in_last_pipeline_stage": (None,),
-    "megatron_cfg.peft.target_modules": ([], (), None),
-    "megatron_cfg.peft.exclude_modules": ([], (), None),
-}
 _PRECISIONS: dict[str, Literal["32", "bf16"]] = {
     "32": "32",
     "float32": "32",
@@ -204,6 +191,7 @@ _PRECISIONS: dict[str, Literal["32", "bf16"]] = {
 _OPTIMIZERS: dict[str, Literal["adam", "sgd"]] = {
     "adam": "adam",
     "adamw": "adam",
+    "fusedadam": "adam",
     "sgd": "sgd",
 }
 
@@ -221,6 +209,13 @@ class PublishedRole:
     generates: bool = False  # there is a section ``generation``
     pad_token_id: int | None = None  # of generated rows; None: the tokenizer's
     stop_token_ids: tuple[int, ...] = ()
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # keys that tune engines
+    of_experts: tuple[tuple[str, Any, str], ...] = ()  # keys that only a dense model leaves neutral
+
+    def check_experts(self, num_experts: int | None) -> None:
+        """Refuse, of a mixture of experts, what is neutral where the model is dense."""
+        if num_experts is not None and self.of_experts:
+            raise ConfigError(f"the model has {num_experts} experts\n{table([*self.of_experts])}")
 
 
 def published_role(
@@ -233,27 +228,44 @@ def published_role(
 
     Raises:
         ConfigError: neither or both backends are enabled; a key is unknown, or has a value that
-            cannot work. The message begins with the key below ``name``.
+            cannot work. The message is a table of all such keys.
     """
+    role, notes = read_role(values, name)
+    notes.raise_refused()
+    assert role is not None, "what is not refused is a role"
+    if role.ignored:
+        warnings.warn(f"without a counterpart here: {', '.join(role.ignored)}", stacklevel=3)
+    return role
+
+
+def read_role(
+    values: Mapping[str, Any], name: Literal["policy", "value"] = "policy"
+) -> tuple["PublishedRole | None", Notes]:
+    """As `published_role`, without raising: None where the notes have anything refused."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
+    notes = Notes(name)
+    backend = _backend(values, name)
+    others = "dtensor_cfg" if backend == "megatron" else "megatron_cfg"
+    unread = {others} if backend == "dtensor" else {others, "optimizer", "scheduler"}
+    own = {key: value for key, value in values.items() if key not in unread}
+    entries = own.pop("scheduler", None)
     schema: type[Any] = PolicyConfig if name == "policy" else ValueConfig
-    unused: list[str] = []
-    plain = _without_unused(values, "", name, unused)
-    given: dict[str, Any] = build(schema, plain, name)
-    if unused:
-        warnings.warn(f"without a counterpart here: {', '.join(unused)}", stacklevel=3)
-    backend = _backend(given, name)
-    if "model_name" not in given:
-        raise ConfigError(
-            f"{name}.model_name: required and not set; give the path of a .nemo file (with "
-            "dtensor_cfg also of a Hugging Face directory)"
-        )
-    section = given[f"{backend}_cfg"]
-    optim, clip = _optimizer(given, section, name)
-    model = _model(given, section, backend, name, optim)
+    given = read_section(own, schema, notes)
+    section = given.get(f"{backend}_cfg", {})
+    if given.get("model_name") is None and not any("model_name" in row[0] for row in notes.refused):
+        notes.refuse("model_name", None, "a .nemo file or a Hugging Face directory or name")
+    _check_features(given, section, backend, notes)
+    optim, clip = _optimizer(given, section, notes)
+    if entries is not None:
+        optim = dataclasses.replace(optim, sched=torch_schedule(entries, optim.lr, notes))
+    if section.get("expert_model_parallel_size", 1) > 1:
+        notes.refused += notes.experts
+    if notes.refused:
+        return None, notes
     generation = given.get("generation") or {}
-    return PublishedRole(
+    model = _model(given, section, backend, optim)
+    role = PublishedRole(
         backend=backend,
         model=model,
         critic=_only(
@@ -263,40 +275,22 @@ def published_role(
             forward_micro_batch_size=given.get("logprob_batch_size"),
             optim=optim,
         ),
-        precision=_choice(_PRECISIONS, given.get("precision", "32"), f"{name}.precision"),
+        precision=_PRECISIONS[given.get("precision", "32")],
         gradient_clip_val=clip,
         env_vars={key: str(value) for key, value in (section.get("env_vars") or {}).items()},
         generates=given.get("generation") is not None,
         pad_token_id=generation.get("pad_token_id"),
-        stop_token_ids=generation.get("stop_token_ids") or (),
+        stop_token_ids=tuple(generation.get("stop_token_ids") or ()),
+        ignored=tuple(notes.ignored),
+        of_experts=tuple(notes.experts),
     )
-
-
-def _without_unused(
-    values: Mapping[str, Any], section: str, name: str, unused: list[str]
-) -> dict[str, Any]:
-    """The mapping without the keys that have no counterpart, whose names ``unused`` collects."""
-    kept: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{section}.{key}".lstrip(".")
-        if path in _NEUTRAL:
-            if value not in _NEUTRAL[path]:
-                raise ConfigError(
-                    f"{name}.{path}={value!r}: has no counterpart here; leave it out, or set it "
-                    f"to {_NEUTRAL[path][0]}"
-                )
-        elif key in _UNUSED_NAMES.get(section, ()):
-            unused.append(f"{name}.{path}")
-        elif isinstance(value, Mapping) and not path.endswith("env_vars"):
-            kept[key] = _without_unused(value, path, name, unused)
-        else:
-            kept[key] = value
-    return kept
+    return role, notes
 
 
 def _backend(given: Mapping[str, Any], name: str) -> Literal["megatron", "dtensor"]:
     megatron, dtensor = (
-        bool(given.get(key, {}).get("enabled", False)) for key in ("megatron_cfg", "dtensor_cfg")
+        bool((given.get(key) or {}).get("enabled", False))
+        for key in ("megatron_cfg", "dtensor_cfg")
     )
     if megatron == dtensor:
         both = "both" if megatron else "neither of them"
@@ -307,24 +301,32 @@ def _backend(given: Mapping[str, Any], name: str) -> Literal["megatron", "dtenso
     return "megatron" if megatron else "dtensor"
 
 
+def _check_features(
+    given: Mapping[str, Any], section: Mapping[str, Any], backend: str, notes: Notes
+) -> None:
+    """Refuse settings that are known and that this backend, or this role, does not have."""
+    context = section.get("context_parallel_size", 1)
+    if backend == "dtensor" and context > 1:
+        notes.refuse(
+            "dtensor_cfg.context_parallel_size",
+            context,
+            "1, or use megatron_cfg: DTensors have data and tensor parallelism alone",
+        )
+    if (given.get("reward_model_cfg") or {}).get("enabled") and notes.name == "policy":
+        notes.refuse(
+            "reward_model_cfg.enabled",
+            True,
+            "aligner.models.reward.reward_model.RewardModel: a policy has no reward head",
+        )
+    precision = given.get("precision", "32")
+    if precision not in _PRECISIONS:
+        notes.refuse("precision", precision, f"use one of {', '.join(_PRECISIONS)}")
+
+
 def _model(
-    given: Mapping[str, Any],
-    section: Mapping[str, Any],
-    backend: str,
-    name: str,
-    optim: OptimConfig,
+    given: Mapping[str, Any], section: Mapping[str, Any], backend: str, optim: OptimConfig
 ) -> ModelConfig:
     tensor = "tensor_model_parallel_size" if backend == "megatron" else "tensor_parallel_size"
-    if backend == "dtensor" and section.get("context_parallel_size", 1) > 1:
-        raise ConfigError(
-            f"{name}.dtensor_cfg.context_parallel_size={section['context_parallel_size']}: "
-            "DTensors have data and tensor parallelism alone; set it to 1, or use megatron_cfg"
-        )
-    if given.get("reward_model_cfg", {}).get("enabled") and name == "policy":
-        raise ConfigError(
-            "policy.reward_model_cfg.enabled=true: a policy has no reward head; use "
-            "aligner.models.reward.reward_model.RewardModel"
-        )
     batching: dict[str, type[Any]] = {
         "dynamic_batching": DynamicBatchingConfig,
         "sequence_packing": SequencePackingConfig,
@@ -340,24 +342,20 @@ def _model(
         context_parallel_size=section.get("context_parallel_size"),
         expert_model_parallel_size=section.get("expert_model_parallel_size"),
         sequence_parallel=section.get("sequence_parallel"),
-        activations_checkpoint_granularity="full"
+        activations_checkpoint_granularity=section.get("recompute_granularity", "full")
         if section.get("activation_checkpointing")
         else None,
-        peft=PeftConfig("lora", lora_tuning=_lora(peft, name)) if peft.get("enabled") else None,
+        peft=PeftConfig("lora", lora_tuning=_lora(peft)) if peft.get("enabled") else None,
         optim=optim,
         ppo=_generation(given),
-        **{
-            key: build(config, given[key], f"{name}.{key}")
-            for key, config in batching.items()
-            if key in given
-        },
+        **{key: config(**given[key]) for key, config in batching.items() if key in given},
     )
 
 
-def _lora(peft: Mapping[str, Any], name: str) -> LoraConfig:
+def _lora(peft: Mapping[str, Any]) -> LoraConfig:
     fields = {"adapter_dim": "dim", "alpha": "alpha", "adapter_dropout": "dropout"}
     values = {ours: peft[theirs] for ours, theirs in fields.items() if theirs in peft}
-    return build(LoraConfig, values, f"{name}.megatron_cfg.peft")
+    return LoraConfig(**values)
 
 
 def _generation(given: Mapping[str, Any]) -> PolicyPPOConfig:
@@ -368,25 +366,20 @@ def _generation(given: Mapping[str, Any]) -> PolicyPPOConfig:
         rollout_micro_batch_size=given.get("generation_batch_size"),
         forward_micro_batch_size=given.get("logprob_batch_size"),
         length_params=_only(LengthParams, max_length=generation.get("max_new_tokens")),
-        sampling_params=build(
-            SamplingParams,
-            {
-                "top_k": 0 if top_k is None or top_k < 0 else top_k,
-                "end_strings": generation.get("stop_strings") or (),
-                **{key: generation[key] for key in ("temperature", "top_p") if key in generation},
-            },
-            "policy.generation",
+        sampling_params=SamplingParams(
+            top_k=0 if top_k is None or top_k < 0 else top_k,
+            end_strings=tuple(generation.get("stop_strings") or ()),
+            **{key: generation[key] for key in ("temperature", "top_p") if key in generation},
         ),
     )
 
 
 def _optimizer(
-    given: Mapping[str, Any], section: Mapping[str, Any], name: str
+    given: Mapping[str, Any], section: Mapping[str, Any], notes: Notes
 ) -> tuple[OptimConfig, float]:
     """The optimizer of either place, and what gradients are clipped to (0: not)."""
     spec, sched = section.get("optimizer", {}), section.get("scheduler", {})
     torch_spec = given.get("optimizer") or {}
-    kwargs = dict(torch_spec.get("kwargs", {}))
     values = {
         "name": spec.get("optimizer"),
         "lr": spec.get("lr"),
@@ -398,13 +391,15 @@ def _optimizer(
     }
     if "name" in torch_spec:
         short = torch_spec["name"].rsplit(".", 1)[-1].lower()
-        values["name"] = _choice(_OPTIMIZERS, short, f"{name}.optimizer.name")
+        values["name"] = _OPTIMIZERS.get(short)
+        if short not in _OPTIMIZERS:
+            notes.refuse("optimizer.name", torch_spec["name"], f"one of {', '.join(_OPTIMIZERS)}")
     allowed = ["lr", "weight_decay", "betas", "eps"]
-    for key in kwargs:
-        if key not in allowed:
-            where = f"{name}.optimizer.kwargs"
-            raise ConfigError(unknown_key(f"{where}.{key}", allowed, where))
-    values |= kwargs
+    for key, value in (torch_spec.get("kwargs") or {}).items():
+        if key in allowed:
+            values[key] = value
+        else:
+            judge(f"optimizer.kwargs.{key}", value, allowed, notes)
     values = {key: value for key, value in values.items() if value is not None}
     schedule = _only(
         SchedConfig,
@@ -414,16 +409,15 @@ def _optimizer(
         min_lr=spec.get("min_lr"),
     )
     clip = given.get("max_grad_norm", spec.get("clip_grad", 1.0))
-    optim = build(OptimConfig, values, f"{name}.optimizer")
+    try:
+        optim = build(OptimConfig, values, f"{notes.name}.optimizer")
+    except ConfigError as error:
+        path, _, said = str(error).partition(": ")
+        notes.refuse(path.removeprefix(f"{notes.name}."), values, said)
+        optim = OptimConfig()
     return dataclasses.replace(optim, sched=schedule), clip or 0.0
 
 
 def _only(cls: type[Any], **values: Any) -> Any:
     """A ``cls`` of the values that are given."""
     return cls(**{key: value for key, value in values.items() if value is not None})
-
-
-def _choice(table: Mapping[str, Any], value: Any, key: str) -> Any:
-    if str(value) not in table:
-        raise ConfigError(f"{key}={value}: use one of {', '.join(table)}")
-    return table[str(value)]

@@ -227,8 +227,9 @@ class PolicyPPOConfig(RolloutConfig):
     """Mean of the tokens' losses.
 
     `token_mean`: over all tokens of the global batch. `sequence_mean`: over responses of their
-    token means (GRPO). `fixed_length`: over responses of token sums divided by `max_length` (Dr.
-    GRPO).
+    token means (GRPO). `fixed_length`: over responses of token sums divided by the most tokens of
+    a response (Dr. GRPO): `length_params.max_length`, and of a conversation the smaller of
+    `environment.max_tokens` and `environment.max_turns` times it.
     """
 
     dual_clip: Annotated[StrictFloat, Interval(gt=1)] | None = None

@@ -2,19 +2,24 @@
 
 import copy
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends
+from aligner.data.tokenizers.clock import RunClock
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends, known_ids
 from aligner.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SPECIAL_NAMES = ("eos_token", "bos_token", "pad_token")
+_SPECIAL_NAMES = (
+    *("eos_token", "bos_token", "pad_token"),
+    *("unk_token", "sep_token", "cls_token", "mask_token"),  # templates may name them
+)
 _ANSWER = "an answer"  # what is looked for in a rendered chat
 
 
@@ -34,7 +39,8 @@ class HuggingFaceTokenizer:
         Args:
             backend: the tokenizer itself.
             config: ``eos_token`` (required), ``bos_token``, ``pad_token`` as text,
-                ``chat_template`` as Jinja text; other keys are carried along to ``files()``.
+                ``chat_template`` as Jinja text, or a list of named ones; other keys are carried
+                along to ``files()``.
             generation_config: its ``eos_token_id`` names further tokens that end a response; the
                 rest is carried along to ``files()``.
             origin: where it comes from, for error messages.
@@ -67,7 +73,7 @@ class HuggingFaceTokenizer:
         config = _read_config(files, origin)
         try:
             if "tokenizer.json" in files:
-                backend = RustTokenizer.from_buffer(files["tokenizer.json"])
+                backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
             else:
                 backend = _gpt2_backend(files["vocab.json"], files["merges.txt"])
                 config.setdefault("eos_token", "<|endoftext|>")
@@ -117,6 +123,12 @@ class HuggingFaceTokenizer:
         return self._bos_id
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Added tokens that structure a text and are no part of it."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @property
     def pad_id(self) -> int:
         """Padding token; the end-of-sequence token where none is declared."""
         return self._pad_id
@@ -128,12 +140,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelt out."""
-        ids = [int(token) for token in ids]
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise TokenizerError(
-                f"token ids {min(ids)}..{max(ids)} leave the vocabulary of {self._vocab_size}"
-            )
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        text: str = self._backend.decode(
+            known_ids(ids, self._vocab_size), skip_special_tokens=False
+        )
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
@@ -209,10 +218,18 @@ class HuggingFaceTokenizer:
 
     def _make_renderer(self) -> "PreTrainedTokenizerFast":
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils import chat_template_utils
 
+        chat_template_utils.datetime = RunClock  # which `strftime_now` of templates asks
         special = {name: self._config[name] for name in _SPECIAL_NAMES if self._config.get(name)}
+        further = self._config.get("extra_special_tokens")
+        if isinstance(further, Mapping):
+            special["extra_special_tokens"] = dict(further)
+        template = self._config["chat_template"]
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
         return PreTrainedTokenizerFast(
-            tokenizer_object=self._backend, chat_template=self._config["chat_template"], **special
+            tokenizer_object=self._backend, chat_template=template, **special
         )
 
 
@@ -236,16 +253,20 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
         if token is not None:
             merged[name] = text
     if "chat_template.jinja" in files:
-        merged["chat_template"] = files["chat_template.jinja"].decode()
+        merged["chat_template"] = files["chat_template.jinja"].decode("utf-8-sig")
     template = merged.get("chat_template")
-    if isinstance(template, list):  # several named ones
+    if isinstance(template, list):  # several named ones, of which transformers takes one each time
         try:
             named = {entry["name"]: entry["template"] for entry in template}
         except (KeyError, TypeError) as error:
             raise TokenizerError(
                 f"{origin}: chat_template is a list, but not of names and templates: {error!r}"
             ) from error
-        merged["chat_template"] = named.get("default", next(iter(named.values()), None))
+        if not all(isinstance(part, str) for item in named.items() for part in item):
+            raise TokenizerError(f"{origin}: a name or template of chat_template is not a text")
+        if "default" not in named and len(named) == 1:
+            merged["chat_template"] = next(iter(named.values()))
+        return merged
     if not isinstance(merged.get("chat_template"), str | None):
         raise TokenizerError(f"{origin}: chat_template is not a text")
     return merged
@@ -255,7 +276,7 @@ def _gpt2_backend(vocab: bytes, merges: bytes) -> RustTokenizer:
     """Byte-level BPE from GPT-2's two files."""
     pairs = [
         tuple(line.split(" "))
-        for line in merges.decode().splitlines()
+        for line in merges.decode("utf-8-sig").splitlines()
         if line and not line.startswith("#version")
     ]
     wrapper = ByteLevelBPETokenizer(vocab=json.loads(vocab), merges=pairs)

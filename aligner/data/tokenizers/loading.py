@@ -39,7 +39,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "or a SentencePiece .model"
         )
     if path.suffix == ".gguf":
-        return _convert_with_transformers(path.parent, gguf_file=path.name)
+        from aligner.data.tokenizers.gguf import gguf_tokenizer_files
+
+        return tokenizer_from_files(gguf_tokenizer_files(path), origin=str(path))
     if path.suffix == ".model":
         return tokenizer_from_files({path.name: path.read_bytes()}, origin=str(path))
     directory = path if path.is_dir() else path.parent
@@ -135,7 +137,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
     """
     what = f"{key}={path}"
     try:
-        template = Path(path).expanduser().read_text(encoding="utf-8")
+        template = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what}: it cannot be read as text: {error}") from error
     files = tokenizer.files()
@@ -182,7 +184,29 @@ _CONFIG_FILES = (
 def _read_known_files(directory: Path) -> dict[str, bytes]:
     names = ["tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES]
     candidates = [directory / name for name in names] + sorted(directory.glob("*.model"))
-    return {file.name: file.read_bytes() for file in candidates if file.is_file()}
+    files = {file.name: file.read_bytes() for file in candidates if file.is_file()}
+    return fold_named_templates(directory, files)
+
+
+def fold_named_templates(directory: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """``files`` of the directory, with its ``additional_chat_templates/`` as a list in one of them.
+
+    The list is in ``tokenizer_config.json``, beside the default of ``chat_template.jinja``.
+    """
+    paths = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    if not paths:
+        return files
+    named = {path.stem: path.read_text(encoding="utf-8-sig") for path in paths}
+    try:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{directory}: tokenizer_config.json is not JSON: {error}") from error
+    default = files.pop("chat_template.jinja", b"").decode("utf-8-sig")
+    default = default or config.get("chat_template")
+    if isinstance(default, str):
+        named = {"default": default, **named}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    return {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:
@@ -202,20 +226,17 @@ def _name_class(path: Path, origin: str) -> None:
         path.write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizer"}))
 
 
-def _convert_with_transformers(
-    directory: Path, gguf_file: str | None = None, origin: str | None = None
-) -> Tokenizer:
-    """Let transformers turn a slow or GGUF tokenizer into a ``tokenizer.json``."""
+def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
+    """Let transformers turn a slow tokenizer into a ``tokenizer.json``."""
     from transformers import AutoTokenizer
 
-    origin = origin or str(directory / gguf_file if gguf_file else directory)
-    options = {"gguf_file": gguf_file} if gguf_file else {}
+    origin = origin or str(directory)
     try:
         converted = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, **options
+            str(directory), local_files_only=True, trust_remote_code=False
         )
         files = _saved_files(converted)
-        if (directory / GENERATION_CONFIG).is_file() and gguf_file is None:
+        if (directory / GENERATION_CONFIG).is_file():
             files[GENERATION_CONFIG] = (directory / GENERATION_CONFIG).read_bytes()
     except Exception as error:
         raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error

@@ -15,7 +15,7 @@ from aligner.config import SamplingOptions, SamplingRunConfig, VllmConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.generation.vllm.worker import VllmWorker
-from aligner.models.handle import CallSeeds
+from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.refit.controller import Refit, RefitSource
 

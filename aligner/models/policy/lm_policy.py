@@ -13,21 +13,23 @@ from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.cluster.interfaces import Cluster
 from aligner.cluster.worker_groups import phase, run_sharded, scored_rows
 from aligner.config import SamplingOptions, TrainedModelConfig
-from aligner.config.elsewhere.nemo_rl import PublishedRole, published_role
+from aligner.config.elsewhere.nemo_rl import PublishedRole
 from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, TokenizerError
+from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.settings import RunSettings
-from aligner.models.handle import CallSeeds, RoleHandle, checkpoint_paths, worker_class
+from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
 from aligner.models.interfaces import (
     ColocatablePolicyInterface,
     GenerationInterface,
     check_generation_output,
 )
 from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.models.worker import read_published
 from aligner.refit.controller import RefitSource
 
 WORKERS = {
@@ -85,7 +87,7 @@ class Policy(RoleHandle, RefitSource, ColocatablePolicyInterface, GenerationInte
         self.cfg = config
         published: PublishedRole | None = None
         if not isinstance(config, TrainedModelConfig):
-            published = published_role(config)
+            published = read_published(config)
             config, backend = published.model, published.backend
             run = run or RunSettings.of(published)
         run = run or RunSettings()

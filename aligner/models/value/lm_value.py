@@ -7,7 +7,6 @@ from typing import Any
 from aligner.cluster.interfaces import Cluster
 from aligner.cluster.worker_groups import scored_rows
 from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
@@ -17,6 +16,7 @@ from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class
 from aligner.models.interfaces import ValueInterface
 from aligner.models.value.workers.value_worker import ValueWorker
+from aligner.models.worker import read_published
 
 WORKERS = {
     "megatron": "aligner.models.value.workers.megatron_value_worker.MegatronValueWorker",
@@ -72,7 +72,7 @@ class Value(RoleHandle, ValueInterface):
         self.cfg = config
         env_vars: Mapping[str, str] | None = None
         if not isinstance(config, CriticConfig):
-            published = published_role(config, "value")
+            published = read_published(config, "value")
             config, model, backend = published.critic, published.model, published.backend
             run, env_vars = run or RunSettings.of(published), published.env_vars
         if model is None:

@@ -4,7 +4,7 @@ Rejection sampling's actor is the same policy, which learns its best responses b
 """
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from aligner.config import ModelConfig, RSModelConfig, TrainedModelConfig
+from aligner.kernels.counter_hash import CallSeeds
 from aligner.losses.interfaces import reads_logits
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.gpt.forward.schedule import (
@@ -159,15 +160,20 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
         """The policy's own model."""
         return self.gpt
 
+    @cached_property
+    def _call_seeds(self) -> CallSeeds:
+        return CallSeeds(self.settings.seed)
+
     def infer(
         self, inference_batch: Mapping[str, Tensor], *, seed: int | None = None
     ) -> dict[str, Tensor]:
-        """Continue prompts.
+        """Continue prompts; another call draws other tokens.
 
         Args:
             inference_batch: ``text`` int64 ``[B, P]`` right-padded prompts, ``length`` int64
                 ``[B]``.
-            seed: of counter-based sampling; default the role's. Row b is sample b.
+            seed: of counter-based sampling; default one of this call's own, made of the role's seed
+                and the number of calls without a seed so far. Row b is sample b.
 
         Returns:
             ``response_tokens`` int64 ``[B, S]`` (prompt and response), ``response_lengths`` int64
@@ -178,7 +184,7 @@ class MegatronGPTActorModel(MegatronGPTModel, SamplingPolicy, AlignableGenerativ
             text,
             length,
             torch.arange(text.shape[0], device=text.device),
-            seed=self.settings.seed if seed is None else seed,
+            seed=self._call_seeds.next() if seed is None else seed,
         )
         return {
             "response_tokens": output.tokens,

@@ -55,6 +55,7 @@ from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.optimizer_step import OwnedSlice
 
 WEIGHT = "weight"
+_MOST_PADDING = 128  # rows of a vocabulary, per part; a `.nemo` may say fewer
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,9 @@ class _SavedRole:
         place = range(math.prod(shape)) if place is None else place
         piece = self._pieces(name)[0]
         _, count = piece["part"]
-        if count == part.count:
+        surplus = piece["shape"][0] * count - self._architecture.vocab_size
+        is_padded = name in (EMBEDDING, OUTPUT_LAYER) and 0 <= surplus < _MOST_PADDING * count
+        if count == part.count and (tuple(piece["shape"]) == shape or not is_padded):
             check_shape(f"{name} of the run state", piece["shape"], shape)
             return self._saved(name, kind, part.index, place)
         axis, before = split_axis(name), list(piece["shape"])

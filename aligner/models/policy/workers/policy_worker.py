@@ -4,17 +4,18 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.batches.batched_data_dict import BatchedDataDict, check_columns
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import SamplingOptions, TrainedModelConfig
-from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import ParallelState
+from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.policy import SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings, policy_settings
@@ -23,6 +24,7 @@ from aligner.models.worker import (
     micro_batches_of,
     note_unused,
     place_of,
+    read_published,
     tensors_on_device,
 )
 from aligner.refit.worker import RefitWorker
@@ -65,7 +67,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     ) -> None:
         note_unused(type(self).__name__, kwargs)
         if not isinstance(config, TrainedModelConfig):
-            published = published_role(config)
+            published = read_published(config)
             config, run = published.model, run or RunSettings.of(published)
             if published.stop_token_ids:
                 tokenizer = as_tokenizer(tokenizer).with_end_tokens(published.stop_token_ids)
@@ -76,6 +78,7 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
         model = self.load(config, settings, tokenizer, parallel)
         super().__init__(model, parallel)
         self._offloads = config.rollout.offload_weights
+        self._seeds = CallSeeds(model.settings.seed)
         self._reference: list[nn.Module] = []
         if init_reference_model:
             model.keep_reference(config.reference_mode)
@@ -108,8 +111,16 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
     ) -> BatchedDataDict:
         """Continue right-padded prompts; see `GenerationOutputSpec`.
 
-        ``seed``: default the run's. ``sample_ids`` are needed: these are a share of the rows.
+        Reads ``input_ids`` int64 [B, S] and ``input_lengths`` int64 [B]. ``sample_ids`` int64 [B]:
+        default the rows' places in the global batch, of which every data-parallel rank has an equal
+        share. ``seed``: default one of this call's own, made of the run's seed and the number of
+        calls without a seed so far; workers that generate together are called equally often.
+
+        Raises:
+            DataError: ``input_ids`` or ``input_lengths`` is absent.
         """
+        check_columns(data, ("input_ids", "input_lengths"))
+        seed = self._seeds.next() if seed is None else seed
         if not self.model.is_ready_to_generate:
             self.prepare_for_generation()
             try:
@@ -119,11 +130,13 @@ class PolicyWorker(RefitWorker, RoleWorker[Policy]):
             finally:
                 self.finish_generation()
         batch = tensors_on_device(data)
+        ids = batch["input_ids"]
+        first = self.parallel.dp_rank * ids.shape[0]
         output = self.model.generator.sample(
-            batch["input_ids"],
+            ids,
             batch["input_lengths"],
-            batch["sample_ids"],
-            seed=self.model.settings.seed if seed is None else seed,
+            batch.get("sample_ids", first + torch.arange(ids.shape[0], device=ids.device)),
+            seed=seed,
             greedy=greedy or None,
             sampling_options=sampling_options,
             listener=listener,

@@ -9,7 +9,6 @@ from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.parallel import ParallelState
@@ -21,6 +20,7 @@ from aligner.models.worker import (
     micro_batches_of,
     note_unused,
     place_of,
+    read_published,
     tensors_on_device,
 )
 
@@ -61,7 +61,7 @@ class ValueWorker(RoleWorker[Critic], ABC):
     ) -> None:
         note_unused(type(self).__name__, kwargs)
         if not isinstance(config, CriticConfig):
-            published = published_role(config, "value")
+            published = read_published(config, "value")
             config, model = published.critic, published.model
             run = run or RunSettings.of(published)
         if model is None:

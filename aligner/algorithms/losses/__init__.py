@@ -1,1 +1,0 @@
-"""Losses under the paths they had; the code is in `aligner.losses`."""

@@ -1,0 +1,1 @@
+"""Names of the libraries that people come from."""

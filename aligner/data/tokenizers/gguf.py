@@ -1,0 +1,165 @@
+"""Tokenizers out of GGUF files: built by transformers, with the splitting rule the file names."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, is_tokenizer_file
+from aligner.errors import CheckpointError
+
+_ARRAYS = ("tokens", "scores", "token_type", "merges")  # of the tokenizer; long
+# Keys of tokenizer.ggml. that transformers reads, or that say nothing about tokens of a text.
+_KNOWN = {
+    *("model", "pre", *_ARRAYS, "add_bos_token", "add_eos_token", "add_sep_token"),
+    *("add_space_prefix", "token_type_count", "bos_token_id", "eos_token_id", "unknown_token_id"),
+    *("padding_token_id", "eot_token_id", "eom_token_id", "seperator_token_id", "mask_token_id"),
+    *("cls_token_id", "fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id"),
+    *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "prefix_token_id"),
+    *("suffix_token_id", "middle_token_id"),
+}
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGIT = r"\p{N}"
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", _DIGIT)
+_GPT2 = None  # ByteLevel's own expression
+_DIGITS_THEN_GPT2 = (_DIGIT, _GPT2)
+# tokenizer.ggml.pre → expressions that split a text before byte-pair merging, one after another.
+_RULES: dict[str, tuple[str | None, ...]] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS_THEN_GPT2),
+    **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS_THEN_GPT2),
+    "tekken": (_TEKKEN,),
+    "deepseek-coder": _DEEPSEEK_CODER,
+}
+# Those whose whole words are tokens whatever the merges say.
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
+
+
+def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
+    """An open GGUF file (``gguf.GGUFReader``) and its keys; the tokenizer's arrays are left out.
+
+    Raises:
+        CheckpointError: it is damaged, or no GGUF file.
+    """
+    from gguf import GGUFReader
+
+    long = {f"tokenizer.ggml.{name}" for name in _ARRAYS}
+    try:
+        reader = GGUFReader(path)
+        values = {
+            key: None if key in long else field.contents() for key, field in reader.fields.items()
+        }
+    except Exception as error:  # gguf and numpy raise many kinds on a bad file
+        raise CheckpointError(f"{str(path)!r} cannot be read as a GGUF model: {error}") from error
+    return reader, values
+
+
+def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Tokenizer files of a GGUF model.
+
+    Raises:
+        CheckpointError: it has none, or one with a rule that is not known.
+    """
+    from transformers import AutoTokenizer
+
+    _, values = gguf_values(path)
+    prefix = "tokenizer.ggml."
+    keys = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
+    _check(path, keys)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name, local_files_only=True
+        )
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            files = {
+                file.name: file.read_bytes()
+                for file in Path(folder).iterdir()
+                if is_tokenizer_file(file.name)
+            }
+    except Exception as error:  # transformers raises many kinds on what it does not know
+        raise CheckpointError(
+            f"{str(path)!r}: transformers builds no tokenizer: {error}"
+        ) from error
+    if keys["model"] == "gpt2":
+        files["tokenizer.json"] = _with_rule(files["tokenizer.json"], keys.get("pre") or "gpt-2")
+    settings = json.loads(files["tokenizer_config.json"])
+    # Traces of how it was loaded, not of what it is.
+    for key in ("is_local", "local_files_only", "backend"):
+        settings.pop(key, None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    named = {
+        key.removeprefix("tokenizer.chat_template."): text
+        for key, text in values.items()
+        if key.startswith("tokenizer.chat_template.")
+    }
+    if named:
+        default = files.pop("chat_template.jinja", b"").decode() or values.get(
+            "tokenizer.chat_template"
+        )
+        named = {**({"default": default} if default else {}), **named}
+        settings["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
+    files["tokenizer_config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
+    ends = [keys[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in keys]
+    if len(set(ends)) > 1:
+        ends = list(dict.fromkeys(ends))
+        files[GENERATION_CONFIG] = json.dumps({"eos_token_id": ends}).encode()
+    return files
+
+
+def _check(path: Path, keys: dict[str, Any]) -> None:
+    """Refuse keys that would change tokens and are not followed."""
+    model, pre = keys.get("model"), keys.get("pre")
+    problem = ""
+    if model not in ("gpt2", "llama"):
+        problem = f"model={model!r} is not supported; supported are gpt2 and llama"
+    elif "tokens" not in keys or (model == "gpt2" and "merges" not in keys):
+        problem = f"{'merges' if 'tokens' in keys else 'tokens'} is missing; convert the model anew"
+    elif model == "gpt2" and pre is not None and pre not in _RULES:
+        problem = f"pre={pre!r} is a rule that is not known; known: {', '.join(_RULES)}"
+    elif model == "llama" and keys.get("add_space_prefix") is False:
+        problem = "add_space_prefix=false is not supported"
+    elif model == "llama" and keys.pop("remove_extra_whitespaces", False):
+        problem = "remove_extra_whitespaces=true is not supported"
+    keys.pop("remove_extra_whitespaces", None)
+    further = sorted(set(keys) - _KNOWN)
+    if not problem and further:
+        problem = f"{further[0]} is not supported"
+    if problem:
+        raise CheckpointError(
+            f"{str(path)!r}: tokenizer.ggml.{problem}; or convert from the model's Hugging Face "
+            "directory"
+        )
+
+
+def _with_rule(tokenizer: bytes, name: str) -> bytes:
+    """The ``tokenizer.json`` with the splitting rule of this name."""
+    backend = RustTokenizer.from_buffer(tokenizer)
+    splits = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if expression == _DIGIT
+        else pre_tokenizers.Split(Regex(expression), behavior="isolated")
+        for expression in _RULES[name]
+        if expression is not None
+    ]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=None in _RULES[name])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last]) if splits else last
+    if name in ("qwen2", "deepseek-r1-qwen"):
+        backend.normalizer = normalizers.NFC()
+    content = json.loads(backend.to_str())
+    content["model"]["ignore_merges"] = name in _WHOLE_WORDS
+    return RustTokenizer.from_str(json.dumps(content)).to_str(pretty=True).encode()

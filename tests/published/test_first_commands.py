@@ -1,0 +1,98 @@
+"""The first command of someone who arrives: a model alone, from a file or by its name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from aligner.checkpoint.model_source import open_model
+from aligner.config.fields import _cached
+from aligner.config.load import load_config, with_built_in_task
+from aligner.config.run import RSRunConfig, RunConfig
+from aligner.errors import CheckpointNotFoundError, ConfigError
+
+ROOT = Path(__file__).parents[2]
+REWARD = "aligner.rewards.exact_number:reward"
+MODEL = "model.restore_from_path=m.nemo"
+
+
+def composed(name, *overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, [MODEL, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("name", "root"),
+    [("gpt_ppo", RunConfig), ("gpt_reinforce", RunConfig), ("gpt_rs", RSRunConfig)],
+)
+def test_a_model_alone_learns_the_built_in_task(name, root):
+    config = composed(name)
+    note = with_built_in_task(config)
+    assert "data.train.source=FILE.jsonl reward.function=FILE.py:FUNCTION" in note
+    run = load_config(config, root)
+    assert run.reward.function == REWARD
+    assert run.data.train.source == "aligner.data.arithmetic:arithmetic_prompts"
+    assert run.data.validation.arguments["split"] == "validation"
+
+
+def test_arithmetic_brings_its_reward():
+    config = composed("gpt_ppo", "data=arithmetic", "data.train.arguments.size=64")
+    assert with_built_in_task(config)
+    run = load_config(config)
+    assert (run.reward.function, run.data.train.arguments["size"]) == (REWARD, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("data.train.source=d.jsonl", "reward.function"),
+        ("reward.function=my.py:reward", "data.train.source"),
+        ("reward=server", "data.train.source"),
+    ],
+)
+def test_a_task_of_ones_own_is_not_completed(given, missing):
+    config = composed("gpt_ppo", given)
+    assert with_built_in_task(config) == ""
+    with pytest.raises(ConfigError, match=missing):
+        load_config(config)
+
+
+def test_the_command_trains(tiny_nemo, tmp_path):
+    """With its sizes cut down; data and reward are those of the command as it stands."""
+    small = ["trainer.ppo.max_steps=1", "model.ppo.num_rollout_samples=8", "data.train.limit=64"]
+    small += ["model.ppo.length_params.max_length=4", "trainer.ppo.val_check_interval=0"]
+    small += ["data.validation.limit=8", f"exp_manager.explicit_log_dir={tmp_path}/run"]
+    command = [sys.executable, ROOT / "examples" / "train_gpt_ppo.py"]
+    done = subprocess.run(
+        [*command, f"model.restore_from_path={tiny_nemo}", *small],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[0].startswith("built-in task: arithmetic")
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
+def test_a_hub_name_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert _cached("Org/Model-1.5B") == "Org/Model-1.5B"
+    with pytest.raises(CheckpointNotFoundError) as of_a_name, open_model("Org/Model-1.5B"):
+        pass
+    assert "hf download Org/Model-1.5B, or give a directory" in str(of_a_name.value)
+    with pytest.raises(CheckpointNotFoundError) as of_a_file, open_model("models/m.nemo"):
+        pass
+    assert "hf download" not in str(of_a_file.value)
+    cached = tmp_path / "models--Org--Model-1.5B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("c0ffee")
+    folder = cached / "snapshots" / "c0ffee"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    config = composed("gpt_ppo", "model.restore_from_path=Org/Model-1.5B")
+    with_built_in_task(config)
+    assert load_config(config).model.restore_from_path == str(folder)

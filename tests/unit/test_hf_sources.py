@@ -1,0 +1,65 @@
+"""Directories of Hugging Face: a file that contradicts its configuration, and equal spellings."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aligner.checkpoint.hf.families import architecture_from_hf
+from aligner.checkpoint.hf.model_folder import read_hf
+from aligner.checkpoint.model_source import open_model
+from aligner.errors import CheckpointError
+
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+
+
+def directory(folder, **changes):
+    config = AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=True, **changes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_output_matrix_beside_tied_embeddings_is_the_embedding_or_refused(tmp_path, same):
+    file = directory(tmp_path) / "model.safetensors"
+    state = load_file(file)
+    output = state["model.embed_tokens.weight"].clone()
+    save_file({**state, "lm_head.weight": output if same else output + 1}, file, {"format": "pt"})
+    if same:
+        assert "output_layer.weight" not in read_hf(tmp_path).weights
+    else:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight differs.*tie_word_embeddings"):
+            read_hf(tmp_path)
+
+
+def test_spellings_that_transformers_takes_for_the_same():
+    llama = {**SIZES, "model_type": "llama", "num_key_value_heads": 4}
+    assert architecture_from_hf({**llama, "hidden_act": "swish"}) == architecture_from_hf(llama)
+    with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
+        architecture_from_hf({**llama, "hidden_act": "gelu"})
+    moe = {**SIZES, "model_type": "qwen3_moe", "mlp_only_layers": None}
+    assert architecture_from_hf(moe).num_moe_experts == 128
+
+
+def test_a_config_file_in_place_of_its_directory(tmp_path):
+    path = directory(tmp_path) / "config.json"
+    message = re.escape(f"give its directory, {str(tmp_path)!r}")
+    with pytest.raises(CheckpointError, match=message), open_model(path):
+        pass
+
+
+def test_a_byte_order_mark_in_a_configuration(tmp_path):
+    path = directory(tmp_path) / "config.json"
+    plain = read_hf(tmp_path).architecture
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(json.loads(path.read_bytes())).encode())
+    assert read_hf(tmp_path).architecture == plain
+    assert torch.is_tensor(read_hf(tmp_path).weights["embedding.word_embeddings.weight"])

@@ -1,0 +1,87 @@
+"""A flipped bit of a `.nemo` is seen: CRC-32 of the weights' records, SHA-256 of other members."""
+
+import io
+import random
+import tarfile
+import warnings
+
+import pytest
+import torch
+
+from aligner.checkpoint.nemo import torch_dist
+from aligner.checkpoint.nemo.archive import CHECKSUMS, ArchiveReader
+from aligner.checkpoint.nemo.mapped_tensors import load_mapped
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.tiny import write_tiny_nemo
+from aligner.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("nemo") / "whole.nemo"
+    write_tiny_nemo(path)
+    return path
+
+
+def content(path):
+    with open_nemo(path) as model:
+        weights = {name: model.weights[name].clone() for name in model.weights}
+        return model.tokenizer.encode("hello 12"), model.architecture, weights
+
+
+def test_no_flipped_bit_changes_what_is_read(whole, tmp_path):
+    good, expected = whole.read_bytes(), content(whole)
+    draw = random.Random(0)
+    for _ in range(60):
+        data = bytearray(good)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path = tmp_path / "flipped.nemo"
+        path.write_bytes(data)
+        try:
+            tokens, architecture, weights = content(path)
+        except Exception:  # tar's, torch's, and ours
+            continue
+        assert (tokens, architecture) == expected[:2]
+        assert all(torch.equal(weights[name], value) for name, value in expected[2].items())
+
+
+def test_every_member_that_is_no_weights_is_listed(whole):
+    with tarfile.open(whole) as tar:
+        names = {member.name.removeprefix("./") for member in tar if member.isreg()}
+    with ArchiveReader(whole) as archive:
+        assert set(archive._digests) == {n for n in names if not n.endswith(".distcp")} - {
+            CHECKSUMS
+        }
+
+
+def rank_file(tmp_path, flip=False):
+    """An unpacked `.nemo` with one file of a rank."""
+    stream = io.BytesIO()
+    torch.save({"model.a": torch.arange(1000.0)}, stream)
+    data = bytearray(stream.getvalue())
+    if flip:
+        data[data.index(torch.arange(1000.0).numpy().tobytes()) + 99] ^= 4
+    (tmp_path / "model_weights.ckpt").write_bytes(data)
+    return ArchiveReader(tmp_path)
+
+
+def test_a_mapped_file_is_checked(tmp_path):
+    with rank_file(tmp_path) as archive:
+        assert torch.equal(load_mapped(archive, "model_weights.ckpt")["model.a"], torch.arange(1e3))
+    with rank_file(tmp_path, flip=True) as archive, pytest.raises(CheckpointError, match="CRC-32"):
+        load_mapped(archive, "model_weights.ckpt")
+
+
+def test_a_file_without_crcs_is_warned_of_once(tmp_path):
+    torch_dist._warn_without_crc.cache_clear()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        archive = rank_file(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    with warnings.catch_warnings(record=True) as caught, archive:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            load_mapped(archive, "model_weights.ckpt")
+    assert len([w for w in caught if "CRC-32" in str(w.message)]) == 1
