@@ -22,6 +22,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -38,6 +39,7 @@ from aligner import errors
 from aligner.errors import AlignerError, DataError
 from aligner.importing import text_of
 from aligner.plain import plain
+from aligner.scratch import ScratchFolder, remove_leftovers
 
 Parsed = TypeVar("Parsed")
 
@@ -76,9 +78,9 @@ class ChildProcess:
     """A child process that runs ``main(channel)`` of a module of this library.
 
     Not ``multiprocessing.Process``: spawn would import the training script again, and fork does
-    not survive the threads of torch. Whatever the child starts is killed with it, and it ends by
-    itself when this process is gone. Messages carry a number: what code that forks answers twice is
-    no answer to the next message.
+    not survive the threads of torch. Whatever the child starts is killed with it, its temporary
+    directory is removed, and it ends by itself when this process is gone. Messages carry a number:
+    what code that forks answers twice is no answer to the next message.
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class ChildProcess:
         """
         self._wording, self._most_bytes = wording, most_bytes
         self._number = 0  # of the message that was sent last
-        mark = uuid.uuid4().hex
+        mark, folder = uuid.uuid4().hex, ScratchFolder()
+        # Ray's clients look for a running cluster in the temporary directory of this process.
+        env = {"RAY_TMPDIR": tempfile.gettempdir(), **os.environ, _MARK: mark}
         own, channel = socket.socketpair()
         self._pipe = _Pipe(own)
         with channel:
@@ -100,9 +104,9 @@ class ChildProcess:
                 pass_fds=[channel.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, _MARK: mark},
+                env={**env, "TMPDIR": folder.path},
             )
-        self._stop = weakref.finalize(self, _kill, self._child, own, os.getpid(), mark)
+        self._stop = weakref.finalize(self, _kill, self._child, (own, folder), os.getpid(), mark)
         with suppress(OSError):  # it is dead or hangs, which `wait_until_ready` will find
             self._pipe.send(self._pickled(first), time.monotonic() + _START_LIMIT_S)
 
@@ -366,15 +370,21 @@ def kill_tree(pid: int) -> None:
     """Kill process ``pid``, its process group and all its descendants.
 
     ``pid`` may be this process, which then ends with them. One that is already gone is no error;
-    what it leaves behind is found by its mark (`ChildProcess`).
+    what it leaves behind is found by its mark (`ChildProcess`). Scratch folders that they held in
+    the temporary directory of ``pid`` are removed.
     """
+    folder = None
     with suppress(psutil.Error):
         top = psutil.Process(pid)
+        folder = top.environ().get("TMPDIR")
         if pid != os.getpid():
             top.suspend()  # it starts nothing more, and adopts its children's orphans
         _kill_all(lambda: top.children(recursive=True))
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+    if folder is not None:
+        _kill_all(lambda: [top])  # its scratch folders are held until it is dead
+        remove_leftovers(folder)
 
 
 def kill_children() -> None:
@@ -409,16 +419,22 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
                 yield process
 
 
-def _kill(child: "subprocess.Popen[bytes]", own: socket.socket, owner: int, mark: str) -> None:
+def _kill(
+    child: "subprocess.Popen[bytes]",
+    held: tuple[socket.socket, ScratchFolder],
+    owner: int,
+    mark: str,
+) -> None:
     if os.getpid() != owner:  # a fork of ours is ending: the child is not its own
         return
-    own.close()
+    held[0].close()
     if child.poll() is None:
         kill_tree(child.pid)
     else:  # its descendants have other parents by now
         _kill_all(lambda: _marked(mark))
     with suppress(subprocess.TimeoutExpired):
         child.wait(_LONGEST_KILL_S)
+    held[1].close()
 
 
 def _die_with_parent() -> None:

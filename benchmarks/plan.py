@@ -229,17 +229,19 @@ def run_case(model: str, layout: str, batches: str) -> dict[str, Any]:
 
     prediction = answer(start("predicted", {}))
     world = LAYOUTS[layout]["trainer.devices"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    ranks = [
-        start(
-            "measured", {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {}
-        )
-        for rank in range(world)
-    ]
-    reading, *_ = [answer(process) for process in ranks]
+    with socket.socket() as holder:  # bound and not listening: rank 0's store may, nobody else
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = str(holder.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+        ranks = [
+            start(
+                "measured",
+                {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else {},
+            )
+            for rank in range(world)
+        ]
+        reading, *_ = [answer(process) for process in ranks]
     off = {name: abs(prediction[name] - reading[name]) / max(1.0, reading[name]) for name in MARKS}
     return {
         "model": model,

@@ -283,15 +283,6 @@ def learned(folder: Path) -> tuple[list[dict[str, Any]], str, dict[str, str]]:
     return metrics, samples.read_text() if samples.exists() else "", digests
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def python(*words: object, log: Path, mark: str) -> "subprocess.Popen[bytes]":
     """A process of its own, with an interpreter of its own, for what cannot be forked."""
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from campaigns.harness import GRACE_S, PPO, ROOT, Campaign, end_marked, free_port, marked, python
+from campaigns.harness import GRACE_S, PPO, ROOT, Campaign, end_marked, marked, python
 
 _CASES = (
     *("end torchrun", "end launcher", "rank 0 torchrun", "rank 1 torchrun", "rank 1 launcher"),
@@ -29,7 +29,7 @@ def run_campaign(campaign: Campaign) -> None:
         words += ["critic.micro_batch_size=4", f"exp_manager.explicit_log_dir={folder}"]
         if launcher == "torchrun":
             torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2)
-            words = [*torchrun, "--master-port", free_port(), *words]
+            words = [*torchrun, "--standalone", *words]
         process = python(*words, log=log, mark=mark)
         try:
             if victim != "end":

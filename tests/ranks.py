@@ -7,7 +7,6 @@ for a dozen processes. A server process does it once; every other begins as its 
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from servers import bound_port
 
 PRELOADED = [
     "aligner.models.gpt",
@@ -34,13 +35,13 @@ def run_ranks(
     Returns what each printed, and fails with that when one fails or they take too long. None
     outlives the call.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, bound_port() as port:
         logs = [Path(folder) / f"rank{rank}" for rank in range(processes)]
         common = {
             "WORLD_SIZE": str(processes),
             "LOCAL_WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(port),
         }
         ranks = [
             start_script(
@@ -95,9 +96,3 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], log: st
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))
     runpy.run_path(script, run_name="__main__")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,11 +2,26 @@
 
 import os
 import re
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def bound_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """A port of ``host`` that is this process's until the block ends.
+
+    The socket is bound and never listens. With SO_REUSEADDR set on both, a server that binds this
+    very port may listen there (TCPStore, uvicorn, http.server); whoever asks for any free port gets
+    another one.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        yield int(holder.getsockname()[1])
 
 
 @contextmanager

@@ -23,6 +23,7 @@ PACKAGES = [
     "aligner.plain",
     "aligner.user_files",
     "aligner.importing",
+    "aligner.scratch",
     "aligner.child_process",
     "aligner.http",
     "aligner.catalog",

@@ -7,13 +7,13 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from servers import bound_port
 
 from aligner.config import load_config
 
@@ -145,11 +145,14 @@ with started_processes(TrainerConfig(devices=2), 60.0):
 """
 
 
-def test_tasks_of_srun_know_which_device_is_theirs():
+@pytest.fixture
+def port():
+    with bound_port() as number:
+        yield number
+
+
+def test_tasks_of_srun_know_which_device_is_theirs(port):
     """Two tasks that Slurm started, without torchrun: on GPUs each takes that of its LOCAL_RANK."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     tasks = []
     for number in range(2):
         slurm = {

@@ -1,8 +1,9 @@
 """A Python interpreter as a tool: programs of the policy, each in a process without rights.
 
-Every call starts a process of its own (`aligner.environments.sandbox`), in an empty folder that is
-removed afterwards, without the environment variables of the run. It is killed with all it started
-at its time limit, where it prints too much, and when the process that asked for it ends.
+Every call starts a process of its own (`aligner.environments.sandbox`), without the environment
+variables of the run, in an empty folder that is removed afterwards. It is killed with all it
+started at its time limit, where it prints too much or makes too many files and folders, and when
+the process that asked for it ends.
 
 Its standard output is all that is read of it, as text. It is no `ChildProcess` of
 `aligner.child_process`, whose answers are pickles: to load one that the program wrote would be to
@@ -15,10 +16,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,12 +28,15 @@ from aligner.child_process import kill_tree
 from aligner.environments.calls import Form
 from aligner.environments.tools import Calculation
 from aligner.errors import ConfigError
+from aligner.scratch import ScratchFolder
 
 Isolation = Literal["kernel", "python"]
 _SCRIPT = Path(__file__).with_name("sandbox.py")
 _LAYERS = {"kernel": "landlock seccomp", "python": "python"}
 _MOST_CODE = 20_000  # characters
 _MOST_OUTPUT = 3000  # bytes
+_MOST_ENTRIES, _MOST_DEPTH = 10_000, 100  # files and folders of a program, one in the other
+_LOOK_S = 0.05  # between two counts of them
 _LEAST_MEMORY_MB = 64  # Python itself needs about half of it
 
 
@@ -148,7 +151,8 @@ def _result_of(
     kept = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
     # Isolated from variables and the user's packages, no site packages, no compiled files written.
     command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_SCRIPT), json.dumps(settings)]
-    with tempfile.TemporaryDirectory(prefix="aligner-code-", ignore_cleanup_errors=True) as folder:
+    with closing(ScratchFolder()) as scratch:
+        folder = scratch.path
         deadline = time.monotonic() + timeout_s
         process = subprocess.Popen(
             command,
@@ -163,7 +167,7 @@ def _result_of(
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(code.encode())
-            output, problem = _read(process, deadline, timeout_s)
+            output, problem = _read(process, folder, deadline, timeout_s)
         finally:
             kill_tree(process.pid)
             status = process.wait()
@@ -179,24 +183,39 @@ def _result_of(
 
 
 def _read(
-    process: "subprocess.Popen[bytes]", deadline: float, timeout_s: float
+    process: "subprocess.Popen[bytes]", folder: str, deadline: float, timeout_s: float
 ) -> tuple[bytes, str | None]:
     """Output until the process has ended; it still has its process id."""
     assert process.stdout is not None
-    late = f"stopped after {timeout_s:g} seconds"
-    found = b""
+    output, is_open, next_look = b"", True, 0.0
     most = _MOST_OUTPUT + 1 + max(map(len, _LAYERS.values()))
-    while wait([process.stdout.fileno()], max(0.0, deadline - time.monotonic())):
-        part = os.read(process.stdout.fileno(), 2**16)
-        found += part
-        if len(found) > most:
-            return found[:most], f"stopped after {_MOST_OUTPUT} bytes of output"
-        if not part:
-            break
-    else:
-        return found, late
-    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > deadline:
-            return found, late
-        time.sleep(0.002)
-    return found, None
+    while (now := time.monotonic()) < deadline:
+        if now >= next_look:
+            if _has_too_many(folder):
+                return output, f"stopped at {_MOST_ENTRIES} files, or {_MOST_DEPTH} nested folders"
+            next_look = time.monotonic() + _LOOK_S
+        if is_open:
+            if wait([process.stdout.fileno()], min(_LOOK_S, deadline - now)):
+                part = os.read(process.stdout.fileno(), 2**16)
+                output, is_open = output + part, bool(part)
+            if len(output) > most:
+                return output[:most], f"stopped after {_MOST_OUTPUT} bytes of output"
+        elif os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.002)
+        else:
+            return output, None
+    return output, f"stopped after {timeout_s:g} seconds"
+
+
+def _has_too_many(folder: str) -> bool:
+    count, folders = 0, [(folder, 1)]
+    while folders:
+        path, depth = folders.pop()
+        with suppress(FileNotFoundError, PermissionError), os.scandir(path) as entries:
+            for entry in entries:
+                count += 1
+                if count > _MOST_ENTRIES or depth > _MOST_DEPTH:
+                    return True
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, depth + 1))
+    return False

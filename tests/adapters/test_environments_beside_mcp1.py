@@ -1,11 +1,8 @@
 """Environments of verifiers 0.3 and OpenEnv, and a server of MCP 1: the real packages."""
 
-import socket
-import subprocess
-import time
-
 import pytest
 from played import Game, kwargs_of, write_files
+from servers import started
 
 pytestmark = pytest.mark.extended
 VERIFIERS, OPENENV, MCP = "verifiers:VerifiersEnv", "openenv:OpenEnvEnv", "mcp:MCPEnv"
@@ -79,7 +76,7 @@ def test_an_environment_that_raises_says_so(folder):
 
 
 SERVER = """
-import sys
+import socket
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
@@ -109,29 +106,17 @@ class Echo(Environment):
         return State(step_count=self.count)
 
 app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4)
-uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)  # connections wait in its queue until uvicorn accepts
+uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 """
 
 
 @pytest.fixture
 def port(folder):
     (folder / "server.py").write_text(SERVER)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        number = listener.getsockname()[1]
-    process = subprocess.Popen(["python", "server.py", str(number)])
-    deadline = time.monotonic() + 120
-    while True:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        try:
-            socket.create_connection(("127.0.0.1", number), timeout=1).close()
-            break
-        except OSError:
-            time.sleep(0.2)
-    yield number
-    process.kill()
-    process.wait()
+    with started(["python", "server.py"], r"^(\d+)$", cwd=folder, env={}) as (number, _):
+        yield int(number)
 
 
 def test_the_page_s_openenv(folder, port):

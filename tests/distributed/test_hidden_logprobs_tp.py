@@ -2,7 +2,6 @@
 
 import datetime
 import queue
-import socket
 import traceback
 
 import pytest
@@ -101,12 +100,12 @@ def _whitened(rank, group):
     torch.testing.assert_close(whitened, expected, atol=2e-6, rtol=0)
 
 
-def _worker(rank, port, results):
+def _worker(rank, meeting, results):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"file://{meeting}",
             rank=rank,
             world_size=RANKS,
             timeout=datetime.timedelta(seconds=TIMEOUT_S),
@@ -119,13 +118,10 @@ def _worker(rank, port, results):
         results.put((rank, traceback.format_exc()))
 
 
-def test_two_ranks_equal_one_process():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_two_ranks_equal_one_process(tmp_path):
     context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_worker, args=(r, port, results)) for r in range(RANKS)]
+    results, meeting = context.Queue(), tmp_path / "meeting"
+    ranks = [context.Process(target=_worker, args=(r, meeting, results)) for r in range(RANKS)]
     for process in ranks:
         process.start()
     try:

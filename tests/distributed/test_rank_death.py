@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,17 +10,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from servers import bound_port
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("rank_death_worker.py")
 LIMIT_S = 20.0  # from the death to the end of the last process
 
 
-def start(case):
+@pytest.fixture
+def port():
+    with bound_port() as number:
+        yield number
+
+
+def start(case, port):
     """Two ranks as a launcher without a store of its own starts them: rank 0 holds it."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     inherited = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
     return [
         subprocess.Popen(
@@ -56,9 +59,9 @@ def finish(ranks, first):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["killed, others stuck", "host killed"])
-def test_a_killed_rank_is_named(case):
+def test_a_killed_rank_is_named(case, port):
     dying = 0 if case == "host killed" else 1
-    codes, outputs, seconds = finish(start(case), first=dying)
+    codes, outputs, seconds = finish(start(case, port), first=dying)
     assert codes[dying] == -9
     assert codes[1 - dying] == 1
     assert seconds < LIMIT_S
@@ -67,8 +70,8 @@ def test_a_killed_rank_is_named(case):
 
 
 @pytest.mark.timeout(300)
-def test_what_a_rank_raised_is_told_by_the_others():
-    codes, outputs, seconds = finish(start("raised"), first=1)
+def test_what_a_rank_raised_is_told_by_the_others(port):
+    codes, outputs, seconds = finish(start("raised", port), first=1)
     assert codes == [1, 1]
     assert seconds < LIMIT_S
     assert "ValueError: the reward of sample 7 is a banana" in outputs[1][1]
@@ -79,8 +82,8 @@ def test_what_a_rank_raised_is_told_by_the_others():
 
 
 @pytest.mark.timeout(300)
-def test_a_slow_step_is_no_death_and_a_clean_end_is_clean():
-    codes, outputs, _ = finish(start("slow"), first=0)
+def test_a_slow_step_is_no_death_and_a_clean_end_is_clean(port):
+    codes, outputs, _ = finish(start("slow", port), first=0)
     assert codes == [0, 0], outputs
     assert all("stops" not in error for _, error in outputs.values())
     assert all("the watch is alive" not in error for _, error in outputs.values())

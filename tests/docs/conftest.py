@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -203,9 +202,3 @@ def serving(workplace):
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

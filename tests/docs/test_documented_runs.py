@@ -11,8 +11,9 @@ import signal
 import subprocess
 
 import pytest
-from conftest import environment, free_port, shell
+from conftest import environment, shell
 from documented import CONF, ROOT, blocks, commands, tables
+from servers import bound_port
 from test_conf import ROOTS
 from test_docs_commands import composed_of, filled, kind_of, of_kind
 from test_docs_tables import code
@@ -216,12 +217,17 @@ def test_the_aligner_commands_are_listed(workplace):
         assert "train-ppo" in done.stdout
 
 
-def test_the_server_of_the_page(workplace, serving):
+@pytest.fixture
+def port():
+    with bound_port() as number:
+        yield str(number)
+
+
+def test_the_server_of_the_page(workplace, serving, port):
     """Started, asked by a run, refused without the token, and ended by SIGTERM with status 0."""
     page = [one for one in commands() if one.page == "docs/reward.md"]
     server = next(one.text for one in page if "--token-file" in one.text)
     client = typed(next(one for one in page if "reward=server" in one.text))
-    port = str(free_port())
     folder, process = serving(server.replace("5555", port))
     client = client.replace("5555", port).replace("HOST", "127.0.0.1")
     done = shell(folder, client)

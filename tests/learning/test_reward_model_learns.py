@@ -28,7 +28,8 @@ CONF = Path(__file__).parents[2] / "conf"
 UNIT = Path(__file__).parents[1] / "unit"
 sys.path.insert(0, str(UNIT))
 
-from test_reward_server import STUB, free_port, stub, wait_for
+from servers import bound_port, started
+from test_reward_server import ROOT, STUB, stub
 
 
 def composed(recipe, folder, nemo, *overrides):
@@ -170,25 +171,26 @@ SERVER = ["reward=server", "trainer.ppo.max_steps=2", "trainer.ppo.val_check_int
 
 def test_a_run_waits_for_a_killed_server_and_goes_on(tmp_path, tiny_nemo):
     """The server dies at the second request (validation was the first) and comes back."""
-    port, restarted = free_port(), []
+    restarted = []
 
     def restart():
-        while first.poll() is None:
-            time.sleep(0.05)
+        first.wait()
         time.sleep(1.0)
         restarted.append(subprocess.Popen([sys.executable, str(STUB), str(port), "digit"]))
 
-    first = subprocess.Popen([sys.executable, str(STUB), str(port), "digit", "1"])
-    watcher = threading.Thread(target=restart, daemon=True)
-    try:
-        wait_for(port)
-        watcher.start()
-        lines = ppo(tmp_path, tiny_nemo, *SERVER, f"reward.server.url=http://127.0.0.1:{port}")
-        assert len(restarted) == 1
-    finally:
-        for process in (first, *restarted):
-            process.kill()
-            process.wait(10)
+    with bound_port() as port:
+        command = [sys.executable, str(STUB), str(port), "digit", "1"]
+        with started(command, r"^(\d+)$", cwd=ROOT, env={}) as (_, first):
+            watcher = threading.Thread(target=restart, daemon=True)
+            watcher.start()
+            try:
+                url = f"reward.server.url=http://127.0.0.1:{port}"
+                lines = ppo(tmp_path, tiny_nemo, *SERVER, url)
+                assert len(restarted) == 1
+            finally:
+                for process in restarted:
+                    process.kill()
+                    process.wait(10)
     rewards = [line["train_rollouts/rewards"] for line in lines if "train_rollouts/rewards" in line]
     verified = [
         line["train_rollouts/reward_parts/verified"]

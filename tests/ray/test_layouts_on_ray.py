@@ -5,7 +5,7 @@ one process within 1e-4: sums over ranks are rounded in another order.
 """
 
 import os
-import socket
+import re
 import subprocess
 import sys
 import uuid
@@ -68,20 +68,19 @@ def test_a_critic_in_a_layout_of_its_own(tmp_path, tiny_nemo, one_process, ray, 
 @pytest.fixture
 def two_nodes(tmp_path):
     """Address of a cluster of two nodes with two CPUs each: two raylets on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folder = f"/tmp/aligner-nodes-{os.getpid()}"
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=2"]
     memory = f"--object-store-memory={128 * 2**20}"
-    head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
-    commands = [[*ray, memory, *head], [*ray, memory, f"--address=127.0.0.1:{port}"]]
+    head = ["--head", "--port=0", "--include-dashboard=false", f"--temp-dir={folder}"]
+    head += ["--node-ip-address=127.0.0.1"]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", **TOKEN}
     nodes = []
     try:
-        for number, command in enumerate(commands):
-            nodes.append(_start_node(command, environment, tmp_path / f"node{number}"))
-        yield f"127.0.0.1:{port}"
+        nodes.append(_start_node([*ray, memory, *head], environment, tmp_path / "head"))
+        address = re.search(r"--address='([^']+)'", (tmp_path / "head").read_text())[1]
+        second = [*ray, memory, f"--address={address}"]
+        nodes.append(_start_node(second, environment, tmp_path / "second"))
+        yield address
     finally:
         for node in reversed(nodes):
             node.terminate()

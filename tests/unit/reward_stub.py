@@ -2,6 +2,7 @@
 
     python reward_stub.py PORT BEHAVIOUR [ANSWERS]
 
+It prints the port that it listens on; ``PORT`` 0: any that is free.
 ``BEHAVIOUR``: digit (1 where the response begins with a digit, else 0), or a way to fail. After
 ``ANSWERS`` good answers the process ends as if it had been killed.
 """
@@ -14,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PORT, BEHAVIOUR = int(sys.argv[1]), sys.argv[2]
 CUT = []  # the answer that was cut short
+PAGES = {"page": 200, "page_404": 404}  # shown twice in place of an answer
+SHOWN = []
 LEFT = [int(sys.argv[3]) if len(sys.argv) > 3 else 10**9]
 WRONG = {
     "not_json": (200, b"<html>welcome</html>"),
@@ -22,6 +25,8 @@ WRONG = {
     "text": (200, b'{"rewards": ["good"]}'),
     "huge": (200, b'{"rewards": [0.5, 1e300]}'),
     "too_many": (200, b'{"rewards": [1.0, 2.0]}'),
+    "ids": (200, b'{"rewards": [1.0], "ids": [1]}'),
+    "not_here": (404, b'{"error": "no such path"}'),
     "redirect": (302, b""),
     "teapot": (418, b'{"error": "I am a teapot"}'),
     "failing": (500, b'{"error": "out of memory"}'),
@@ -40,6 +45,10 @@ class Handler(BaseHTTPRequestHandler):
         samples = body["samples"]
         if BEHAVIOUR in WRONG and samples:
             self.answer(*WRONG[BEHAVIOUR])
+            return
+        if BEHAVIOUR in PAGES and samples and len(SHOWN) < 2:
+            SHOWN.append(True)
+            self.answer(PAGES[BEHAVIOUR], b"<html>back soon</html>")
             return
         if BEHAVIOUR == "silent" and samples:
             time.sleep(60)
@@ -84,4 +93,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 ThreadingHTTPServer.request_queue_size = 256
-ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()

@@ -191,6 +191,25 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nfor n in range(3000):\n    os.mkdir('d'); os.chdir('d')\nwhile True: pass",
+        "import os\nos.close(1); os.close(2); n = 0\nwhile True: os.mkdir(str(n)); n += 1",
+        "n = 0\nwhile True: open(str(n), 'w').close(); n += 1",
+    ],
+)
+@both
+def test_files_and_folders_are_bounded(isolation, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = run(isolation, code)
+    assert found == "error: stopped at 10000 files, or 100 nested folders"
+    deadline = time.monotonic() + 60  # removed meanwhile, not within the answer's time
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_program_ends_with_the_process_that_asked():
     code = (
         "from aligner.environments.interpreter import Interpreter as I; I(timeout_s=60.0, "

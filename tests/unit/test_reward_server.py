@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from servers import started
+from servers import bound_port, started
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
@@ -33,36 +32,13 @@ TOKEN = "s3cret-of-the-tests"
 SAMPLES = [WireSample("1+1=", "2"), WireSample("1+1=", "x"), WireSample("2+2=\n", "4 or so")]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
-def stub(behaviour, port=None, answers=None):
+def stub(behaviour, port=0, answers=None):
     """The address of a stub that takes requests."""
-    port = port or free_port()
     command = [sys.executable, str(STUB), str(port), behaviour]
-    process = subprocess.Popen(command + ([] if answers is None else [str(answers)]))
-    try:
-        wait_for(port)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(10)
-
-
-def wait_for(port):
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.05)
-        else:
-            return
+    words = command + ([] if answers is None else [str(answers)])
+    with started(words, r"^(\d+)$", cwd=ROOT, env={}) as (number, _):
+        yield f"http://127.0.0.1:{number}"
 
 
 def client(url, **options):
@@ -183,7 +159,8 @@ def test_runs_without_a_server_import_none_of_it():
 @pytest.mark.parametrize(
     ("behaviour", "said"),
     [
-        ("not_json", "not JSON"),
+        ("ids", "ids are not 0 to 0 in order"),
+        ("not_here", "404 .*no such path"),
         ("no_rewards", "rewards: Field required; found .'scores'"),
         ("nan", "rewards.0.0: .* finite number; found nan"),
         ("text", "rewards.0.0: .* valid number; found 'good'"),
@@ -200,6 +177,21 @@ def test_a_wrong_answer_stops_at_once(behaviour, said):
         with pytest.raises(RewardServerError, match=f"{url}: .*{said}"):
             asked.score(SAMPLES[:1])
         assert time.monotonic() - started < 5  # not tried again
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "said"), [("page", "not JSON"), ("page_404", "404 Not Found to POST /score")]
+)
+def test_a_page_of_a_proxy_is_asked_again(behaviour, said, caplog):
+    """Twice a page, as while the server behind a proxy is restarted; then rewards."""
+    with stub(behaviour) as url:
+        assert client(url, retry_for_s=30.0).score(SAMPLES) == [[1.0], [0.0], [1.0]]
+    assert len(re.findall(f"{said}.*next try in", caplog.text)) == 2
+
+
+def test_a_page_that_stays_is_given_up():
+    with stub("not_json") as url, pytest.raises(RewardServerError, match=r"not JSON.*gave up"):
+        client(url).score(SAMPLES)
 
 
 def test_a_server_that_keeps_failing_is_given_up():
@@ -221,9 +213,12 @@ def test_a_slow_server_is_not_waited_for_longer_than_said(behaviour):
 
 def test_a_killed_server_that_comes_back_is_found_again(caplog):
     """It dies after the first of three requests and is started anew a second later."""
-    port = free_port()
     config = {"samples_per_request": 1, "concurrent_requests": 1, "retry_for_s": 30.0}
-    with stub("digit", port, answers=1) as url, contextlib.ExitStack() as restarted:
+    with (
+        bound_port() as port,
+        stub("digit", port, answers=1) as url,
+        contextlib.ExitStack() as restarted,
+    ):
 
         def restart():
             time.sleep(1.0)

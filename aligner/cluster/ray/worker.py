@@ -100,10 +100,14 @@ class WorkerProcess:
         return Seat(self._role, self._rank, socket.gethostname(), node, os.getpid(), self._log)
 
     def free_port(self) -> tuple[str, int]:
-        """Address of this node and a port on it, kept from others until `start` listens there."""
+        """Address of this node and a port on it, kept from others while this process lives.
+
+        The socket is bound and never listens: with SO_REUSEADDR on both, rank 0's store may.
+        """
         import ray
 
         self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._kept.bind(("", 0))
         return ray.util.get_node_ip_address(), int(self._kept.getsockname()[1])
 
@@ -123,7 +127,7 @@ class WorkerProcess:
             positional, keywords = given
             keywords = dict(keywords)
             if world is not None:
-                keywords["parallel"] = _join(world, self._kept)
+                keywords["parallel"] = _join(world)
                 self._has_world = True
             module_name, _, class_name = worker_class.rpartition(".")
             constructor = getattr(importlib.import_module(module_name), class_name)
@@ -155,22 +159,15 @@ class WorkerProcess:
             raise _failure(error) from None
 
 
-def _join(world: TorchWorld, kept: socket.socket | None) -> Any:
-    """Join the world; RANK is in the environment already.
-
-    ``kept``: what keeps the port on rank 0, given up once all that takes time is imported.
-    """
+def _join(world: TorchWorld) -> Any:
+    """Join the world; RANK is in the environment already."""
     os.environ |= {
         "WORLD_SIZE": str(world.world_size),
         "MASTER_ADDR": world.host,
         "MASTER_PORT": str(world.port),
     }
-    from aligner.distributed import accelerator
     from aligner.distributed.parallel import initialize_parallel
 
-    accelerator.prepare_megatron()
-    if kept is not None:
-        kept.close()
     return initialize_parallel(world.parallel, seed=world.seed, timeout_s=world.timeout_s)
 
 

@@ -32,7 +32,7 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import ConfigError, DataError, RewardServerError
 from aligner.http import JSON_TYPE, MAX_BYTES
-from aligner.http.messages import parse
+from aligner.http.messages import parse_json, validated
 from aligner.http.tokens import read_token
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.interface import ScoredResponses, check_finite
@@ -63,7 +63,7 @@ class _Request:
     method: str
     path: str
     body: bytes
-    read: Callable[[bytearray], Any]  # `DataError` where the answer is none
+    read: Callable[[Any], Any]  # of the JSON value; `DataError` where it is no answer
 
     def __str__(self) -> str:
         return f"{self.method} {self.path}"
@@ -71,7 +71,7 @@ class _Request:
 
 def _rating(samples: Sequence[WireSample], width: int) -> _Request:
     body = json.dumps({"samples": list(map(asdict, samples))}).encode()
-    return _Request("POST", SCORE, body, lambda body: parse_rewards(body, len(samples), width))
+    return _Request("POST", SCORE, body, lambda value: parse_rewards(value, len(samples), width))
 
 
 class RewardClient:
@@ -98,8 +98,8 @@ class RewardClient:
     def check(self) -> tuple[str, ...]:
         """Wait until the server is ready and takes the token; what it rates (see `wire`)."""
 
-        def attributes(answer: bytearray) -> tuple[str, ...]:
-            return tuple(parse(HealthAnswer, answer).attributes)
+        def attributes(answer: Any) -> tuple[str, ...]:
+            return tuple(validated(HealthAnswer, answer).attributes)
 
         health = _Request("GET", HEALTH, b"", attributes)
         return self._ask_all([health, _rating([], 1)])[0]
@@ -142,14 +142,17 @@ class RewardClient:
             before_sleep=self._warn,
             retry_error_callback=self._give_up,
         )
-        answer: bytearray = await retrying(self._exchange, session, request)
+        answer = await retrying(self._exchange, session, request)
         try:
             return request.read(answer)
         except DataError as error:
             raise self._error(f"{request} was answered with {error}") from error
 
-    async def _exchange(self, session: httpx.AsyncClient, request: _Request) -> bytearray:
-        """One try; the body of a good answer."""
+    async def _exchange(self, session: httpx.AsyncClient, request: _Request) -> Any:
+        """One try; the JSON value of a good answer.
+
+        A page of a proxy, with status 200 or 404, may pass: it stands in for a server that starts.
+        """
         answer = bytearray()
         try:
             async with (
@@ -166,10 +169,14 @@ class RewardClient:
                 "(reward.server.timeout_s)"
             ) from error
         if response.status_code == 200:
-            return answer
+            try:
+                return parse_json(answer)
+            except DataError as error:
+                raise _TryAgainError(f"{request} was answered with {error}") from error
         status = f"{response.status_code} {response.reason_phrase}"
         said = f"{status} to {request}: {parse_error(answer)}"
-        if response.status_code in _PASSING:
+        is_page = response.status_code == 404 and not answer.lstrip().startswith(b"{")
+        if response.status_code in _PASSING or is_page:
             raise _TryAgainError(said)
         if response.status_code in (401, 403):
             said += " (the token comes from reward.server.token_env or reward.server.token_file)"

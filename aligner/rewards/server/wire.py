@@ -12,13 +12,13 @@ Lists fail fast: a body may hold millions of mistakes.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, FailFast, Field
 from pydantic_core import from_json
 
 from aligner.errors import DataError
-from aligner.http.messages import parse
+from aligner.http.messages import validated
 
 HEALTH, SCORE = "/health", "/score"
 
@@ -46,9 +46,13 @@ _Row = Annotated[
 
 
 class ScoreAnswer(BaseModel):
-    """Rewards: of each sample one number, or a list of one for each attribute."""
+    """Rewards: of each sample one number, or a list of one for each attribute.
+
+    ``ids``: position in the request of the sample that each reward is of; None: they are in order.
+    """
 
     rewards: Annotated[list[_Row], FailFast()]
+    ids: Any = None  # compared with what is expected, so of any type
 
 
 class HealthAnswer(BaseModel):
@@ -58,14 +62,17 @@ class HealthAnswer(BaseModel):
     attributes: Annotated[list[str], FailFast()] = []
 
 
-def parse_rewards(body: bytes | bytearray, count: int, width: int) -> list[list[float]]:
+def parse_rewards(value: Any, count: int, width: int) -> list[list[float]]:
     """``count`` rows of ``width`` finite numbers; `DataError` where an answer is anything else."""
-    rows = parse(ScoreAnswer, body).rewards
+    answer = validated(ScoreAnswer, value)
+    rows = answer.rewards
     if len(rows) != count:
         raise DataError(f"{len(rows)} rewards for {count} samples")
     for number, row in enumerate(rows):
         if len(row) != width:
             raise DataError(f"reward {number} has {len(row)} numbers, expected {width}")
+    if answer.ids is not None and answer.ids != list(range(count)):
+        raise DataError(f"ids are not 0 to {count - 1} in order: the rewards are of other samples")
     return rows
 
 

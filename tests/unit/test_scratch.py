@@ -1,0 +1,142 @@
+"""Temporary folders go with the processes that used them, and those of others stay."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+
+import pytest
+
+from aligner.child_process import kill_tree
+from aligner.environments.pool import Call, EnvironmentPool, Failure
+from aligner.errors import RewardTimeoutError
+from aligner.rewards.function.runner import RewardFunction
+from aligner.scratch import ScratchFolder, remove_leftovers
+
+HOLDS = """
+import os, time
+from aligner.scratch import ScratchFolder
+folder = ScratchFolder()
+os.mkdir(os.path.join(folder.path, "held"))
+print(folder.path, flush=True)
+time.sleep(60)
+"""
+USER = """
+import tempfile, time
+from aligner.environments import Start
+
+def reward(prompts, responses, ground_truths, **columns):
+    open(tempfile.mkdtemp() + "/held", "w").write("x")
+    time.sleep(60 if "hang" in responses else 0)
+    return [0.0] * len(responses)
+
+class Hangs:
+    def __init__(self, *, seed, prompt):
+        self.path = tempfile.mkdtemp()
+    def init(self):
+        return Start([{"role": "user", "content": "go"}])
+    def step(self, message):
+        open(self.path + "/held", "w").write("x")
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The temporary directory; its name has a space."""
+    folder = tmp_path / "tempo rary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def user(tmp_path):
+    path = tmp_path / "user.py"
+    path.write_text(USER)
+    return path
+
+
+def is_emptied(folder):
+    deadline = time.monotonic() + 30
+    while list(folder.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not list(folder.iterdir())
+
+
+def holder(folder):
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    words = [sys.executable, "-c", HOLDS]
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    return process, process.stdout.readline().strip()
+
+
+def test_folders_of_dead_processes_are_removed_and_no_others(here):
+    (here / "aligner-scratch-file").write_text("a file of that name")
+    (here / "mine").mkdir()
+    os.symlink(here / "mine", here / "aligner-scratch-link")
+    alive, dead = holder(here), holder(here)
+    try:
+        dead[0].kill()
+        dead[0].wait()
+        remove_leftovers(str(here))
+        names = {"aligner-scratch-file", "mine", "aligner-scratch-link"}
+        assert {path.name for path in here.iterdir()} == {*names, os.path.basename(alive[1])}
+        assert os.path.isdir(os.path.join(alive[1], "held"))
+    finally:
+        alive[0].kill()
+        alive[0].wait()
+
+
+def test_the_first_folder_of_a_process_removes_what_dead_ones_left(here):
+    process, path = holder(here)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with closing(ScratchFolder()) as folder:
+        assert os.path.isdir(folder.path)
+        assert not os.path.exists(path)
+    assert list(here.iterdir()) == []
+
+
+def test_folders_go_with_the_processes_that_are_killed(here):
+    process, _ = holder(here)
+    kill_tree(process.pid)
+    process.wait()
+    assert is_emptied(here)
+
+
+def test_chains_of_any_depth_and_closed_folders_are_removed(here):
+    program = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    with closing(ScratchFolder()) as folder:
+        subprocess.run([sys.executable, "-c", program], cwd=folder.path, check=True)
+        os.makedirs(os.path.join(folder.path, "closed", "inner"))
+        os.chmod(os.path.join(folder.path, "closed"), 0)
+    assert is_emptied(here)
+
+
+def test_a_reward_function_that_is_killed_leaves_no_files(here, user):
+    with RewardFunction.load(f"{user}:reward", time_limit_s=3.0) as function:
+        function(["p"], ["good"], [None])
+        assert list(here.glob("aligner-scratch-*/*/held"))
+        with pytest.raises(RewardTimeoutError):
+            function(["p"], ["hang"], [None])
+        assert is_emptied(here)
+
+
+def test_an_environment_that_is_killed_leaves_no_files(here, user):
+    pool = EnvironmentPool(f"{user}:Hangs", {}, ["prompt"])
+    try:
+        pool.call([Call(0, "begin", (0, {"prompt": "p"}), 60.0)])
+        assert list(here.glob("aligner-scratch-*/*"))
+        message = {"role": "assistant", "content": "x"}
+        (failure,) = pool.call([Call(0, "step", message, 1.0)])
+        assert isinstance(failure, Failure)
+        assert is_emptied(here)
+    finally:
+        pool.close()
+    assert is_emptied(here)
