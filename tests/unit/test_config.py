@@ -426,7 +426,7 @@ def architecture(**changes):
         (
             ParallelConfig(first_stage=2),
             1,
-            ["first_pipeline_stage=2", "4 are left for the other 0"],
+            ["first_pipeline_stage=2", "4 are left"],
         ),
         (ParallelConfig(pipeline=3, first_stage=3), 3, ["of 6 layers 3", "other 2 stages"]),
         (ParallelConfig(pipeline=2, first_stage=6), 2, ["of 6 layers 0", "other 1 stages"]),
