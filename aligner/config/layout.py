@@ -27,6 +27,8 @@ class ParallelConfig:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
+    first_stage: int | None = None  # layers of the first pipeline stage; None: as the ones between
+    last_stage: int | None = None
 
     @property
     def model_parallel_size(self) -> int:
@@ -71,11 +73,7 @@ def check_layout(
             "trainer.num_nodes) or change the sizes"
         )
     _check_tensor(architecture, parallel, section)
-    _divides(
-        f"{section}.pipeline_model_parallel_size",
-        parallel.pipeline,
-        {"layers": architecture.num_layers},
-    )
+    _check_stages(architecture, parallel, section)
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise LayoutError(
             f"{section}.sequence_parallel=true needs {section}.tensor_model_parallel_size > 1, "
@@ -89,6 +87,27 @@ def check_layout(
             f"needs {section}.sequence_parallel=true, got false; megatron-core does not train it "
             "otherwise"
         )
+
+
+def _check_stages(architecture: GPTArchitecture, parallel: ParallelConfig, section: str) -> None:
+    given = {
+        f"{section}.num_layers_in_{place}_pipeline_stage": layers
+        for place, layers in (("first", parallel.first_stage), ("last", parallel.last_stage))
+        if layers is not None
+    }
+    rest, others = architecture.num_layers - sum(given.values()), parallel.pipeline - len(given)
+    key = f"{section}.pipeline_model_parallel_size"
+    if not given:
+        return _divides(key, others, {"layers": rest})
+    fits = rest >= others and rest % others == 0 if others > 0 else rest == others == 0
+    if parallel.pipeline == 1 or not fits:
+        sizes = ", ".join(f"{name}={layers}" for name, layers in given.items())
+        raise LayoutError(
+            f"{sizes}: of {architecture.num_layers} layers {rest} are left for the other "
+            f"{max(0, others)} stages, which have equal numbers of them ({key}="
+            f"{parallel.pipeline}); change the numbers, or set them to null"
+        )
+    return None
 
 
 def _check_tensor(architecture: GPTArchitecture, parallel: ParallelConfig, section: str) -> None:

@@ -9,8 +9,10 @@ from aligner.algorithms.run.startup import count_parameters
 from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
 from aligner.config.commands.plan import PlanConfig, with_length
+from aligner.config.roles.model import STAGE_KEYS
 from aligner.distributed.parallel import describe_layout
 from aligner.dry.record import Kind
+from aligner.errors import LayoutError
 from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner.plan.devices import DeviceRates
 from aligner.plan.measure import MeasuredRole
@@ -342,6 +344,8 @@ def planned_run(
     # Tokens are not known: nothing in common is the most that a run can need.
     config = replace(config, model=replace(config.model, shared_prefixes=False))
     own = architectures[config.model.restore_from_path]
+    if given := [key for key in STAGE_KEYS if getattr(config.model, key) is not None]:
+        raise LayoutError(f"model.{given[0]}: plans have equal pipeline stages; set it to null")
     check_layout(own, config.model.parallel, config.trainer.world_size)
     if isinstance(config, SamplingRunConfig):
         roles = sampling_roles(config, plan, architectures)

@@ -5,8 +5,9 @@
 A layout is ``tensor,pipeline,expert,recompute``, with sequence parallelism where tensor is more
 than 1; what is left of the world is data parallel. With ``,whole`` after it an update is one
 micro-batch, which the critic values first, as PPO does. With ``,overlap`` gradients are summed and
-weights collected in the background, in buckets of few layers. Rank 0 writes what it saw to OUTPUT,
-and the roles after training beside it.
+weights collected in the background, in buckets of few layers; with ``,uneven`` the first pipeline
+stage has two layers; with ``,frozen`` routers of experts are not trained. Rank 0 writes what it saw
+to OUTPUT, and the roles after training beside it.
 """
 
 import functools
@@ -113,8 +114,13 @@ def train_both(model: str, output: str, layout: str) -> dict[str, dict[str, obje
     tensor, pipeline, expert = (int(size) for size in sizes)
     settings = RoleSettings(
         parallel=ParallelConfig(
-            tensor=tensor, pipeline=pipeline, expert=expert, sequence_parallel=tensor > 1
+            tensor=tensor,
+            pipeline=pipeline,
+            expert=expert,
+            sequence_parallel=tensor > 1,
+            first_stage=2 if "uneven" in others else None,
         ),
+        freeze_moe_router="frozen" in others,
         recompute=None if recompute == "none" else recompute,
         optim=OptimConfig(lr=5e-3, eps=1e-2),  # a small eps turns rounding into updates
         micro_batch_size=ROWS if whole else 1,

@@ -188,11 +188,13 @@ def test_a_backend_that_is_not_enabled_is_not_read():
         ("dtensor", {"dtensor_cfg__expert_parallel_size": 8}, "expert_parallel_size"),
         ("dtensor", {"dtensor_cfg__context_parallel_size": 2}, "context_parallel_size"),
         ("dtensor", {"optimizer__name": "torch.optim.Adagrad"}, "optimizer.name"),
-        ("megatron", {"megatron_cfg__fp8_cfg__enabled": True}, "fp8_cfg"),
-        ("megatron", {"megatron_cfg__expert_model_parallel_size": 8}, "freeze_moe_router"),
+        ("megatron", {"megatron_cfg__fp8_cfg": {"enabled": True, "fp8_param": True}}, "fp8_param"),
+        ("megatron", {"megatron_cfg__expert_model_parallel_size": 8,
+                      "megatron_cfg__moe_router_load_balancing_type": "aux_loss"}, "balancing"),
+        ("megatron", {"reward_model_cfg": {"enabled": True}}, "reward_model_cfg"),
         ("megatron", {"megatron_cfg__mtp_num_layers": 2}, "mtp_num_layers"),
         ("megatron", {"megatron_cfg__peft__enabled": True, "megatron_cfg__peft__exclude_modules":
-                      ["*out_proj*"]}, "exclude_modules"),
+                      ["*linear_qkv*"]}, "exclude_modules"),
         ("megatron", {"draft": {"enabled": True}}, "policy.draft"),
         ("megatron", {"generation__bad_words": ["<img>"]}, "bad_words"),
         ("megatron", {"generation__temperatur": 0}, "did you mean policy.generation.temperature"),
@@ -210,7 +212,7 @@ def test_all_refusals_are_one_table():
     values = section(
         "megatron",
         train_micro_batch_size=0,
-        megatron_cfg__num_layers_in_first_pipeline_stage=7,
+        megatron_cfg__num_layers_in_first_pipeline_stage=0,
         megatron_cfg__tensor_parallel_size=2,
         precision="float16",
         model_name=None,
@@ -223,19 +225,61 @@ def test_all_refusals_are_one_table():
     assert [row.split()[:2] for row in rows] == [
         ["policy.model_name", "null"],
         ["policy.train_micro_batch_size", "0"],
-        ["policy.megatron_cfg.num_layers_in_first_pipeline_stage", "7"],
-        ["policy.megatron_cfg.tensor_parallel_size", "2"],
         ["policy.precision", "float16"],
+        ["policy.megatron_cfg.num_layers_in_first_pipeline_stage", "0"],
+        ["policy.megatron_cfg.tensor_parallel_size", "2"],
     ]
 
 
 def test_keys_of_experts_are_neutral_for_a_dense_model_only():
-    role, _ = read_role(section("megatron"))
+    balanced = {"megatron_cfg__moe_router_load_balancing_type": "aux_loss"}
+    role, _ = read_role(section("megatron", **balanced))
     role.check_experts(None)
-    with pytest.raises(ConfigError, match=r"has 8 experts\n.*\n.*freeze_moe_router +true"):
+    with pytest.raises(ConfigError, match=r"has 8 experts\n.*\n.*load_balancing_type +aux_loss"):
         role.check_experts(8)
-    role, _ = read_role(section("megatron", megatron_cfg__freeze_moe_router=False))
+    role, _ = read_role(section("megatron"))
     role.check_experts(8)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "rate", "moves"), [(True, 0.001, True), (True, 0.0, False), (False, 0.001, False)]
+)
+def test_a_bias_of_experts_is_moved_if_it_is_enabled_and_has_a_rate(enabled, rate, moves):
+    values = section("megatron", megatron_cfg__expert_model_parallel_size=8)
+    values["megatron_cfg"]["moe_router_enable_expert_bias"] = enabled
+    values["megatron_cfg"]["moe_router_bias_update_rate"] = rate
+    _, notes = read_role(values)
+    assert [row[0].rsplit("_", 2)[-1] for row in notes.refused] == ["rate", "bias"] * moves
+
+
+def test_what_a_megatron_section_says_of_its_model_is_done():
+    values = section(
+        "megatron",
+        megatron_cfg__expert_model_parallel_size=8,
+        megatron_cfg__pipeline_model_parallel_size=8,
+        megatron_cfg__num_layers_in_first_pipeline_stage=7,
+        megatron_cfg__num_layers_in_last_pipeline_stage=6,
+        megatron_cfg__fp8_cfg__enabled=True,
+        megatron_cfg__activation_checkpointing=True,
+        megatron_cfg__peft={"enabled": True, "dim": 4, "exclude_modules": ["*out_proj*"]},
+    )
+    role, notes = read_role(values)
+    model = role.model
+    assert (model.freeze_moe_router, model.fp8) == (True, "e4m3")
+    assert "policy.megatron_cfg.fp8_cfg.fp8_recipe" in notes.ignored
+    assert (model.parallel.first_stage, model.parallel.last_stage) == (7, 6)
+    assert (model.activations_checkpoint_granularity, model.peft.lora.adapter_dim) == ("full", 4)
+    assert role.critic.optim == model.optim
+    assert model.optim.betas == (0.9, 0.999)
+
+
+def test_layouts_of_dtensors_that_change_no_number_are_named():
+    values = section(dtensor_cfg__sequence_parallel=True, dtensor_cfg__dp_replicate_size=2)
+    role, notes = read_role(values)
+    assert role.model.parallel.sequence_parallel is False
+    assert {f"policy.dtensor_cfg.{key}" for key in ("sequence_parallel", "dp_replicate_size")} <= {
+        *notes.ignored
+    }
 
 
 LINEAR, CONSTANT, COSINE = (f"torch.optim.lr_scheduler.{n}LR" for n in (

@@ -423,6 +423,14 @@ def architecture(**changes):
         (ParallelConfig(tensor=3), 2, ["2 processes", "start 3"]),
         (ParallelConfig(sequence_parallel=True), 1, ["model.sequence_parallel=true"]),
         (ParallelConfig(expert=2), 2, ["no experts"]),
+        (
+            ParallelConfig(first_stage=2),
+            1,
+            ["first_pipeline_stage=2", "4 are left"],
+        ),
+        (ParallelConfig(pipeline=3, first_stage=3), 3, ["of 6 layers 3", "other 2 stages"]),
+        (ParallelConfig(pipeline=2, first_stage=6), 2, ["of 6 layers 0", "other 1 stages"]),
+        (ParallelConfig(pipeline=2, first_stage=2, last_stage=3), 2, ["of 6 layers 1"]),
     ],
 )
 def test_impossible_layouts_are_refused_with_numbers(parallel, world, words):
@@ -438,6 +446,9 @@ def test_impossible_layouts_are_refused_with_numbers(parallel, world, words):
         (ParallelConfig(), 5),
         (ParallelConfig(tensor=3, sequence_parallel=True), 6),
         (ParallelConfig(tensor=3, pipeline=2), 6),
+        (ParallelConfig(pipeline=2, last_stage=1), 2),
+        (ParallelConfig(pipeline=4, first_stage=1, last_stage=1), 4),
+        (ParallelConfig(pipeline=2, first_stage=2, last_stage=4), 2),
     ],
 )
 def test_possible_layouts_pass(parallel, world):

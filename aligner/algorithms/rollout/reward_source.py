@@ -204,7 +204,7 @@ def frozen_beside(policy: TrainedModelConfig, model: RewardModelConfig) -> Train
         **{
             field.name: getattr(policy, field.name)
             for field in dataclasses.fields(TrainedModelConfig)
-            if field.name.endswith("_parallel_size")
+            if field.name.endswith(("_parallel_size", "_pipeline_stage"))
             or field.name in ("sequence_parallel", "fp8", "layer_spec", "fusions")
         },
     )

@@ -12,60 +12,59 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from aligner.config.parse import build, field_types, section_in, unknown_key
+from aligner.config.parse import unknown_key
 from aligner.config.roles.optim import SchedConfig
 from aligner.errors import ConfigError
 
-# Keys that tune an implementation, as patterns of the dotted key.
-_TUNING = """
-    logprob_chunk_size make_sequence_length_divisible_by max_total_sequence_length
-    refit_buffer_size_gb dequantize_base_checkpoint disable_modelopt_layer_spec
-    offload_optimizer_for_logprob quant_batch_size quant_calib_* quant_sequence_length
-    tokenizer.chat_template* tokenizer.use_* sequence_packing.sequence_length_round
-    sequence_packing.fuse_loss sequence_packing.microbatch_order
-    megatron_cfg.apply_rope_fusion megatron_cfg.attention_backend
-    megatron_cfg.bias_activation_fusion
-    megatron_cfg.checkpoint* megatron_cfg.converter_type megatron_cfg.cuda_graph_*
-    megatron_cfg.defer_fp32_logits megatron_cfg.distributed_data_parallel_config
-    megatron_cfg.empty_unused_memory_level megatron_cfg.force_* megatron_cfg.fused_linear_*
-    megatron_cfg.use_fused_* megatron_cfg.gradient_accumulation_fusion
-    megatron_cfg.fine_grained_activation_offloading megatron_cfg.offload_modules
-    megatron_cfg.pipeline_dtype megatron_cfg.use_gloo_process_groups megatron_cfg.recompute_modules
-    megatron_cfg.moe_enable_deepep megatron_cfg.moe_flex_* megatron_cfg.moe_grouped_gemm
-    megatron_cfg.moe_hybridep_* megatron_cfg.moe_per_layer_logging megatron_cfg.moe_permute_fusion
-    megatron_cfg.moe_router_dtype megatron_cfg.moe_shared_expert_overlap
-    megatron_cfg.moe_token_dispatcher_type megatron_cfg.mtp_detach_heads
-    megatron_cfg.mtp_loss_scaling_factor megatron_cfg.mtp_use_repeated_layer
-    megatron_cfg.optimizer.bf16 megatron_cfg.optimizer.*offload*
-    megatron_cfg.optimizer.overlap_cpu_* megatron_cfg.optimizer.params_dtype
-    megatron_cfg.optimizer.sgd_momentum megatron_cfg.optimizer.use_*
-    megatron_cfg.scheduler.*weight_decay* megatron_cfg.scheduler.lr_warmup_init
-    megatron_cfg.peft.a2a_experimental megatron_cfg.peft.dropout_position
-    megatron_cfg.peft.lora_*
-    dtensor_cfg._v2 dtensor_cfg.clear_cache_every_n_steps dtensor_cfg.cpu_offload
-    dtensor_cfg.moe_parallelizer dtensor_cfg.automodel_kwargs.attn_implementation
-    dtensor_cfg.automodel_kwargs.backend dtensor_cfg.automodel_kwargs.force_hf
-    dtensor_cfg.automodel_kwargs.use_* tokenizer.video tokenizer.audio
-    *.freeze_config.freeze_audio_* *.freeze_config.freeze_vision_*
-    generation.backend generation.colocated generation.*_cfg generation.*_kwargs
-    generation.mcore_generation_config generation.port_range_* generation.real_quant_*
-    generation.refit_* generation.use_async_rollouts generation.val_*
-    optimizer.kwargs.foreach optimizer.kwargs.fused optimizer.kwargs.*_dtype
-    optimizer.kwargs.master_weights optimizer.kwargs.store_param_remainders
-"""
-_PATTERNS = tuple(_TUNING.split())
+# Keys that tune an implementation, as patterns: by the section that they begin with.
+_TUNING = {
+    "": """
+        logprob_chunk_size make_sequence_length_divisible_by max_total_sequence_length
+        refit_buffer_size_gb dequantize_base_checkpoint disable_modelopt_layer_spec
+        offload_optimizer_for_logprob quant_batch_size quant_calib_* quant_sequence_length
+        *.freeze_config.freeze_audio_* *.freeze_config.freeze_vision_*
+    """,
+    "tokenizer.": "chat_template* use_* video audio",
+    "sequence_packing.": "sequence_length_round fuse_loss microbatch_order",
+    "megatron_cfg.": """
+        apply_rope_fusion attention_backend bias_activation_fusion checkpoint* converter_type
+        cuda_graph_* defer_fp32_logits distributed_data_parallel_config empty_unused_memory_level
+        force_* fused_linear_* use_fused_* fp8_cfg.fp8_recipe gradient_accumulation_fusion
+        fine_grained_activation_offloading offload_modules pipeline_dtype use_gloo_process_groups
+        recompute_modules mtp_detach_heads mtp_loss_scaling_factor mtp_use_repeated_layer
+        scheduler.*weight_decay* scheduler.lr_warmup_init peft.a2a_experimental
+        peft.dropout_position peft.lora_*
+    """,
+    "megatron_cfg.moe_": """
+        enable_deepep flex_* grouped_gemm hybridep_* per_layer_logging permute_fusion router_dtype
+        shared_expert_overlap token_dispatcher_type
+    """,
+    "megatron_cfg.optimizer.": "bf16 *offload* overlap_cpu_* params_dtype sgd_momentum use_*",
+    "dtensor_cfg.": """
+        _v2 clear_cache_every_n_steps cpu_offload dp_replicate_size moe_parallelizer
+        sequence_parallel
+    """,
+    "dtensor_cfg.automodel_kwargs.": "attn_implementation backend force_hf use_*",
+    "generation.": """
+        backend colocated *_cfg *_kwargs mcore_generation_config port_range_* real_quant_* refit_*
+        use_async_rollouts val_*
+    """,
+    "optimizer.kwargs.": "foreach fused *_dtype master_weights store_param_remainders",
+}
+_PATTERNS = [start + name for start, names in _TUNING.items() for name in names.split()]
 # Values of other keys with which they ask for what is done anyway.
 _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "megatron_cfg.expert_tensor_parallel_size": (1,),
+    "dtensor_cfg.context_parallel_size": (1,),
     "dtensor_cfg.expert_parallel_size": (1,),
-    "dtensor_cfg.dp_replicate_size": (1,),
+    "megatron_cfg.peft.exclude_modules": (["*out_proj*"],),  # of Mamba; a GPT has none
 }
-# Keys that only a mixture of experts reads: neutral where the model is dense.
+# Keys that only a mixture of experts reads: neutral where the model is dense. A bias of experts is
+# moved where it is enabled and has a rate, and else stays as the checkpoint has it.
 _EXPERTS = {
-    "megatron_cfg.freeze_moe_router": "false: the router is trained",
-    "megatron_cfg.moe_router_bias_update_rate": "0.0: the router's bias stays",
-    "megatron_cfg.moe_router_enable_expert_bias": "false: experts have no bias of the router",
-    "megatron_cfg.moe_router_load_balancing_type": "none: no loss balances the experts",
+    "megatron_cfg.moe_router_enable_expert_bias": "false, or moe_router_bias_update_rate: 0.0",
+    "megatron_cfg.moe_router_bias_update_rate": "0.0, or moe_router_enable_expert_bias: false",
+    "megatron_cfg.moe_router_load_balancing_type": "none; no loss balances the experts",
 }
 # What to use in place of what is asked for and cannot be done.
 _REMEDIES = {
@@ -75,14 +74,15 @@ _REMEDIES = {
     "draft": "draft.enabled: false; generation.vllm.engine_args of a run drafts",
     "router_replay": "router_replay.enabled: false",
     "quant_cfg": "null; no weight is quantised",
+    "reward_model_cfg": "aligner.models.reward.reward_model.RewardModel: a policy has no head",
+    "dtensor_cfg.context_parallel_size": (
+        "1, or use megatron_cfg: DTensors have data and tensor parallelism alone"
+    ),
     "dtensor_cfg.lora_cfg": "megatron_cfg.peft; DTensors train all weights",
     "dtensor_cfg.expert_parallel_size": "megatron_cfg.expert_model_parallel_size",
-    "dtensor_cfg.dp_replicate_size": "1; weights are shared out over all ranks",
     "dtensor_cfg.custom_parallel_plan": "null; the plan follows from the architecture",
     "megatron_cfg.expert_tensor_parallel_size": "1; megatron_cfg.expert_model_parallel_size",
-    "megatron_cfg.num_layers_in_first_pipeline_stage": "null; stages are equal",
-    "megatron_cfg.num_layers_in_last_pipeline_stage": "null; stages are equal",
-    "megatron_cfg.fp8_cfg": "fp8_cfg.enabled: false, or model.fp8=e4m3 of a run",
+    "megatron_cfg.fp8_cfg.fp8_param": "false; weights are kept in bf16",
     "megatron_cfg.mtp_num_layers": "0; no further tokens are predicted in training",
     "megatron_cfg.peft.target_modules": "[]; model.peft.lora_tuning.target_modules of a run",
     "megatron_cfg.peft.exclude_modules": "[]; model.peft.lora_tuning.target_modules of a run",
@@ -123,44 +123,22 @@ def table(rows: list[tuple[str, Any, str]]) -> str:
     )
 
 
-def read_section(
-    values: Mapping[str, Any], schema: Any, notes: Notes, section: str = ""
-) -> dict[str, Any]:
-    """The settings of ``schema`` that a mapping holds, validated; the rest goes into ``notes``."""
-    types, kept = field_types(schema), {}
-    for key, value in values.items():
-        path = f"{section}.{key}".lstrip(".")
-        below = section_in(types[key]) if key in types else None
-        if below is not None and isinstance(value, Mapping):
-            is_off = value.get("enabled") is False
-            kept[key] = {"enabled": False} if is_off else read_section(value, below, notes, path)
-        elif key in types:
-            try:
-                kept[key] = build(types[key], value, f"{notes.name}.{path}")
-            except ConfigError as error:
-                said = str(error).removeprefix(f"{notes.name}.{path}: ")
-                notes.refuse(path, value, said)
-        else:
-            judge(path, value, list(types), notes)
-    return kept
-
-
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
     """Take a key without a counterpart as neutral, as tuning or as refused, by its value."""
-    key = path.rsplit(".", 1)[-1]
-    if any(fnmatchcase(path, pattern) for pattern in _PATTERNS):
-        notes.ignored += [f"{notes.name}.{path}"] * (not is_off(value))
-    elif path in _EXPERTS and not is_off(value):
-        notes.experts.append((f"{notes.name}.{path}", value, _EXPERTS[path]))
+    full, is_neutral = f"{notes.name}.{path}", is_off(value)
+    section, _, key = full.rpartition(".")
+    if path in _REMEDIES:
+        if not is_neutral and value not in _DONE_ANYWAY.get(path, ()):
+            notes.refuse(path, value, _REMEDIES[path])
+    elif any(fnmatchcase(path, pattern) for pattern in _PATTERNS):
+        notes.ignored += [full] * (not is_neutral)
+    elif path in _EXPERTS:
+        notes.experts += [(full, value, _EXPERTS[path])] * (not is_neutral)
     elif isinstance(value, Mapping) and path.endswith(("automodel_kwargs", "freeze_config")):
         for name, inner in value.items():
             judge(f"{path}.{name}", inner, [], notes)
-    elif path in _REMEDIES or path in _EXPERTS:
-        if not is_off(value) and value not in _DONE_ANYWAY.get(path, ()):
-            notes.refuse(path, value, _REMEDIES[path])
-    elif not is_off(value) or difflib.get_close_matches(key, known, n=1, cutoff=0.88):
-        said = unknown_key(f"{notes.name}.{path}", known, f"{notes.name}.{path}".rpartition(".")[0])
-        notes.refuse(path, value, said.partition(": ")[2])
+    elif not is_neutral or difflib.get_close_matches(key, known, n=1, cutoff=0.88):
+        notes.refuse(path, value, unknown_key(full, known, section).partition(": ")[2])
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:

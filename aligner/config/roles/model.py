@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Interval
 from pydantic import StrictBool, StrictFloat
@@ -28,6 +28,7 @@ LAYOUT_KEYS = (
     "expert_model_parallel_size",
     "sequence_parallel",
 )
+STAGE_KEYS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 Model = TypeVar("Model", bound="TrainedModelConfig")
 
 
@@ -137,8 +138,14 @@ class TrainedModelConfig:
     pipeline_model_parallel_size: Count = 1
     """Processes that hold a run of layers each.
 
-    Divides the layers. `parallel@model=pipeline2` sets 2.
+    Divides the layers, unless stages are given their numbers. `parallel@model=pipeline2` sets 2.
     """
+
+    num_layers_in_first_pipeline_stage: Count | None = None
+    """Layers of the first pipeline stage; null: as many as stages in between have."""
+
+    num_layers_in_last_pipeline_stage: Count | None = None
+    """Layers of the last pipeline stage; null: as many as stages in between have."""
 
     context_parallel_size: Count = 1
     """Processes that share every sequence, in chunks.
@@ -150,6 +157,12 @@ class TrainedModelConfig:
     """Processes that share the experts of a mixture of experts.
 
     Divides the experts and the processes of a pipeline stage.
+    """
+
+    freeze_moe_router: StrictBool = False
+    """Train all but the routers of a mixture of experts.
+
+    Policy and critic. A dense model has none.
     """
 
     sequence_parallel: StrictBool = False
@@ -242,6 +255,8 @@ class TrainedModelConfig:
             context=self.context_parallel_size,
             expert=self.expert_model_parallel_size,
             sequence_parallel=self.sequence_parallel,
+            first_stage=self.num_layers_in_first_pipeline_stage,
+            last_stage=self.num_layers_in_last_pipeline_stage,
         )
 
     @property
@@ -378,4 +393,7 @@ class CriticConfig:
 
     def laid_out(self, model: Model) -> Model:
         """The policy's section in the critic's layout: what the critic shares with the policy."""
-        return replace(model, **self.own_layout) if self.own_layout else model  # type: ignore[arg-type]
+        layout: dict[str, Any] = self.own_layout
+        if "pipeline_model_parallel_size" in layout:
+            layout |= dict.fromkeys(STAGE_KEYS)
+        return replace(model, **layout) if layout else model

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from aligner.config.roles.model import TrainedModelConfig
+from aligner.config.roles.model import STAGE_KEYS, TrainedModelConfig
 from aligner.errors import ConfigError
 
 
@@ -69,6 +69,8 @@ def check_policy_backend(backend: str, model: TrainedModelConfig, section: str =
         return
     whole: dict[str, tuple[object, str]] = {
         "pipeline_model_parallel_size": (1, "fits more layers by model.tensor_model_parallel_size"),
+        **dict.fromkeys(STAGE_KEYS, (None, "has one stage")),
+        "freeze_moe_router": (False, "has no experts"),
         "context_parallel_size": (
             1,
             "fits longer sequences by model.tensor_model_parallel_size and "

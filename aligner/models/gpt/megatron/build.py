@@ -142,6 +142,8 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage,
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1 if parallel.expert > 1 else None,

@@ -204,6 +204,9 @@ class MegatronGPTModel(RoleWeights, ModelPT):
             post_process=self.parallel.is_last_stage,
         )
         self.add_head(gpt)
+        if self.settings.freeze_moe_router:
+            for name, parameter in gpt.named_parameters():
+                parameter.requires_grad_(".router." not in name)
         return gpt
 
     def num_parameters(self) -> int:

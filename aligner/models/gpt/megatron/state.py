@@ -79,7 +79,7 @@ def sharded_state(
     "tensors": {"weight", "exp_avg", "exp_avg_sq"}}}}``: the elements from ``start`` on of part
     ``index``, which has ``shape`` and is flattened.
     """
-    owned = _owned_slices(gpt, optimizer)
+    owned = _owned_slices(gpt, optimizer, lora)
     is_replica = dist.get_rank(parallel.dp_cp_group) > 0
     is_shared_out = optimizer is not None and optimizer.is_distributed
     shapes = _shapes(architecture, lora)
@@ -89,7 +89,8 @@ def sharded_state(
         if mine is None or (name == OUTPUT_LAYER and architecture.tie_embeddings):
             continue
         is_expert = not getattr(parameter, "allreduce", True)  # others may be at home elsewhere
-        if is_replica and not is_shared_out and not is_expert:
+        is_share = is_shared_out and mine.inner is not None
+        if is_replica and not is_share and not is_expert:
             continue
         tensors = {WEIGHT: mine.main.detach(), **mine.moments()}
         slices[name] = {
@@ -119,9 +120,9 @@ def load_sharded_state(
     learning = {
         name: parameter
         for name, parameter in canonical_parameters(gpt, architecture)
-        if parameter.requires_grad
+        if parameter.requires_grad or lora is None
     }
-    owned = _owned_slices(gpt, optimizer)
+    owned = _owned_slices(gpt, optimizer, lora)
     shapes = _shapes(architecture, lora)
     is_shared_out = optimizer is not None and optimizer.is_distributed
     needed = {
@@ -141,14 +142,14 @@ def load_sharded_state(
         kinds = [WEIGHT]
         if mine is not None:
             place = range(mine.start, mine.start + mine.main.numel())
-            kinds += saved.moments(source) if learns else []
+            kinds += saved.moments(source) if learns and mine.inner is not None else []
         found = {kind: saved.read(source, kind, part, shape, place) for kind in kinds}
         weight = found.pop(WEIGHT)
         if not is_shared_out:
             parameter.copy_(weight.view(shape))
         if mine is not None:
             mine.main.copy_(weight.view(mine.main.shape))
-        if mine is not None and saved.steps is not None and learns:
+        if mine is not None and mine.inner is not None and saved.steps is not None and learns:
             moments = {kind: moment.view(mine.main.shape) for kind, moment in found.items()}
             mine.set_moments(moments, saved.steps)
     if optimizer is not None and is_shared_out:
@@ -162,12 +163,20 @@ def _shapes(architecture: GPTArchitecture, lora: LoraConfig | None) -> dict[str,
     return expected_shapes(architecture) if lora is None else adapter_shapes(architecture, lora)
 
 
-def _owned_slices(gpt: GPTModel, optimizer: RoleOptimizer | None) -> dict[Tensor, OwnedSlice]:
-    """Slice of each parameter that this process updates; without an optimizer, all of it."""
-    if optimizer is not None:
-        return {owned.parameter: owned for owned in optimizer.owned_slices()}
-    learning = (parameter for parameter in gpt.parameters() if parameter.requires_grad)
-    return {parameter: OwnedSlice(parameter, 0, parameter, None) for parameter in learning}
+def _owned_slices(
+    gpt: GPTModel, optimizer: RoleOptimizer | None, lora: LoraConfig | None
+) -> dict[Tensor, OwnedSlice]:
+    """Slice of each parameter that this process updates, and all of what nothing updates.
+
+    Without an optimizer nothing is updated. Weights that are frozen beside adapters are left out.
+    """
+    slices = () if optimizer is None else optimizer.owned_slices()
+    updated: dict[Tensor, OwnedSlice] = {each.parameter: each for each in slices}
+    for parameter in gpt.parameters():
+        is_updated = optimizer is not None and parameter.requires_grad
+        if not is_updated and (parameter.requires_grad or lora is None):
+            updated[parameter] = OwnedSlice(parameter, 0, parameter, None)
+    return updated
 
 
 def _part(

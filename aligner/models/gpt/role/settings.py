@@ -28,6 +28,7 @@ from aligner.config import (
     section_of,
 )
 from aligner.config.elsewhere.nemo_rl import PublishedRole
+from aligner.config.roles.model import STAGE_KEYS
 from aligner.errors import ConfigError
 
 Precision = Literal["32", "bf16"]
@@ -44,6 +45,7 @@ class RoleSettings:
     precision: Precision = "32"
     fp8: Literal["e4m3", "hybrid"] | None = None
     layers: LayerOptions = field(default_factory=LayerOptions)
+    freeze_moe_router: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     recompute: Literal["full", "selective"] | None = None
@@ -162,6 +164,7 @@ def _settings(
         precision=run.precision,
         fp8=model.fp8,
         layers=model.layers,
+        freeze_moe_router=model.freeze_moe_router,
         overlap_grad_reduce=model.overlap_grad_reduce,
         overlap_param_gather=model.overlap_param_gather,
         recompute=model.activations_checkpoint_granularity,
@@ -194,6 +197,8 @@ _HONOURED = (
     "global_batch_size",
     "forward_micro_batch_size",
     *LAYOUT_KEYS,
+    *STAGE_KEYS,
+    "freeze_moe_router",
     "sequence_packing",
     "dynamic_batching",
     "shared_prefixes",
