@@ -46,6 +46,9 @@ class PromptColumns:
     system_prompt: StrictStr | None = None
     """Put before chat messages that bring none; null: nothing."""
 
+    chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
+    """Variables for the chat template, as `{enable_thinking: false}`; it must name each."""
+
     add_bos: StrictBool = False
     """Begin with the BOS token, unless the text already does."""
 

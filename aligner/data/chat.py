@@ -20,11 +20,6 @@ _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, 
 _KNOWN_ROLES = ("system", "user", "assistant")  # every template has a place for
 _MOST_ROLES = 8  # others than these: each takes a rendering of the chat
 
-SYSTEM_PROMPT_UNUSED = (
-    "data.system_prompt is set, but the row is plain text and has no place for it; set "
-    "data.chat=true, or write the system prompt into the rows"
-)
-
 
 def parse_messages(value: Sequence[Any]) -> list[Message]:
     """A chat that waits for the assistant.

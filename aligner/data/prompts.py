@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
-from aligner.data.chat import SYSTEM_PROMPT_UNUSED, parse_tools, render_chat
+from aligner.config.data import PromptColumns
+from aligner.data.chat import parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -170,8 +171,7 @@ def _render(
     data: PromptSection,
 ) -> str:
     if isinstance(raw, str) and not data.chat:
-        if data.system_prompt is not None:
-            raise DataError(SYSTEM_PROMPT_UNUSED)
+        check_plain_text(data)
         return raw
     return render_chat(
         tokenizer,
@@ -179,6 +179,16 @@ def _render(
         system_prompt=data.system_prompt,
         tools=parse_tools(columns, data.tools_column),
     )
+
+
+def check_plain_text(data: PromptColumns) -> None:
+    """Refuse keys of chats for a row that is plain text; `DataError`."""
+    for key in ("system_prompt", "chat_template_kwargs"):
+        if getattr(data, key) not in (None, {}):
+            raise DataError(
+                f"data.{key} is set, but the row is plain text and has no place for it; set "
+                "data.chat=true, or write it into the rows"
+            )
 
 
 def _encode(text: str, tokenizer: Tokenizer, data: PromptSection) -> list[int]:

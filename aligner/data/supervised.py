@@ -17,7 +17,6 @@ from torch import Tensor
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.chat import (
-    SYSTEM_PROMPT_UNUSED,
     Message,
     Tools,
     check_all_used,
@@ -29,7 +28,7 @@ from aligner.data.chat import (
     with_system,
 )
 from aligner.data.dataset import Dataset, check_bos, read_items
-from aligner.data.prompts import pad_right
+from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
@@ -101,8 +100,7 @@ def make_example(
     try:
         chat, learn, context = _conversation(row, data, response_key)
         if chat is None:
-            if data.system_prompt is not None:
-                raise DataError(SYSTEM_PROMPT_UNUSED)
+            check_plain_text(data)
             prompt = take(row, data.prompt_column, str, "data.prompt_column")
             response = take(row, getattr(data, response_key), str, f"data.{response_key}")
             ids, learned = encode_pair(tokenizer, prompt, response)

@@ -35,7 +35,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from aligner.data.chat import Message, render
+from aligner.data.chat import Message, Tools, render
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import DataError, TokenizerError
 
@@ -47,6 +47,8 @@ _PYTHON_TAG, _TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _OBJECT_WITH_NAME = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
+_MASS = {"type": "object", "properties": {"mass": {"type": "integer"}}}
+_WEIGH_IT = {"name": "weigh_it", "description": "Weigh it.", "parameters": _MASS}
 _JSON = json.JSONDecoder()
 _BRIEF = reprlib.Repr()  # also of what is nested too deeply for repr()
 _BRIEF.maxstring = _BRIEF.maxother = 500
@@ -105,13 +107,17 @@ def before_calls(text: str, form: Form) -> str:
 
 def form_of(tokenizer: Tokenizer) -> Form:
     """The form in which a tokenizer's chat template shows calls; plain where it shows none."""
-    try:
-        shown = _shown_call(tokenizer)
-    except (DataError, TokenizerError):
-        return "plain"
-    for name, form in FORMS.items():
-        if form.sign is not None and form.sign.search(shown):
-            return name
+    for tools in (
+        None,
+        [{"type": "function", "function": _WEIGH_IT}],
+    ):  # some templates show calls beside functions only
+        try:
+            shown = _shown_call(tokenizer, tools)
+        except (DataError, TokenizerError):
+            continue
+        for name, form in FORMS.items():
+            if form.sign is not None and form.sign.search(shown):
+                return name
     return "plain"
 
 
@@ -165,14 +171,14 @@ def _results_behind(messages: Sequence[Message], index: int) -> list[Message]:
     return found
 
 
-def _shown_call(tokenizer: Tokenizer) -> str:
+def _shown_call(tokenizer: Tokenizer, tools: Tools | None) -> str:
     """The template's text of a call by itself: what it adds to a chat."""
     question = {"role": "user", "content": "a"}
     function = {"name": "weigh_it", "arguments": {"mass": 1}}
     call = {"type": "function", "id": "abc123DEF", "function": function}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    before = render(tokenizer, [question], open_answer=False)
-    shown = render(tokenizer, [question, said], open_answer=False)
+    before = render(tokenizer, [question], tools, open_answer=False)
+    shown = render(tokenizer, [question, said], tools, open_answer=False)
     return shown[len(before) :] if shown.startswith(before) else shown
 
 

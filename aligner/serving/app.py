@@ -83,7 +83,8 @@ class Service:
 
         def ids(asked: TokenizeRequest) -> list[int]:
             if asked.messages is not None:
-                return self.served.encoded(self.served.chat(asked.messages, asked.tools))
+                kwargs = asked.chat_template_kwargs
+                return self.served.encoded(self.served.chat(asked.messages, asked.tools, kwargs))
             if asked.prompt is None:
                 raise HTTPException(400, "prompt: missing, and messages too; give one of them")
             return self.served.encoded(asked.prompt)
@@ -102,7 +103,7 @@ class Service:
         """``/v1/chat/completions``."""
 
         def prompts(asked: ChatRequest) -> list[list[int]]:
-            text = self.served.chat(asked.messages, asked.offered_tools)
+            text = self.served.chat(asked.messages, asked.offered_tools, asked.chat_template_kwargs)
             return [self._tokens(text, session)]
 
         session = self._authorised(request)

@@ -20,7 +20,6 @@ from aligner.http.messages import parse_json, validated
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -137,6 +136,7 @@ class ChatRequest(_Sampled):
     messages: _Messages
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: _Positive | None = None
     logprobs: bool = False
 
@@ -200,6 +200,7 @@ class TokenizeRequest(_Request):
     prompt: str | None = None
     messages: _Messages | None = None
     tools: list[dict[str, Any]] = []
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class DetokenizeRequest(_Request):

@@ -1,6 +1,6 @@
 """The model behind a server: prompts in its tokens, and the sampling of its answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -65,11 +65,19 @@ class Served:
         if any(token >= size for token in ids):
             raise DataError(f"a token of {max(ids)} is outside the vocabulary of {size}")
 
-    def chat(self, given: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    def chat(
+        self,
+        given: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """Text of a chat and of the opening of its answer.
 
+        ``template_kwargs``: variables of the chat template.
+
         Raises:
-            DataError: the messages are none, or the template ignores a part of them.
+            DataError: the messages are none, the template ignores a part of them, or a variable
+                has the name of another.
             TokenizerError: there is no chat template.
         """
         messages = with_system(parse_messages(chat_messages(given)), self.system_prompt)
@@ -79,8 +87,11 @@ class Served:
         shown = tools or None
         if speaks_of_tools and self.form == "plain":
             messages, shown = in_text(messages, tools), None
-        check_all_used(self.tokenizer, messages, shown)
-        return render(self.tokenizer, messages, shown)
+        tokenizer = self.tokenizer
+        if template_kwargs:
+            tokenizer = tokenizer.with_template_kwargs(template_kwargs)
+        check_all_used(tokenizer, messages, shown)
+        return render(tokenizer, messages, shown)
 
     def options(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]

@@ -68,6 +68,7 @@ def test_parameters_that_are_accepted_are_honoured():
         *("n", "max_tokens", "max_completion_tokens", "min_tokens", "stop", "seed", "stream"),
         *("temperature", "top_p", "top_k", "repetition_penalty", "logprobs", "messages", "tools"),
         *("tool_choice", "model", "skip_special_tokens", "return_token_ids", "stream_options"),
+        "chat_template_kwargs",
     }
     assert set(ChatRequest.model_fields) == honoured
     body = b'{"messages": [], "stream_options": {"include_obfuscation": true}}'

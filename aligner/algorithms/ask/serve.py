@@ -9,6 +9,7 @@ from aligner.algorithms.ask.model import AskedModel, open_asked_model
 from aligner.algorithms.run.stopping import stop_signal
 from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
+from aligner.data.tokenizers.loading import with_template_kwargs
 from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import ConfigError, TokenizerError
 from aligner.http.tokens import new_token, read_token
@@ -78,7 +79,7 @@ def _served(config: ServeConfig, asked: AskedModel) -> Served:
         raise TokenizerError("data: add_bos=true but the tokenizer has no BOS token")
     return Served(
         config.server.model_name or (path.stem if path.suffix == ".nemo" else path.name) or "model",
-        asked.tokenizer,
+        with_template_kwargs(asked.tokenizer, config.data.chat_template_kwargs),
         asked.architecture.max_position_embeddings,
         asked.architecture.vocab_size,
         config.sampling.sampling_options,

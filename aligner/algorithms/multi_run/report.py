@@ -50,10 +50,10 @@ def pair_summary(config: BaseRunConfig) -> dict[str, float]:
         return {}
     if config.data.validation is None:
         return {}
-    from aligner.algorithms.run.startup import describe_model  # imports torch and the tokenizers
+    from aligner.algorithms.run.startup import describe_model_of  # imports torch and the tokenizers
     from aligner.data.preferences import PairDataset, length_accuracy
 
-    tokenizer, _ = describe_model(config.model)
+    tokenizer, _ = describe_model_of(config)
     train = PairDataset.load(config.data.train, tokenizer, config.data)
     held_out = PairDataset.load(config.data.validation, tokenizer, config.data)
     count = min(len(held_out), config.loop.limit_val_examples or len(held_out))

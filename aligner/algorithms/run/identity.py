@@ -38,7 +38,8 @@ MAY_CHANGE = (
     *("environment.concurrency", "environment.memory_mb", "environment.retries"),
 )
 _CONTENTS = {"models": "model", "data": "data", "sources": ""}  # with their `accept_changed`
-_OF_THE_USER = ("kwargs", "loss_kwargs", "arguments")  # mappings without keys of their own
+# Mappings without keys of their own.
+_OF_THE_USER = ("kwargs", "loss_kwargs", "arguments", "chat_template_kwargs")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,11 @@ from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
-from aligner.data.tokenizers.loading import named_tokenizer, with_chat_template
+from aligner.data.tokenizers.loading import (
+    named_tokenizer,
+    with_chat_template,
+    with_template_kwargs,
+)
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.accelerator import DeviceInfo
 from aligner.distributed.host_memory import available_bytes
@@ -33,13 +37,13 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     """`describe_model` of a run's model, with the chat template that the run's conversations have.
 
     Raises:
-        ConfigError: ``environment.chat_template`` cannot be used.
+        ConfigError: ``environment.chat_template`` or ``data.chat_template_kwargs`` cannot be used.
     """
     tokenizer, architecture = describe_model(config.model)
-    if not isinstance(config, SamplingRunConfig) or config.environment.chat_template is None:
-        return tokenizer, architecture
-    template, key = config.environment.chat_template, "environment.chat_template"
-    return with_chat_template(tokenizer, template, key=key), architecture
+    if isinstance(config, SamplingRunConfig) and config.environment.chat_template is not None:
+        template, key = config.environment.chat_template, "environment.chat_template"
+        tokenizer = with_chat_template(tokenizer, template, key=key)
+    return with_template_kwargs(tokenizer, config.data.chat_template_kwargs), architecture
 
 
 def describe_model(model: TrainedModelConfig) -> tuple[Tokenizer, GPTArchitecture]:

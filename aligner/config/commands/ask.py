@@ -95,6 +95,12 @@ class ServedDataConfig:
     system_prompt: StrictStr | None = None
     """Put before chat messages that bring none; null: nothing."""
 
+    chat_template_kwargs: Mapping[StrictStr, Any] = field(default_factory=dict)
+    """Variables for the chat template, as `{enable_thinking: false}`; it must name each.
+
+    The request's own `chat_template_kwargs` go before them.
+    """
+
     add_bos: StrictBool = False
     """Begin with the BOS token, unless the text already does."""
 

@@ -4,6 +4,7 @@ import copy
 import json
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, ByteLevelBPETokenizer
@@ -53,6 +54,7 @@ class HuggingFaceTokenizer:
         self._ends: tuple[int, ...] | None = None
         self._origin = origin
         self._renderer: PreTrainedTokenizerFast | None = None
+        self._template_kwargs: dict[str, Any] = {}
         self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         eos_id = self._special_id("eos_token")
         if eos_id is None:
@@ -163,6 +165,21 @@ class HuggingFaceTokenizer:
         other._generation, other._ends = {**self._generation, "eos_token_id": list(ends)}, ends
         return other
 
+    def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
+        """The same, whose chat template has these variables; ``files()`` forget them.
+
+        `DataError` where one has the name of something else that transformers gives to templates.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        others = set(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+        taken = ((others - {"documents"}) | {"messages", "conversations"}) & values.keys()
+        if taken:
+            raise DataError(f"chat_template_kwargs: {', '.join(taken)}: no variable of a template")
+        other = copy.copy(self)
+        other._template_kwargs, other._ends = {**self._template_kwargs, **values}, None
+        return other
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -184,6 +201,7 @@ class HuggingFaceTokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 tools=None if tools is None else [dict(tool) for tool in tools],
+                **self._template_kwargs,
             )
         except Exception as error:  # Jinja's errors, and what templates raise themselves
             raise DataError(f"the chat template refuses the messages: {error}") from error
@@ -221,7 +239,12 @@ class HuggingFaceTokenizer:
         from transformers.utils import chat_template_utils
 
         chat_template_utils.datetime = RunClock  # which `strftime_now` of templates asks
-        special = {name: self._config[name] for name in _SPECIAL_NAMES if self._config.get(name)}
+        special = {  # templates may name them
+            name: text
+            for name, token in self._config.items()
+            if name.endswith("_token")
+            and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
+        }
         further = self._config.get("extra_special_tokens")
         if isinstance(further, Mapping):
             special["extra_special_tokens"] = dict(further)

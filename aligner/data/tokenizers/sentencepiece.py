@@ -93,6 +93,10 @@ class SentencePieceTokenizer:
             self._model, further_ends=(*self._further_ends, *ids), origin=self._origin
         )
 
+    def with_template_kwargs(self, values: Mapping[str, Any]) -> "SentencePieceTokenizer":
+        """The same: there is no template."""
+        return self
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

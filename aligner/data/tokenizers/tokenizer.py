@@ -94,6 +94,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def with_template_kwargs(self, values: Mapping[str, Any]) -> "Tokenizer":
+        """The same tokenizer, whose chat template has these variables; ``files`` forget them."""
+        ...
+
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "Tokenizer":
         """The same tokenizer, for which these tokens (text or ids) end a response as well.
 

@@ -1,0 +1,134 @@
+"""Variables of chat templates: those that transformers gives, and those of a configuration."""
+
+import json
+import pickle
+from datetime import datetime
+
+import pytest
+from transformers import AutoTokenizer
+
+from aligner.algorithms.ask.generate import generate
+from aligner.algorithms.run.startup import describe_model_of
+from aligner.checkpoint.convert import convert
+from aligner.config import GenerateConfig, SFTRunConfig, parse_config
+from aligner.data.chat import render
+from aligner.data.readers import Row
+from aligner.data.supervised import make_example
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.clock import fixed_time
+from aligner.data.tokenizers.loading import tokenizer_from_files, with_template_kwargs
+from aligner.environments.conversation import ChatRenderer, Conversation
+from aligner.environments.protocol import Start
+from aligner.errors import ConfigError, DataError
+from aligner.serving.requests import ChatRequest, TokenizeRequest, read_request
+from aligner.serving.served import Served
+
+CHAT = [{"role": "user", "content": "hi"}]
+NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image")
+TEMPLATE = (
+    "".join(f"{{{{ '{n}' + ({n}_token | default('-') | string) }}}}" for n in NAMES)
+    + "{{ strftime_now('%d %b %Y') }}{{ additional_special_tokens | default('-') | string }}"
+    "{% for d in documents or [] %}[{{ d.title }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<no>' }}{% endif %}{% endif %}"
+)
+
+
+def files(template=TEMPLATE, **config):
+    found = byte_level_tokenizer().files()
+    base = json.loads(found["tokenizer_config.json"]) | {"chat_template": template, **config}
+    return found | {"tokenizer_config.json": json.dumps(base).encode()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"sep_token": "<|im_end|>", "cls_token": None, "mask_token": "<|endoftext|>"},
+        {"pad_token": None, "bos_token": None, "unk_token": None},
+        {"extra_special_tokens": {"image_token": "<|im_end|>"}},
+        {"extra_special_tokens": ["<|im_end|>"]},
+        {"additional_special_tokens": ["<|im_end|>"]},
+        {"image_token": "<|im_end|>"},
+    ],
+    ids=["few", "more", "none", "by name", "a list", "additional", "at the top"],
+)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"enable_thinking": False}, {"documents": [{"title": "T"}], "bos_token": "B"}],
+    ids=["plain", "thinking", "documents"],
+)
+def test_variables_are_those_of_transformers(tmp_path, config, kwargs):
+    for name, content in files(**config).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(
+        CHAT, tokenize=False, add_generation_prompt=True, **kwargs
+    )
+    ours = tokenizer_from_files(files(**config))
+    again = tokenizer_from_files(ours.files())
+    for tokenizer in (ours, again):
+        found = pickle.loads(pickle.dumps(tokenizer.with_template_kwargs(kwargs)))
+        assert found.apply_chat_template(CHAT) == expected
+    assert datetime.now().strftime("%d %b %Y") in expected
+    with fixed_time("2001-02-03T04:05:06"):
+        assert "03 Feb 2001" in ours.apply_chat_template(CHAT)
+
+
+def test_what_is_no_variable_is_refused():
+    tokenizer = tokenizer_from_files(files())
+    for name in ("tools", "messages", "chat_template", "tokenize", "return_dict"):
+        with pytest.raises(DataError, match=name):
+            tokenizer.with_template_kwargs({name: True})
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs=.*reads no thinking;"):
+        with_template_kwargs(tokenizer, {"enable_thinking": False, "thinking": True})
+
+
+@pytest.fixture(scope="module")
+def model(tiny_nemo, tmp_path_factory):
+    """The tiny model with `TEMPLATE`."""
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    convert(tiny_nemo, folder)
+    for name, content in files().items():
+        (folder / name).write_bytes(content)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    return {"restore_from_path": str(folder)}
+
+
+def test_the_key_reaches_data_and_conversations(model):
+    section = {"train": {"source": "rows.jsonl"}, "messages_column": "messages"}
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+    config = parse_config({"model": model, "data": section | kwargs}, SFTRunConfig)
+    tokenizer, _ = describe_model_of(config)
+    assert render(tokenizer, CHAT).endswith("assistant<no>")
+    talk = Conversation(ChatRenderer(tokenizer), Start(CHAT))
+    assert tokenizer.decode(talk.ids).endswith("assistant<no>")
+    row = Row("row 1", {"prompt": "a", "response": "b"})
+    config = parse_config(
+        {"model": model, "data": {"train": section["train"]} | kwargs}, SFTRunConfig
+    )
+    with pytest.raises(DataError, match=r"data\.chat_template_kwargs is set, but the row is plain"):
+        make_example(row, 0, tokenizer, config.data)
+
+
+def test_prompts_of_commands_have_it(model, tmp_path):
+    output = tmp_path / "answers"
+    values = {"model": model, "prompt": ["hi"], "sampling": {"max_length": 2}}
+    values |= {"output": str(output)}
+    data = {"chat": True, "chat_template_kwargs": {"enable_thinking": False}}
+    generate(parse_config({**values, "data": data}, GenerateConfig))
+    assert json.loads(output.read_text())["prompt"].endswith("assistant<no>")
+
+
+def test_requests_have_it():
+    served = Served("m", tokenizer_from_files(files()), 64, 300, None)
+    for kind in (ChatRequest, TokenizeRequest):
+        body = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+        asked = read_request(kind, json.dumps(body).encode())
+        text = served.chat(asked.messages, [], asked.chat_template_kwargs)
+        assert text.endswith("assistant<no>")
+    assert served.chat(CHAT, []).endswith("assistant")
+    for kwargs in ({"messages": []}, {"strftime_now": 1}, {"chat_template": "x"}):
+        with pytest.raises(DataError):
+            served.chat(CHAT, [], kwargs)
