@@ -6,7 +6,7 @@ No thread here takes part in a collective: those are ordered by the threads that
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class CopyMemory:
     def __init__(self) -> None:
         self._memory: memoryview | None = None
         self._used = 0
+        self._copies: list[weakref.ref[Tensor]] = []
 
     @property
     def size(self) -> int:
@@ -119,6 +120,22 @@ class CopyMemory:
         assert self._memory is not None
         start, self._used = self._used, self._used + aligned(count)
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies of tensors of any shape and dtype; they may still be under way.
+
+        Copies that were made before and are still referred to keep their memory to themselves.
+        """
+        if not tensors:
+            return []
+        if any(copy() is not None for copy in self._copies):
+            self._memory = None
+        self.clear(sum(aligned(each.nbytes) for each in tensors))
+        copies = [self.take(each.nbytes).view(each.dtype).view(each.shape) for each in tensors]
+        for copy, each in zip(copies, tensors, strict=True):
+            copy.copy_(each, non_blocking=True)
+        self._copies = [weakref.ref(copy) for copy in copies]
+        return copies
 
 
 def aligned(count: int) -> int:

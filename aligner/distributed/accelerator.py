@@ -257,14 +257,9 @@ def is_deterministic() -> bool:
     return not has_gpu() or torch.are_deterministic_algorithms_enabled()
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Move a tensor of any shape and dtype to (pinned) host memory.
-
-    One that is there already is returned as is. The copy may still be under way.
-    """
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+def is_apart(tensor: Tensor) -> bool:
+    """Return whether a tensor of any shape and dtype is in memory that the host does not use."""
+    return tensor.is_cuda
 
 
 def copy_memory(size: int) -> memoryview:
@@ -301,7 +296,10 @@ class HostCopy:
         """``tensors``: of any shape and dtype."""
         self._done: torch.cuda.Event | None = None
         if any(each.is_cuda for each in tensors):
-            self._copies = [to_host(each) for each in tensors]
+            self._copies = [
+                torch.empty_like(each, device="cpu", pin_memory=True).copy_(each, non_blocking=True)
+                for each in tensors
+            ]
             self._done = torch.cuda.Event()
             self._done.record()
         else:
@@ -404,6 +402,7 @@ def prepare_megatron() -> None:
     reads a name that only exists beside Transformer Engine, on a GPU too.
     """
     megatron_substitutes.define_router_gemm()
+    megatron_substitutes.clip_in_place()
     if has_gpu():
         megatron_substitutes.fuse_gradient_norm()
         return

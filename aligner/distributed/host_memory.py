@@ -66,12 +66,13 @@ class _Mapped(mmap.mmap):
             self.unlock()
 
 
-def private_memory(size: int) -> memoryview:
+def private_memory(size: int, further_flags: int = 0) -> memoryview:
     """``size`` bytes of zeros from the system itself; they go back when their last view is gone.
 
     Large pages are not requested: where memory is fragmented, waiting for them takes longer.
+    ``further_flags``: of ``mmap``.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | further_flags
     return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
 

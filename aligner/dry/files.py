@@ -4,6 +4,7 @@ Unknown values are written as zeros. What is read is on the host and real.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from aligner.checkpoint.run_state import tree as state_tree
+from aligner.distributed import accelerator
 from aligner.dry.known import KnownValues
 from aligner.dry.streams import Order
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap names from 3.13 on
 
 
 class _Device(Protocol):
@@ -63,6 +67,9 @@ def file_calls(device: _Device, mode: FakeTensorMode) -> Iterator[tuple[Any, str
     yield torch, "load", loaded
     yield torch, "frombuffer", of_memory
     yield torch, "set_rng_state", set_state
+    # More memory than this machine has: no page of it is taken before it is written to.
+    mapped = partial(accelerator.private_memory, further_flags=_NO_RESERVE)
+    yield accelerator, "private_memory", mapped
     # Fake tensors have no memory at their addresses.
     yield (
         state_tree,

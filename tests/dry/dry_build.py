@@ -1,6 +1,7 @@
 """Cases of `test_dry_build.py`, for the process behind the fixture `dry`."""
 
 import dataclasses
+import gc
 import os
 
 import torch
@@ -19,7 +20,9 @@ from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
+from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from benchmarks.shapes import SHAPES
 
 ROWS, LENGTH = 8, 48
 BIASED = dataclasses.replace(TINY_ARCHITECTURE, bias_linear=True)
@@ -74,6 +77,31 @@ def actor(biased, fusions):
         with device.record() as scoring:
             role.get_logprobs(data)
     return {"update": facts(update), "scoring": facts(scoring)}
+
+
+def locked_bytes():
+    """Host memory that moments of 7B parameters take, and what is left of it once their role is."""
+    with DryDevice() as device:
+        role, _ = updated(SHAPES["qwen2.5-7b"], offload_adam_states=True)
+        count = sum(each.numel() for each in role.gpt.parameters())
+        found = []
+        for _ in range(2):
+            role.prepare_for_inference()
+            found.append(sum(map(len, device.order._locked)))
+            role.prepare_for_training()
+        del role
+        gc.collect()
+        return {"parameters": count, "locked": found, "left": len(device.order._locked)}
+
+
+def exchange():
+    """Waits of the host while weights are exchanged with those that it keeps, and launches."""
+    with DryDevice() as device:
+        parameters = {str(n): torch.empty(64, 64, device="cuda") for n in range(20)}
+        swapped = SwappedWeights(parameters)
+        with device.record() as record:
+            swapped.exchange()
+        return {"waits": record.host_reads, "launches": record.launches}
 
 
 def placement(offload):

@@ -2,6 +2,7 @@
 
 import torch
 
+from aligner.checkpoint.background import CopyMemory
 from aligner.distributed import accelerator
 from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
@@ -96,7 +97,7 @@ def freed_and_waited_for():
 
 
 def copy_read_too_early():
-    accelerator.to_host(on_the_device()).sum()
+    CopyMemory().copies([on_the_device()])[0].sum()
 
 
 def copy_read_in_time():

@@ -55,3 +55,16 @@ def test_gradients_and_float32_weights_are_away_while_it_draws(dry):
     gone = stays["rollout"] - goes["rollout"]
     assert gone == pytest.approx(8 * goes["parameters"], rel=0.02)
     assert goes["back"] == pytest.approx(stays["back"], rel=0.02)
+
+
+def test_copies_of_moments_take_no_more_than_their_bytes(dry):
+    """torch takes a power of two bytes for each tensor that it pins: 107 GiB for these."""
+    found = dry("dry_build:locked_bytes")
+    assert found["parameters"] > 7.6e9
+    assert found["locked"] == [pytest.approx(8 * found["parameters"], rel=1e-6)] * 2
+    assert found["locked"][0] <= 60 << 30
+    assert found["left"] == 0
+
+
+def test_an_exchange_of_weights_waits_once(dry):
+    assert dry("dry_build:exchange") == {"waits": 1, "launches": 60}

@@ -68,9 +68,8 @@ class ShardOptimizer(StepOptimizer):
         if not loss_is_finite or not math.isfinite(norm):
             return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
         clip = self.gradient_clip_val / (norm + 1e-6) if self.gradient_clip_val > 0 else 1.0
-        if clip < 1.0:
-            for gradient in gradients.values():
-                gradient.mul_(clip)
+        if clip < 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), clip)
         for group in self._inner.param_groups:
             group["lr"] = lr
         self._inner.step()

@@ -74,7 +74,7 @@ class RoleOptimizer(StepOptimizer):
     ) -> None:
         super().__init__(config, gradient_clip_val=gradient_clip_val, total_steps=total_steps)
         self.model = model
-        self._parked: ModelOffload | None = None  # since `park_gradients`
+        self._parked = ModelOffload(model)  # by `park_gradients`
         self._collected = True  # weights are here, of which other ranks updated a share
         with accelerator.cuda_literals():
             self.inner = get_megatron_optimizer(
@@ -168,15 +168,12 @@ class RoleOptimizer(StepOptimizer):
         """Free the gradient buffers and move float32 weights beside lower ones to the host."""
         weights = {_storage_of(each) for each in self.model.parameters()}
         mains = [part.main for part in self.owned_slices()]
-        self._parked = self._parked or ModelOffload(self.model)
         self._parked.to_host(params=False, grads=True)
         self._parked.park(kept=[m for m in mains if _storage_of(m) not in weights], freed=[])
 
     def bring_gradients(self) -> None:
         """Undo `park_gradients`; gradients are zero."""
-        if self._parked is not None:
-            self._parked.to_device()
-            self._parked = None
+        self._parked.to_device()
 
     def restore(self) -> None:
         """Bring gradient buffers, float32 weights and the Adam moments back to the device."""

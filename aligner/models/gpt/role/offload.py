@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aligner.checkpoint.background import CopyMemory
 from aligner.checkpoint.run_state.tree import storage_bytes
 from aligner.distributed import accelerator
 
@@ -33,6 +34,7 @@ class ModelOffload:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parked: list[_Parked] = []
+        self._memory = CopyMemory()
 
     def to_host(self, *, params: bool, grads: bool) -> None:
         """Free the device memory of weights, which are copied, and of gradients, which are not.
@@ -49,15 +51,12 @@ class ModelOffload:
 
     def park(self, *, kept: Iterable[Tensor], freed: Iterable[Tensor]) -> None:
         """Park tensors of any shape and dtype: ``kept`` are copied, ``freed`` return as zeros."""
-        leaving: list[_Parked] = []
-        for tensors, keep in ((kept, True), (freed, False)):
-            for storage, device in _storages(tensors):
-                content = storage_bytes(storage, device)
-                sample = content if keep else content[:1]
-                copy = accelerator.to_host(sample)
-                if copy is not sample and content.numel():
-                    size = content.numel()
-                    leaving.append(_Parked(storage, device, size, copy if keep else None))
+        storages = _storages(kept)
+        copies = self._memory.copies([storage_bytes(*each) for each in storages])
+        leaving = [
+            _Parked(*each, copy.numel(), copy) for each, copy in zip(storages, copies, strict=True)
+        ]
+        leaving += [_Parked(*each, each[0].nbytes(), None) for each in _storages(freed)]
         accelerator.synchronize()  # copies are on their way
         for parked in leaving:
             parked.storage.resize_(0)
@@ -84,10 +83,11 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, torch.device]]:
-    """The storages behind tensors, each once, and where they are."""
+    """The storages behind tensors on the device, each once, and where they are."""
     found = {
         tensor.untyped_storage()._cdata: (tensor.untyped_storage(), tensor.device)
         for tensor in tensors
+        if accelerator.is_apart(tensor) and tensor.untyped_storage().nbytes()
     }
     return list(found.values())
 
@@ -100,19 +100,18 @@ class SwappedWeights:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: tensors of any shape and float dtype by their names."""
-        self._parameters = dict(parameters)
-        self._held = {
-            name: accelerator.to_host(value.detach().clone())
-            for name, value in self._parameters.items()
-        }
+        self._parameters = list(parameters.values())
+        self._held = CopyMemory().copies([value.detach() for value in self._parameters])
+        accelerator.synchronize()
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange the values of the parameters with the held ones."""
-        for name, parameter in self._parameters.items():
-            current = accelerator.to_host(parameter.detach().clone())
-            parameter.copy_(self._held[name])
-            self._held[name] = current
+        for parameter, held in zip(self._parameters, self._held, strict=True):
+            current = parameter.clone()
+            parameter.copy_(held, non_blocking=True)
+            held.copy_(current, non_blocking=True)
+        accelerator.synchronize()  # the host may read or free its memory
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

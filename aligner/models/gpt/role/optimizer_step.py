@@ -2,13 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aligner.checkpoint.background import CopyMemory
 from aligner.config import OptimConfig, SchedConfig
 from aligner.distributed import accelerator
 
@@ -51,6 +52,7 @@ class StepOptimizer(ABC):
         self.total_steps = total_steps
         self.steps = 0
         self._offloaded = False
+        self._host_memory = CopyMemory()
 
     @property
     def lr(self) -> float:
@@ -74,8 +76,11 @@ class StepOptimizer(ABC):
 
     def offload(self) -> None:
         """Move the Adam moments to host memory (nothing moves where they are there already)."""
-        self._move(accelerator.to_host)
+        places = [place for place in self._moments() if accelerator.is_apart(place[0][place[1]])]
+        copies = self._host_memory.copies([state[key] for state, key in places])
         accelerator.synchronize()
+        for (state, key), copy in zip(places, copies, strict=True):
+            state[key] = copy
         accelerator.release_memory()
         self._offloaded = True
 
@@ -90,7 +95,9 @@ class StepOptimizer(ABC):
     def restore(self) -> None:
         """Bring everything back to the device."""
         if self._offloaded:
-            self._move(accelerator.to_device)
+            for state, key in self._moments():
+                state[key] = accelerator.to_device(state[key])
+            accelerator.synchronize()  # the copies' memory may be freed, or taken for others
             self._offloaded = False
 
     def resume_at(self, steps: int) -> None:
@@ -98,11 +105,14 @@ class StepOptimizer(ABC):
         self.steps = steps
         self._offloaded = False
 
-    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
-        for state in self.moment_states():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    state[key] = move(value)
+    def _moments(self) -> list[tuple[dict[str, Any], str]]:
+        """Each moment's place: a state and its key there."""
+        return [
+            (state, key)
+            for state in self.moment_states()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
 
 
 @dataclass(frozen=True)
