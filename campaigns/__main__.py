@@ -18,8 +18,9 @@ from campaigns.harness import TINY, Campaign
 
 NAMES = (
     *("config_fuzz", "bad_data", "bad_checkpoints", "state_pickles", "bad_rewards"),
-    "environments",
-    *("nonsense_runs", "storage_faults", "kill_resume", "reward_server", "ranks", "ray_kill"),
+    *("environments", "hostile_values", "flipped_bits", "sandbox_folders", "serve_inputs"),
+    *("changed_resume", "nonsense_runs", "storage_faults", "kill_resume"),
+    *("reward_server", "ranks", "ray_kill"),
 )
 
 

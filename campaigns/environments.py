@@ -135,10 +135,7 @@ _KILLS = 10
 
 def run_campaign(campaign: Campaign) -> None:
     """An undisturbed run first; then faults, and kills at any moment."""
-    rows = campaign.folder / "rows.jsonl"
-    # A secret that is not guessed: every conversation has its three turns.
-    rows.write_text("".join(f'{{"secret": 99, "number": {n}}}\n' for n in range(_GAMES)))
-    calm, _, outcome = _played(campaign, "calm", "return turn", at=-1)
+    calm, _, outcome = played(campaign, "calm", "return turn", at=-1)
     campaign.record("undisturbed", outcome.status == 0 and len(calm) == _GAMES, outcome.verdict)
     if outcome.status:
         return
@@ -159,7 +156,7 @@ def _meet_once(campaign: Campaign, name: str, calm: dict[int, Any]) -> None:
     bad, at = campaign.rng.randrange(_GAMES), campaign.rng.randint(0, 3)
     marker = campaign.folder / f"{name}.met"
     marker.unlink(missing_ok=True)
-    seen, counted, outcome = _played(campaign, name, body, bad=bad, at=at, marker=str(marker))
+    seen, counted, outcome = played(campaign, name, body, bad=bad, at=at, marker=str(marker))
     others = [number for number in calm if number != bad or reason is None]
     same = all(seen.get(number) == calm[number] for number in others)
     expected = {_ERROR: 0, _TIMEOUT: 0} | ({} if reason is None else {reason: 1})
@@ -173,17 +170,20 @@ def _meet_once(campaign: Campaign, name: str, calm: dict[int, Any]) -> None:
 def _meet_always(campaign: Campaign, name: str) -> None:
     body, _ = _FAULTS[name]
     at = campaign.rng.randint(0, 3)
-    _, _, outcome = _played(campaign, name, body, bad=campaign.rng.randrange(_GAMES), at=at)
+    _, _, outcome = played(campaign, name, body, bad=campaign.rng.randrange(_GAMES), at=at)
     named = f"{_RETRIES + 1} conversations or calls of the engine failed" in outcome.output
     good = outcome.status == 2 and not outcome.timed_out and not outcome.left and named
     note = f"call {at}: {outcome.verdict} in {outcome.seconds:.0f} s, left {outcome.left}"
     campaign.record(f"{name} always", good, f"{note}; {outcome.last}")
 
 
-def _played(
+def played(
     campaign: Campaign, name: str, body: str, *, bad: int = -1, at: int, marker: str = ""
 ) -> tuple[dict[int, Any], dict[str, int], Outcome]:
     """A run of one step: its conversations by their numbers, how many failed, how it ended."""
+    # A secret that is not guessed: every conversation has its three turns.
+    rows = "".join(f'{{"secret": 99, "number": {n}}}\n' for n in range(_GAMES))
+    (campaign.folder / "rows.jsonl").write_text(rows)
     file, folder = campaign.folder / f"{name}.py", campaign.fresh(name)
     file.write_text(_HEAD.format(bad=bad, at=at, marker=marker) + body + "\n")
     arguments = [*_arguments(campaign, folder), f"environment.factory={file}:Game"]

@@ -1,5 +1,6 @@
 """`make campaign`: what it tells of its campaigns, and that they run."""
 
+import re
 import subprocess
 import sys
 import types
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ENTRY = ROOT / "campaigns" / "__main__.py"
 
 
 def test_one_line_each_and_a_status(monkeypatch, tmp_path, capsys, tiny_nemo):
@@ -50,9 +52,24 @@ def test_one_line_each_and_a_status(monkeypatch, tmp_path, capsys, tiny_nemo):
     ]
 
 
+def test_the_page_describes_every_campaign():
+    """In `docs/development.md`, and each has a module."""
+    page = (ROOT / "docs" / "development.md").read_text()
+    [listed] = re.findall(r"^NAMES = \((.*?)^\)", ENTRY.read_text(), re.M | re.S)
+    names = re.findall(r'"(\w+)"', listed)
+    assert names
+    for name in names:
+        assert f"\n| `{name}` | " in page
+        assert (ENTRY.parent / f"{name}.py").exists()
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "name", ["config_fuzz", "bad_data", "state_pickles", "bad_rewards", "environments"]
+    "name",
+    [
+        *("config_fuzz", "bad_data", "state_pickles", "bad_rewards", "environments"),
+        *("hostile_values", "flipped_bits", "sandbox_folders", "serve_inputs", "changed_resume"),
+    ],
 )
 def test_a_campaign_runs(name):
     """The quick ones, for some seconds."""

@@ -10,6 +10,7 @@ Its standard output is all that is read of it, as text. It is no `ChildProcess` 
 run its code here.
 """
 
+import errno
 import json
 import math
 import os
@@ -211,11 +212,15 @@ def _has_too_many(folder: str) -> bool:
     count, folders = 0, [(folder, 1)]
     while folders:
         path, depth = folders.pop()
-        with suppress(FileNotFoundError, PermissionError), os.scandir(path) as entries:
-            for entry in entries:
-                count += 1
-                if count > _MOST_ENTRIES or depth > _MOST_DEPTH:
-                    return True
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append((entry.path, depth + 1))
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    count += 1
+                    if count > _MOST_ENTRIES or depth > _MOST_DEPTH:
+                        return True
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append((entry.path, depth + 1))
+        except OSError as error:  # the program may remove and close folders meanwhile
+            if error.errno == errno.ENAMETOOLONG:
+                return True
     return False

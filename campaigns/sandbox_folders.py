@@ -1,0 +1,95 @@
+"""Programs that fill the disk with entries, and environments killed in the middle of one."""
+
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from aligner.child_process import kill_tree
+from aligner.environments.interpreter import Interpreter, Isolation, check_isolation
+from aligner.errors import ConfigError
+from campaigns.harness import Campaign, end_marked, python
+
+_TIMEOUT_S = 3.0
+_LATER_S = 4.0  # in which an answer must come after the time limit, on crowded cores
+_REMOVED_S = 90.0
+_PROGRAMS = {
+    "chain": "while True: os.mkdir('d'); os.chdir('d')",
+    "chain of long names": "while True: os.mkdir('d' * 250); os.chdir('d' * 250)",
+    "flat": "n = 0\nwhile True: os.mkdir(str(n)); n += 1",
+    "files": "n = 0\nwhile True: open(str(n), 'w').close(); n += 1",
+    "tree": "n = 0\nwhile True: os.makedirs(f'{n % 9}/{n % 7}/{n}'); n += 1",
+    "large files": "n = 0\nwhile True: open(str(n), 'wb').write(bytes(2**20)); n += 1",
+    "without output": "os.close(1); os.close(2); n = 0\nwhile True: os.mkdir(str(n)); n += 1",
+    "closed folders": "n = 0\nwhile True: os.makedirs(f'{n}/a'); os.mkdir(f'{n}/b', 0); n += 1",
+    "moved about": "os.mkdir('a')\nwhile True: os.rename('a', 'b'); os.rename('b', 'a')",
+    "names of bytes": "n = 0\nwhile True: open(b'\\xff\\n%d' % n, 'w').close(); n += 1",
+    "made and removed": "while True: os.makedirs('a/b/c'); os.removedirs('a/b/c')",
+    "ours by name": "os.mkdir('aligner-scratch-x'); open('aligner-scratch-y', 'w').close()",
+}
+
+
+def run_campaign(campaign: Campaign) -> None:
+    """Each program with and without a kill of the process that asked for it."""
+    cases = [(name, how) for name in _PROGRAMS for how in ("answered", "killed")]
+    for name, how in campaign.while_time(cases * 3):
+        code, folder = "import os\n" + _PROGRAMS[name], campaign.fresh("temporary")
+        folder.mkdir()
+        good, note = (_answered if how == "answered" else _killed)(campaign, code, folder)
+        deadline = time.monotonic() + _REMOVED_S
+        while (left := list(folder.iterdir())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        campaign.record(f"{name}, {how}", good and not left, f"{note}; {len(left)} left")
+
+
+def _isolation() -> Isolation:
+    try:
+        check_isolation("kernel")
+    except ConfigError:  # a kernel without the layers
+        return "python"
+    return "kernel"
+
+
+def _answered(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
+    tool = Interpreter(timeout_s=_TIMEOUT_S, isolation=_isolation())
+    usual = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    began = time.monotonic()
+    try:
+        said = tool.python(code)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+    finally:
+        tempfile.tempdir = usual
+    took = time.monotonic() - began
+    return took < _TIMEOUT_S + _LATER_S, f"{took:.1f} s: {said[-100:]}"
+
+
+def _killed(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
+    """SIGKILL to a process that asks for the program, at a moment of chance."""
+    asks = (
+        "from aligner.environments.interpreter import Interpreter\n"
+        f"tool = Interpreter(timeout_s={_TIMEOUT_S}, isolation={_isolation()!r})\n"
+        f"while True: tool.python({code!r})"
+    )
+    log, mark = campaign.folder / "killed.log", uuid.uuid4().hex
+    process = python(
+        "-c",
+        "import os, sys; os.environ['TMPDIR'] = sys.argv[1]; "
+        "os.execv(sys.executable, [sys.executable, '-c', sys.argv[2]])",
+        folder,
+        asks,
+        log=log,
+        mark=mark,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(folder.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(campaign.rng.uniform(0.0, 2.0))
+        alive = process.poll() is None
+        kill_tree(process.pid)
+        process.wait()
+    finally:
+        left = end_marked(mark, 5.0)
+    return alive and not left, f"alive {alive}, left {left}"
