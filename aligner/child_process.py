@@ -1,10 +1,10 @@
 """Code of a user's in processes of its own, which can be killed when it hangs.
 
-`ChildProcess` is the parent's end, `Channel` the child's. Messages are pickled tuples. Parent to
-child: first what the child is to load, then ``(number, ..., time limit in seconds)``. Child to
-parent: ``(number, kind, payload)`` with the number of the message that is answered, 0 before the
-first. Kinds that the parent knows by itself: ``"ready", payload`` once the code is loaded, and
-``"refused", (name of an AlignerError, text)``.
+`ChildProcess` is the parent's end, `Channel` the child's. Parent to child: pickles, first of what
+the child is to load, then of ``(number, ..., time limit in seconds)``. Child to parent: JSON of
+`aligner.plain` values, ``[number, kind, payload]`` with the number of the message that is answered,
+0 before the first. Nothing that a child writes is unpickled. Kinds that the parent knows by itself:
+``"ready", payload`` once the code is loaded, and ``"refused", [name of an AlignerError, text]``.
 
 No wait of the parent's is without end, whatever the child writes or does not read.
 
@@ -30,19 +30,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
 from aligner import errors
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, DataError
 from aligner.importing import text_of
+from aligner.plain import plain
+
+Parsed = TypeVar("Parsed")
 
 # Importing the user's module is not part of its time limit, but must end some time.
 _START_LIMIT_S = 300.0
 # For the rest of a message of which the first bytes came in time: less than `ended_after` adds.
 _BODY_LIMIT_S = 4.0
 _SHORTEST_WAIT_S = 0.001
+_MOST_VALUES = 2**22  # lists, mappings and commas of an answer
 _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST_KILL_S = 2.0  # spent on descendants that do not end
 # Environment variable of a child and of what it starts: by it they are found when the child died.
@@ -100,7 +104,7 @@ class ChildProcess:
             )
         self._stop = weakref.finalize(self, _kill, self._child, own, os.getpid(), mark)
         with suppress(OSError):  # it is dead or hangs, which `wait_until_ready` will find
-            self._pipe.send(first, time.monotonic() + _START_LIMIT_S)
+            self._pipe.send(self._pickled(first), time.monotonic() + _START_LIMIT_S)
 
     def wait_until_ready(self) -> Any:
         """Payload of the child's first answer; what it refused is raised."""
@@ -127,11 +131,12 @@ class ChildProcess:
     def ask(self, *message: Any, time_limit_s: float) -> None:
         """Send a message with its time limit, which bounds the sending too.
 
-        ``receive`` must follow.
+        ``receive`` must follow. DataError: the message holds an object that cannot be pickled.
         """
         self._number += 1
+        body = self._pickled((self._number, *message, time_limit_s))
         try:
-            self._pipe.send((self._number, *message, time_limit_s), time.monotonic() + time_limit_s)
+            self._pipe.send(body, time.monotonic() + time_limit_s)
         except TimeoutError as error:
             raise self._timed_out(time_limit_s) from error
         except OSError as error:
@@ -146,21 +151,25 @@ class ChildProcess:
         """
         while True:
             message = self._next(deadline, time_limit_s)
-            try:
-                number, kind, payload = pickle.loads(message)
-            except Exception as error:  # damaged pickles raise nearly anything
-                self.close()
-                raise self._wording.error(
-                    f"the process of {self._wording.name} sent what is no answer "
-                    f"({type(error).__name__}); does it write to file descriptors that it did not "
-                    "open?"
-                ) from error
+            number, kind, payload = self.parse(_parse_answer, message)
             if number == self._number:
                 if kind == "refused":
-                    raise self._refusal(*payload)
+                    raise self.parse(self._refusal, payload)
                 return kind, payload
             if time.monotonic() > deadline:  # answers to earlier messages, without end
                 raise self._timed_out(time_limit_s)
+
+    def parse(self, parse: Callable[[Any], Parsed], value: Any) -> Parsed:
+        """``parse(value)`` of what the child sent; where that raises, the child is killed."""
+        try:
+            return parse(value)
+        except Exception as error:  # whatever a damaged answer may cause
+            self.close()
+            raise self._wording.error(
+                f"the process of {self._wording.name} sent what is no answer "
+                f"({type(error).__name__}); does it write to file descriptors that it did not "
+                "open?"
+            ) from error
 
     def close(self) -> None:
         """Kill the child and everything it started. May be called twice."""
@@ -196,10 +205,35 @@ class ChildProcess:
             f"the process of {self._wording.name} died (exit code {code}); its output is above"
         )
 
-    def _refusal(self, name: str, text: str) -> AlignerError:
+    def _refusal(self, payload: tuple[str, str]) -> AlignerError:
+        name, text = payload
         kind = getattr(errors, name, self._wording.error)
         known = isinstance(kind, type) and issubclass(kind, AlignerError)
         return kind(text) if known else self._wording.error(text)
+
+    def _pickled(self, message: Any) -> bytes:
+        try:
+            return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # of a class of the user's: whatever it raises
+            raise DataError(
+                f"{self._wording.name} is given an object that cannot travel to its process: "
+                f"{text_of(error)}; give rows and arguments numbers, text, lists, mappings, or "
+                "functions and objects of classes that have a name in their file"
+            ) from error
+
+
+def _parse_answer(message: bytes) -> tuple[int, str, Any]:
+    """An answer of a child, of plain values. Bounded in depth and number, whoever wrote it."""
+    if sum(message.count(mark) for mark in b",[{") > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values")
+    number, kind, payload = plain(json.loads(message, parse_constant=_refuse_constant))
+    if type(number) is not int or type(kind) is not str:
+        raise TypeError(f"{number!r}, {kind!r}")
+    return number, kind, payload
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 class Channel:
@@ -220,10 +254,10 @@ class Channel:
         return pickle.loads(self._pipe.receive())
 
     def send(self, number: int, kind: str, payload: Any) -> None:
-        """Answer message ``number``."""
+        """Answer message ``number``; ``payload`` goes through `plain`."""
         if os.getpid() != self._own:  # the user's code forked, and returned in the copy as well
             os._exit(0)
-        self._pipe.send((number, kind, payload))
+        self._pipe.send(json.dumps(plain([number, kind, payload])).encode())
 
 
 class _TooLongError(Exception):
@@ -246,9 +280,8 @@ class _Pipe:
         """Number of the socket."""
         return self._socket.fileno()
 
-    def send(self, message: Any, deadline: float | None = None) -> None:
-        """Send ``message``, pickled; OSError: nobody reads it any more."""
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    def send(self, body: bytes, deadline: float | None = None) -> None:
+        """Send a message; OSError: nobody reads it any more."""
         for part in (self._HEADER.pack(self._BEGIN, len(body)), body):
             self._socket.settimeout(_seconds_to(deadline))
             self._socket.sendall(part)
@@ -256,7 +289,7 @@ class _Pipe:
     def receive(
         self, most_bytes: int | None = None, deadline: float | None = None
     ) -> bytes | bytearray:
-        """The next message, still pickled; where something else came, that.
+        """The next message; where something else came, that.
 
         Raises:
             EOFError: the other end is closed.

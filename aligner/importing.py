@@ -4,13 +4,11 @@ For a user's code the current directory is searched as well, wherever the script
 """
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from pathlib import Path
@@ -18,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from aligner.errors import ConfigError
+from aligner.user_files import import_file
 
 Kind = Literal["function", "class"]
 
@@ -134,7 +133,7 @@ def _import_place(place: str, name: str, key: str) -> ModuleType:
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # `python examples/SCRIPT.py` searches only the folder of the script
     try:
-        return _import_file(path) if place.endswith(".py") else importlib.import_module(place)
+        return import_file(path) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{key}={name!r}: no module named {error.name!r}; give path/to/file.py:NAME, run from "
@@ -144,23 +143,6 @@ def _import_place(place: str, name: str, key: str) -> ModuleType:
         raise ConfigError(
             f"{key}={name!r}: importing {place} failed with {type(error).__name__}: {error}"
         ) from error
-
-
-@cache
-def _import_file(path: Path) -> ModuleType:
-    """Import one file as a module of its own; its directory does not join ``sys.path``."""
-    module_name = f"aligner_user_{path.stem}_{abs(hash(path)):x}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
 
 
 def _functions_of(module: ModuleType, kind: Kind) -> list[str]:

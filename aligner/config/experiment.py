@@ -31,8 +31,9 @@ class ExpManagerConfig:
     """Everything of the run is below it.
 
     Each script has a default of its own: `results/ppo`, `results/rs`, `results/sft`,
-    `results/reward`, `results/distill`; without a critic the estimator's (`results/grpo`), of
-    preferences the loss's (`results/dpo`, `results/kto`).
+    `results/reward`, `results/distill`; without a critic the algorithm's (`results/grpo`,
+    `results/gspo`), of preferences the loss's (`results/dpo`, `results/kto`). `{algorithm}` in it
+    stands for the algorithm's name.
     """
 
     resume_if_exists: StrictBool = True
@@ -49,6 +50,12 @@ class ExpManagerConfig:
     """May be another than the saved run's; else another is refused.
 
     Any of `algorithm`, `model` and `data`.
+    """
+
+    resume_changed: tuple[StrictStr, ...] = ()
+    """Keys, or sections, of the run's identity that may differ from the saved run's.
+
+    Such as `[model.ppo.ratio_eps]`; every other one that differs is refused (docs/ppo.md#resuming).
     """
 
     save_last_k: Count = 2

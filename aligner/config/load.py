@@ -1,6 +1,7 @@
 """Conversion of omegaconf's tree into ``RunConfig``, the only one."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -11,10 +12,11 @@ from aligner.config.commands.ask import AskConfig
 from aligner.config.parse import build, field_types
 from aligner.config.rules.batches import derive_batches
 from aligner.config.rules.checks import check_config
-from aligner.config.run import BaseRunConfig, RunConfig
+from aligner.config.run import BaseRunConfig, RunConfig, algorithm_of
 from aligner.errors import ConfigError
 
 Root = TypeVar("Root", bound=BaseRunConfig | AskConfig)
+Run = TypeVar("Run", bound=BaseRunConfig)
 Section = TypeVar("Section")
 DATA, REWARD = "data.train.source", "reward.function"
 _TASK = {
@@ -70,9 +72,19 @@ def parse_config(values: Mapping[str, Any], root: type[Root] = RunConfig) -> Roo
     """Validate a plain nested mapping as a ``root``."""
     config = build(root, values)
     if isinstance(config, BaseRunConfig):
-        config = derive_batches(config, values)
+        config = _named(derive_batches(config, values))
     check_config(config)
     return config
+
+
+def _named(config: Run) -> Run:
+    """``config`` with the algorithm's name in ``exp_manager.explicit_log_dir``."""
+    exp = config.exp_manager
+    if "{algorithm}" not in exp.explicit_log_dir:
+        return config
+    name = algorithm_of(config.as_dict()).directory
+    folder = exp.explicit_log_dir.replace("{algorithm}", name)
+    return replace(config, exp_manager=replace(exp, explicit_log_dir=folder))
 
 
 def as_omegaconf(values: Mapping[str, Any]) -> DictConfig:

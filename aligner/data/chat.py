@@ -18,6 +18,7 @@ Tools = list[dict[str, Any]]
 # templates that show calls in order leave them out.
 _OPTIONAL = {"tool_calls": list, "reasoning_content": str, "tool_call_id": str, "name": str}
 _KNOWN_ROLES = ("system", "user", "assistant")  # every template has a place for
+_MOST_ROLES = 8  # others than these: each takes a rendering of the chat
 
 SYSTEM_PROMPT_UNUSED = (
     "data.system_prompt is set, but the row is plain text and has no place for it; set "
@@ -120,11 +121,17 @@ def _parse_call(call: Any, place: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            # A function without parameters is called with "" by some clients.
+            arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{place}: the arguments of {function['name']!r} are text that is no JSON: {error}"
             ) from error
+    if not isinstance(arguments, Mapping | None):
+        raise DataError(
+            f"{place}: the arguments of {function['name']!r} must be a JSON object, got "
+            f"{type(arguments).__name__}"
+        )
     parsed = {**function, "arguments": {} if arguments is None else arguments}
     return {**call, "function": parsed} if "function" in call else parsed
 
@@ -179,8 +186,17 @@ def check_all_used(
     A part is ignored if the text is the same without it. Reasoning is tried in a chat of its own,
     for templates drop that of earlier turns on purpose.
     """
-    usual = all(message["role"] in _KNOWN_ROLES for message in messages)
-    if usual and tools is None and not any(_OPTIONAL.keys() & message for message in messages):
+    unusual = sorted({message["role"] for message in messages} - set(_KNOWN_ROLES))
+    if len(unusual) > _MOST_ROLES:
+        raise DataError(
+            f"the chat has messages of {len(unusual)} roles beside {', '.join(_KNOWN_ROLES)}; at "
+            f"most {_MOST_ROLES} are taken"
+        )
+    if (
+        not unusual
+        and tools is None
+        and not any(_OPTIONAL.keys() & message for message in messages)
+    ):
         return
     whole = render(tokenizer, messages, tools, open_answer=False)
 
@@ -199,7 +215,13 @@ def check_all_used(
     ]
     if without_calls != list(messages) and is_lost(without_calls, tools):
         lost.append("tool_calls")
-    for role in sorted({message["role"] for message in messages} - set(_KNOWN_ROLES)):
+    without_names = [
+        {key: value for key, value in message.items() if key != "name" or message["role"] == "tool"}
+        for message in messages
+    ]
+    if without_names != list(messages) and is_lost(without_names, tools):
+        lost.append("name")
+    for role in unusual:
         if is_lost([message for message in messages if message["role"] != role], tools):
             lost.append(f"messages of role {role!r}")
     if any("reasoning_content" in message for message in messages) and not (

@@ -232,9 +232,18 @@ class PromptSampler:
             return epochs * (self.size // self.batch_size)
         return -(-epochs * self.size // self.batch_size)
 
+    def batches_left(self, epochs: int) -> int:
+        """Number of batches after the last one that the first ``epochs`` epochs begin or fill."""
+        if self.last_batch == "wrap":
+            return -(-self.left_in(epochs) // self.batch_size)
+        of_this, of_an_epoch = self.size - self.position, self.size // self.batch_size
+        whole = max(0, epochs - self.epoch - 1) * of_an_epoch
+        return whole + (of_this // self.batch_size if self.epoch < epochs else 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last batch."""
         return {
+            "batch_size": self.batch_size,
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,

@@ -127,6 +127,11 @@ def free_memory_bytes() -> int:
     return available_bytes()
 
 
+def total_memory_bytes() -> int:
+    """Memory of the device; on CPU the machine's."""
+    return torch.cuda.mem_get_info()[1] if has_gpu() else total_bytes()
+
+
 def description() -> str:
     """The device in words."""
     if has_gpu():
@@ -265,12 +270,19 @@ def to_host(tensor: Tensor) -> Tensor:
 def copy_memory(size: int) -> memoryview:
     """``size`` bytes of host memory for copies of device memory; locked beside a GPU.
 
-    Where the system refuses to lock them, copies are slower and right.
+    Where the system refuses to lock them, copies are slower and right. They are unlocked before
+    they go back to the system, which happens when the last view is gone.
     """
     memory = private_memory(size)
     if has_gpu():
+        runtime = torch.cuda.cudart()
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(runtime.cudaHostRegister(address, size, 0)) == 0:
+            mapped: Any = memory.obj
+            mapped.unlock = functools.partial(runtime.cudaHostUnregister, address)
+        else:  # the next kernel raises the error that this left behind, once
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device())
     return memory
 
 
@@ -314,10 +326,17 @@ def capture(function: Callable[[], None], memory: Any) -> Callable[[], None]:
     from before; what it allocates lives as long as the graph. Graphs that share a `graph_memory`
     must be launched one after the other, and leave nothing there for one another.
     """
-    graph = torch.cuda.CUDAGraph()
-    # Other threads, such as those that watch over collectives, may go on calling the driver.
-    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        function()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # `torch.cuda.graph` would wait for the device and return all cached memory to the driver first.
+    with torch.cuda.stream(stream):
+        # Other threads, such as those that watch over collectives, may go on calling the driver.
+        graph.capture_begin(memory, capture_error_mode="thread_local")
+        try:
+            function()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
 
 

@@ -11,7 +11,7 @@ import functools
 import mmap
 import platform
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -56,13 +56,23 @@ def reuse_pages() -> str | None:
     return None
 
 
+class _Mapped(mmap.mmap):
+    """Memory of the system; ``unlock`` is called before it goes back."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
 def private_memory(size: int) -> memoryview:
     """``size`` bytes of zeros from the system itself; they go back when their last view is gone.
 
     Large pages are not requested: where memory is fragmented, waiting for them takes longer.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, max(1, size), flags=flags))
+    return memoryview(_Mapped(-1, max(1, size), flags=flags))
 
 
 def resident_bytes() -> int:

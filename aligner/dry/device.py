@@ -6,13 +6,14 @@ sequence.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,7 +24,7 @@ from aligner.dry.files import file_calls
 from aligner.dry.graphs import Capturing
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.operations import Operations
-from aligner.dry.record import Kind, Memory, Record, running_place
+from aligner.dry.record import Kind, Memory, Record, is_kernel, running_place
 from aligner.dry.replacements import Replacement, common_replacements
 from aligner.dry.streams import Order, Process
 
@@ -66,7 +67,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         self._inside_kernel = False
         self._operations = Operations(self)
         self.capturing = Capturing()
+        self.refuses_locks = self.pending_error = False
         self.order = Order()
+        self._addresses = itertools.count(1 << 50, 1 << 40)  # of memory that was allocated again
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "DryDevice":
@@ -125,6 +128,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         if self._inside_kernel:
             return
         on_device = [each for each in tensors_in(out) if self.memory.holds(each)]
+        if self.pending_error and on_device and is_kernel(func):
+            self.pending_error = False
+            raise RuntimeError("CUDA error: what an earlier call of the driver left behind")
         self._saw_memory(on_device)
         if self.capturing.graph is not None:
             self.capturing.graph.saw(func, args, kwargs, out)
@@ -240,7 +246,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         yield from file_calls(self, self._mode)
         yield from common_replacements(self._operations, self._resized)
 
-    def _resized(self, storage: UntypedStorage) -> None:
+    def _resized(self, storage: Any) -> None:
+        storage._dry_address = next(self._addresses)
         self.memory.resized(storage)
         self.order.freed(storage)
 

@@ -31,6 +31,8 @@ class Gpu(Protocol):
     """Interface of the device that the replaced driver calls use."""
 
     memory_bytes: int
+    refuses_locks: bool  # of host memory
+    pending_error: bool  # that the next kernel raises
     order: Order
     records: list[Record]
     capturing: Capturing
@@ -57,9 +59,7 @@ def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
     for name, answer in {
         "is_available": True,
         "is_initialized": True,
-        "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
+        "device_count": 8,
         "empty_cache": None,
         "manual_seed": None,
         "manual_seed_all": None,
@@ -71,11 +71,13 @@ def gpu_replacements(gpu: Gpu) -> Iterator[Replacement]:
         "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
     }.items():
         yield cuda, name, answers(answer)
+    current = [0]
+    yield cuda, "current_device", lambda: current[0]
+    yield cuda, "set_device", lambda each: current.__setitem__(0, torch.device(each).index)
     for holder in (cuda, cuda.random):
         yield holder, "get_rng_state", lambda device=None: state.clone()
     yield cuda.nccl, "version", answers((2, 29, 3))
-    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order)
-    yield cuda, "graph", gpu.capturing.into
+    yield cuda, "CUDAGraph", graph_class(gpu.records, gpu.known, gpu.order, gpu.capturing)
     yield cuda, "graph_pool_handle", answers(None)
     for name in ("range_push", "range_pop"):
         yield cuda.nvtx, name, answers(None)
@@ -106,8 +108,10 @@ def _stream_calls(gpu: Gpu) -> Iterator[Replacement]:
 
     def lock(location: int, size: int, flags: int) -> int:
         del flags
-        order.lock(range(location, location + size))
-        return 0  # success
+        gpu.pending_error = gpu.refuses_locks or order.is_locked(location)
+        if not gpu.pending_error:
+            order.lock(range(location, location + size))
+        return int(gpu.pending_error)  # 0: success
 
     yield cuda, "synchronize", synchronize
     yield cuda, "Stream", stream_class
@@ -115,7 +119,11 @@ def _stream_calls(gpu: Gpu) -> Iterator[Replacement]:
     yield cuda, "current_stream", lambda device=None: stream_class(lane=order.stream)
     yield cuda, "default_stream", lambda device=None: stream_class(lane=order.process.default)
     yield cuda, "stream", lambda each: order.on_stream(None if each is None else each.lane)
-    yield cuda, "cudart", answers(SimpleNamespace(cudaHostRegister=lock))
+    yield (
+        cuda,
+        "cudart",
+        answers(SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=order.unlock)),
+    )
     yield Tensor, "record_stream", lambda own, stream: order.record_stream(own, stream.lane)
 
 

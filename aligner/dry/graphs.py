@@ -4,10 +4,12 @@ A captured operation is not run and counts nothing. A replay runs all of them an
 What was allocated while capturing is alive as long as the graph.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from aligner.dry.files import address
 from aligner.dry.known import KnownValues, tensors_in
 from aligner.dry.record import Record
 from aligner.dry.streams import Order
@@ -22,6 +24,7 @@ class Graph:
         self._records, self._known, self._order = records, known, order
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._counts: list[Callable[[Record], None]] = []
+        self._places: dict[int, tuple[Tensor, int]] = {}  # of each storage, as it was captured
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Capture an operation.
@@ -33,6 +36,7 @@ class Graph:
         if len({each.device.type for each in tensors if each.dim()}) > 1:
             raise DryDeviceError(f"{func} copies between host and device inside a CUDA graph")
         self._calls.append((func, args, kwargs, out))
+        self._places |= {each.untyped_storage()._cdata: (each, address(each)) for each in tensors}
         if any(each.is_cuda for each in tensors):
             self.counts(lambda record: record.saw(func, args, kwargs, out))
 
@@ -41,7 +45,13 @@ class Graph:
         self._counts.append(count)
 
     def replay(self) -> None:
-        """All captured operations, as one launch."""
+        """All captured operations, as one launch.
+
+        Raises:
+            DryDeviceError: memory that they use is elsewhere now.
+        """
+        if any(address(tensor) != place for tensor, place in self._places.values()):
+            raise DryDeviceError("a CUDA graph uses memory that was moved since it was captured")
         for call in self._calls:
             self._known.follow(*call)
             self._order.saw(*call)
@@ -52,12 +62,21 @@ class Graph:
             record.graphed += record.launches - before - 1
 
 
-def graph_class(records: list[Record], known: KnownValues, order: Order) -> type[Graph]:
+def graph_class(
+    records: list[Record], known: KnownValues, order: Order, capturing: "Capturing"
+) -> type[Graph]:
     """The class of graphs of a device; a class, for libraries name it in annotations."""
 
     class CUDAGraph(Graph):
         def __init__(self) -> None:
             super().__init__(records, known, order)
+
+        def capture_begin(self, pool: Any = None, **_: Any) -> None:
+            capturing.graph = self
+            capturing.count += 1
+
+        def capture_end(self) -> None:
+            capturing.graph = None
 
     return CUDAGraph
 
@@ -67,15 +86,7 @@ class Capturing:
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
-
-    @contextlib.contextmanager
-    def into(self, graph: Graph, **_: Any) -> Iterator[None]:
-        """Stand-in for `torch.cuda.graph`."""
-        self.graph = graph
-        try:
-            yield
-        finally:
-            self.graph = None
+        self.count = 0  # captures so far
 
     def refuse(self, what: str) -> None:
         """Raise `DryDeviceError` while a graph is captured."""

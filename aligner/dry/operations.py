@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aligner.dry.known import KnownValues, tensors_in
+from aligner.dry.rules import refuse_operands, refuse_wide
 from aligner.errors import DryDeviceError
 
 _aten = torch.ops.aten
@@ -91,9 +92,11 @@ class Operations(TorchDispatchMode):
             return self._select(func, *args)
         if func is _aten.index.Tensor:
             args = (args[0], self._positions(args[1]))
+        refuse_operands(func, args, kwargs)
         out = func(*args, **kwargs)
         for tensor in tensors_in(out):
             tensor.constant = None  # fake tensors follow single numbers too, on a real device
+            refuse_wide(tensor)
         if self.observer.runs:
             self.known.follow(func, args, kwargs, out)
         self.observer.saw(func, args, kwargs, out)

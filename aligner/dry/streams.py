@@ -245,6 +245,10 @@ class Order:
         """The host's memory there is locked from now on."""
         self._locked.append(addresses)
 
+    def unlock(self, address: int) -> None:
+        """The host's memory that begins there is no longer locked."""
+        self._locked = [each for each in self._locked if each.start != address]
+
     def is_locked(self, address: int) -> bool:
         """Return whether the host's memory there is locked."""
         return any(address in each for each in self._locked)

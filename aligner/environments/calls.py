@@ -41,10 +41,10 @@ from aligner.errors import DataError, TokenizerError
 
 Form = Literal["hermes", "llama3", "mistral", "plain"]
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.S)
+_HERMES = ("<tool_call>", "</tool_call>")
 _PLAIN = re.compile(r"^call (\w+) *(.*)$", re.M)
 _PYTHON_TAG, _TOOL_CALLS = "<|python_tag|>", "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]\s*(.*?)\s*\Z", re.S)
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _OBJECT_WITH_NAME = re.compile(r'\{\s*"(?:name|type|function)"\s*:')
 _JSON = json.JSONDecoder()
@@ -177,10 +177,16 @@ def _shown_call(tokenizer: Tokenizer) -> str:
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    return [
-        _from_json(found, "arguments", "a call is a JSON object with name and arguments")
-        for found in _HERMES.findall(text)
-    ]
+    """JSON between tags, the last one perhaps open; in linear time, whatever stands between."""
+    begin, end = _HERMES
+    calls = []
+    _, tag, text = text.partition(begin)
+    while tag:
+        inside, _, behind = text.partition(end)
+        problem = "a call is a JSON object with name and arguments"
+        calls.append(_from_json(inside.strip(), "arguments", problem))
+        _, tag, text = behind.partition(begin)
+    return calls
 
 
 def _read_llama(text: str) -> list[ToolCall]:
@@ -224,8 +230,8 @@ def _read_mistral(text: str) -> list[ToolCall]:
     for part in parts:
         named = _NAMED.match(part)
         if named:
-            name, given_id, arguments = named.groups()
-            calls.append(_parsed(name, arguments)._replace(id=given_id))
+            name, given_id = named.groups()
+            calls.append(_parsed(name, part[named.end() :].strip())._replace(id=given_id))
             continue
         try:
             values, _ = _JSON.raw_decode(part.strip())

@@ -4,11 +4,13 @@ import logging
 import shlex
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal, NamedTuple
 
 from aligner.child_process import ChildProcess, Wording
 from aligner.environments.calls import Form
+from aligner.environments.protocol import Start, Turn, check_start, check_turn
 from aligner.environments.worker import COMMAND_KEY, KEY
 from aligner.errors import EnvironmentCallError, EnvironmentTimeoutError
 
@@ -158,16 +160,34 @@ class EnvironmentPool:
         """The second half of `call`, of a call that began at ``began``."""
         process = self._processes[call.slot]
         try:
-            kind, (value, seconds) = process.receive(began + call.limit_s, call.limit_s)
+            answer = process.receive(began + call.limit_s, call.limit_s)
+            value, seconds = process.parse(partial(_value_of, call), answer)
         except EnvironmentCallError as error:
             return _failure(error)
-        if kind == "raised":
+        if answer[0] == "raised":
             process.close()  # who knows what it left behind
             text = f"{self._key} raised {value} in {call.name}"
             if value.startswith("MemoryError") and self._memory_mb is not None:
                 text += f"; environment.memory_mb={self._memory_mb} is what it may allocate"
             return Failure("env_error", text)
         return Answer(value, seconds)
+
+
+def _value_of(call: Call, answer: tuple[str, Any]) -> tuple[Any, float]:
+    """Return value of a call, or the text of its exception, and its seconds.
+
+    The value is checked again: a child may send anything.
+    """
+    kind, (value, seconds) = answer
+    if kind == "raised":
+        return str(value), float(seconds)
+    if call.name == "begin":
+        return check_start(Start(**value)), float(seconds)
+    if call.name == "close":
+        return None, float(seconds)
+    characters = len(call.argument["content"]) if call.name == "step" else 0
+    turn = Turn(**{**value, "steps": [tuple(step) for step in value["steps"]]})
+    return check_turn(turn, characters), float(seconds)
 
 
 def _failure(error: EnvironmentCallError) -> Failure:

@@ -6,14 +6,15 @@ This module imports neither torch nor numpy: it is loaded by every environment's
 import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Protocol
 
 from aligner.data.chat import Message, parse_messages
 from aligner.errors import DataError
+from aligner.plain import plain, shown
 
 Reward = float | None | Mapping[str, float | None]
 _LARGEST = 3.4e38  # float32
-_MOST_SHOWN = 200  # characters of a value that is no number or text
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Turn:
     ``messages``: what the policy reads next; none are needed where ``done``, and those there are
     go to samples only. ``reward``: of the policy's message; None: it is not scored, which is not 0.
     A mapping has ``reward`` and further numbers, which become metrics: their sums over the
-    conversation, and of ``accuracy``, the verdict from 0 to 1, the last.
+    conversation, and of ``accuracy``, the verdict from 0 to 1, the last. Those that are not finite
+    are left out.
     ``done``: the conversation is over. ``info``: kept with the sample. ``steps``: rewards of parts
     of the message, ``(end, reward)`` each, beside that of the whole; ``end`` is the number of its
     characters up to the end of the part.
@@ -94,13 +96,13 @@ class MessageEnv(Protocol):
 def check_start(value: Any) -> Start:
     """``value``, of plain classes only; DataError where it is no beginning."""
     if not isinstance(value, Start):
-        raise DataError(f"init returned {_shown(value)}; it must return a Start")
+        raise DataError(f"init returned {shown(value)}; it must return a Start")
     tools = None
     if value.tools is not None:
         if not all(isinstance(tool, Mapping) for tool in value.tools):
-            raise DataError(f"tools must be JSON schemas, got {_shown(value.tools)}")
-        tools = [dict(tool) for tool in value.tools] or None
-    return Start(parse_messages(list(value.messages)), tools)
+            raise DataError(f"tools must be JSON schemas, got {shown(value.tools)}")
+        tools = plain(list(value.tools)) or None
+    return Start(plain(parse_messages(list(value.messages))), tools)
 
 
 def check_turn(value: Any, characters: int = 0) -> Turn:
@@ -109,7 +111,7 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
     ``characters``: of the policy's message; where there are none it has no steps.
     """
     if not isinstance(value, Turn):
-        raise DataError(f"step returned {_shown(value)}; it must return a Turn")
+        raise DataError(f"step returned {shown(value)}; it must return a Turn")
     if not value.messages and not value.done:
         raise DataError(
             "step returned neither a message nor done=True; the policy has nothing to answer"
@@ -118,7 +120,10 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
     if isinstance(value.reward, Mapping):
         if "reward" not in value.reward:
             raise DataError(f"the reward {dict(value.reward)} has no key 'reward'")
-        reward = {str(name): _number(each, str(name)) for name, each in value.reward.items()}
+        reward = {
+            str(name): _number(each, str(name), is_part=name != "reward")
+            for name, each in value.reward.items()
+        }
         accuracy = reward.get("accuracy")
         if accuracy is not None and not 0 <= accuracy <= 1:
             raise DataError(
@@ -127,8 +132,10 @@ def check_turn(value: Any, characters: int = 0) -> Turn:
             )
     else:
         reward = _number(value.reward, "reward")
-    messages = parse_messages(list(value.messages)) if value.messages else []
-    info = {str(name): _plain(each) for name, each in value.info.items()}
+    messages = plain(parse_messages(list(value.messages))) if value.messages else []
+    info = plain(
+        {name: each if _is_single(each) else shown(each) for name, each in value.info.items()}
+    )
     steps = tuple(_step(each, characters) for each in value.steps)
     return Turn(messages, reward, bool(value.done), info, steps)
 
@@ -147,7 +154,7 @@ def _step(value: Any, characters: int) -> tuple[int, float]:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise DataError(
-            f"steps has {_shown(value)}; a step is (end, reward), and its end a number of "
+            f"steps has {shown(value)}; a step is (end, reward), and its end a number of "
             f"characters from 1 to the message's {characters}"
         ) from None
     number = _number(reward, "the reward of a step")
@@ -156,24 +163,27 @@ def _step(value: Any, characters: int) -> tuple[int, float]:
     return int(end), number
 
 
-def _number(value: Any, name: str) -> float | None:
+def _number(value: Any, name: str, *, is_part: bool = False) -> float | None:
+    """``value`` as a float; a part of a reward that is not finite in float32 is left out (None)."""
     if value is None:
         return None
+    value = value.value if isinstance(value, Enum) else value
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise DataError(f"{name} is {_shown(value)}, which is no number") from None
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        raise DataError(f"{name} is {shown(value)}, which is no number") from None
     if not math.isfinite(number) or abs(number) > _LARGEST:
+        if is_part:
+            return None
         raise DataError(f"{name} is {number}; it must be finite in float32")
     return number
 
 
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else _shown(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+def _is_single(value: Any) -> bool:
+    """True of what `plain` makes one value of; ``info`` keeps the ``repr`` of all else."""
+    is_scalar = getattr(value, "shape", None) == ()
+    return value is None or is_scalar or isinstance(value, bool | int | float | str | Enum)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from aligner.child_process import Channel, ended_after, limit_memory, refusal
 from aligner.environments.calls import Form
-from aligner.environments.protocol import check_start, check_turn
+from aligner.environments.protocol import Start, Turn, check_start, check_turn
 from aligner.errors import AlignerError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
 
@@ -27,8 +27,8 @@ KEY, COMMAND_KEY = "environment.factory", "environment.command"
 class Callee(Protocol):
     """Object whose calls a process answers."""
 
-    def call(self, name: str, argument: Any) -> Any:
-        """Return value of a call, which can be pickled."""
+    def call(self, name: str, argument: Any) -> Start | Turn | None:
+        """Return value of a call."""
         ...
 
 
@@ -72,8 +72,10 @@ def answer_calls(
             return
         with bounded(limit_s):
             began = time.monotonic()
+            value: Any
             try:
-                kind, value = "answer", host.call(call, argument)
+                result = host.call(call, argument)
+                kind, value = "answer", None if result is None else vars(result)
             except SystemExit:
                 raise
             except BaseException as error:
@@ -167,7 +169,7 @@ class Host:
         self._loop = asyncio.new_event_loop()
         self._environment: Any = None
 
-    def call(self, name: str, argument: Any) -> Any:
+    def call(self, name: str, argument: Any) -> Start | Turn | None:
         """Do what a message asks for and check what comes back."""
         if name == "begin":
             with suppress(Exception):  # of a conversation that was left under way
@@ -178,7 +180,8 @@ class Host:
         if name == "step":
             characters = len(argument["content"])  # the environment may change the message
             return check_turn(awaited(self._environment.step(argument), self._loop), characters)
-        return self._close()
+        self._close()
+        return None
 
     def _close(self) -> None:
         environment, self._environment = self._environment, None

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
+import resource
 import socket
 import sys
 import threading
@@ -22,10 +24,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aligner.http import JSON_TYPE, MAX_BYTES
 
+log = logging.getLogger(__name__)
+
 MOST_CONNECTIONS = 512
+HEADERS_S = 10.0  # of a request's headers, from the moment it is connected
 ARRIVAL_S = 60.0  # of a whole request, headers and body, from the moment it is connected
 MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
 _PIECE = 2**12  # of what came, for h11
+
+_OTHER_FILES = 512  # that a process has open beside its connections
 
 # Body of a refusal: from its status and its cause.
 Refusal = Callable[[int, str], Any]
@@ -89,17 +96,29 @@ async def disconnected(request: Request) -> None:
 class _Connection(H11Protocol):
     """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
 
+    most = MOST_CONNECTIONS
+
     @staticmethod
     def refusal(status: int, cause: str) -> Any:
         """Body of a refusal; a server may have another one."""
         return plain_refusal(status, cause)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, unless there are as many connections as may be."""
+        """Wait for a request; where there are too many the oldest without one gives way."""
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(ARRIVAL_S, self._expire)
-        if len(self.connections) > MOST_CONNECTIONS:
-            self._refuse(503, "too many connections; try again later")
+        self._since = self.loop.time()
+        self._deadline = self.loop.call_later(min(HEADERS_S, ARRIVAL_S), self._expire)
+        known = (one for one in self.connections if isinstance(one, _Connection))
+        open_ones = [one for one in known if not one.transport.is_closing()]
+        if len(open_ones) > self.most:
+            arriving = [one for one in open_ones if one is not self and one.is_arriving]
+            oldest = min(arriving, key=lambda one: one._since, default=self)
+            oldest._refuse(503, "too many connections; try again later")
+
+    @property
+    def is_arriving(self) -> bool:
+        """True as long as no whole request is there."""
+        return self.cycle is None or self.cycle.more_body
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the wait."""
@@ -130,8 +149,12 @@ class _Connection(H11Protocol):
         self._refuse(getattr(error, "error_status_hint", 400), f"{msg} {error}")
 
     def _expire(self) -> None:
-        if self.cycle is None or self.cycle.more_body:
-            self._refuse(408, f"the request did not arrive within {ARRIVAL_S:g} s")
+        left = self._since + ARRIVAL_S - self.loop.time()
+        if self.cycle is not None and self.cycle.more_body and left > 0:
+            self._deadline = self.loop.call_later(left, self._expire)
+        elif self.is_arriving:
+            most = ARRIVAL_S if self.cycle else min(HEADERS_S, ARRIVAL_S)
+            self._refuse(408, f"the request did not arrive within {most:g} s")
 
     def _refuse(self, status: int, cause: str) -> None:
         """Answer in place of the application."""
@@ -146,7 +169,10 @@ class _Connection(H11Protocol):
 
 @contextlib.contextmanager
 def listening(
-    app: FastAPI, address: tuple[str, int], refusal: Refusal = plain_refusal
+    app: FastAPI,
+    address: tuple[str, int],
+    refusal: Refusal = plain_refusal,
+    connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests in a thread until the block ends; the host and port that it listens on.
 
@@ -154,13 +180,16 @@ def listening(
         app: answers them.
         address: host and port; port 0: any that is free.
         refusal: body of what is refused before the application sees it.
+        connections: at most so many at once, as far as the process may open files; default
+            `MOST_CONNECTIONS`.
 
     Raises:
         OSError: it cannot listen at ``address``.
     """
+    most = _within_open_files(connections or MOST_CONNECTIONS)
     config = uvicorn.Config(
         app,
-        http=type("Connection", (_Connection,), {"refusal": staticmethod(refusal)}),
+        http=type("Connection", (_Connection,), {"refusal": staticmethod(refusal), "most": most}),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -181,3 +210,17 @@ def listening(
         finally:
             server.should_exit = True
             thread.join(10)
+
+
+def _within_open_files(connections: int) -> int:
+    """At most so many connections, for which the process's limit of open files is raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return connections
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        connections = max(1, soft - _OTHER_FILES)
+        log.warning("RLIMIT_NOFILE=%d: at most %d connections are taken", soft, connections)
+    return connections

@@ -16,6 +16,7 @@ from torch import Tensor
 from aligner.distributed.collectives import gather_first
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import wide_mm
+from aligner.kernels.running_sum import running_sum
 from aligner.logprobs.output_layer import Tiles, VocabShard
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
 
@@ -201,7 +202,7 @@ def threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1.0:
         probabilities = ordered.softmax(dim=1)
         # The token that crosses top_p is kept too, so each counts what comes before it.
-        before = probabilities.cumsum(dim=1) - probabilities
+        before = running_sum(probabilities) - probabilities
         count = (before < top_p).sum(dim=1, keepdim=True).clamp(min=1)
     smallest = ordered.gather(1, count - 1)
     next_lower = logits.masked_fill_(logits >= smallest, -torch.inf).amax(dim=1, keepdim=True)

@@ -219,6 +219,7 @@ class RoleWorker(Generic[Served]):
         if not self._offloads:
             return
         self.model.drop_reused_forward()
+        self.model.release_generator()
         if self.model.optimizer is not None:
             self.model.optimizer.park()
         for module in self._modules_with_weights():

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aligner.checkpoint.durable import atomic_file, storage_error, unused_path
+from aligner.plain import plain
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +107,10 @@ class JsonLines:
 def dump_line(record: Mapping[str, Any]) -> str:
     """One line of standard JSON; a float has the shortest text that reads back as the same bits.
 
-    JSON has no NaN and infinities: they become the strings that Python and pandas parse as such.
+    JSON has no NaN and infinities: they become the strings that Python and pandas parse as such,
+    and other values what `aligner.plain` makes of them, at every depth.
     """
-    return json.dumps({key: _standard(value) for key, value in record.items()}, allow_nan=False)
-
-
-def _standard(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value
+    return json.dumps(plain(record), allow_nan=False)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -28,16 +28,18 @@ from numbers import Real
 from typing import Any
 
 from aligner.errors import ConfigError, DataError, RewardError
+from aligner.plain import shown
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Columns that a reward function accepts. Picklable."""
+    """Columns that a reward function accepts."""
 
     name: str
     named: tuple[str, ...]  # columns it names
     required: tuple[str, ...]  # those of them without a default
     takes_all: bool  # it has **columns
+    first: tuple[str, ...] = ()  # parameters of the three lists, which no column can be named like
 
     @classmethod
     def of(
@@ -61,8 +63,9 @@ class Signature:
             )
         keyword = [p for p in parameters if p.kind is p.KEYWORD_ONLY] + positional[3:]
         known = {p.name for p in keyword}
-        unknown = sorted(set(kwargs) - known)
-        if unknown and not takes_all:
+        first = tuple(p.name for p in positional[:3] if p.kind is p.POSITIONAL_OR_KEYWORD)
+        unknown = sorted(set(kwargs) - known if not takes_all else set(kwargs) & set(first))
+        if unknown:
             raise ConfigError(
                 f"reward.kwargs: function {name!r} has no keyword arguments {unknown}; it has "
                 f"{sorted(known)}"
@@ -73,10 +76,27 @@ class Signature:
             named=tuple(p.name for p in free),
             required=tuple(p.name for p in free if p.default is p.empty),
             takes_all=takes_all,
+            first=first,
         )
 
+    @classmethod
+    def of_plain(cls, fields: Mapping[str, Any]) -> "Signature":
+        """The signature whose ``vars`` came as JSON."""
+        lists = {name: tuple(fields[name]) for name in ("named", "required", "first")}
+        return cls(name=str(fields["name"]), takes_all=bool(fields["takes_all"]), **lists)
+
     def check_columns(self, available: Collection[str]) -> None:
-        """Refuse data that lacks a column which the function cannot do without."""
+        """Refuse data that lacks a column which the function cannot do without.
+
+        A column named like one of the three lists would be given twice, and is refused as well.
+        """
+        twice = [name for name in self.first if self.takes_all and name in available]
+        if twice:
+            raise DataError(
+                f"reward function {self.name!r} has the parameters {twice} for its positional "
+                "arguments, and **columns would be given the data's columns of that name; rename "
+                "the parameters, or write def f(prompts, responses, ground_truths, /, **columns)"
+            )
         missing = [name for name in self.required if name not in available]
         if missing:
             raise DataError(
@@ -176,10 +196,14 @@ def _as_items(score: Any, keys: set[str], with_keys: bool, where: str) -> list[t
     if not isinstance(score, Mapping):
         return [("reward", score)]
     if "reward" not in score:
-        raise RewardError(f"{where}: the dict has no key 'reward', only {sorted(score)}")
+        raise RewardError(f"{where}: the dict has no key 'reward', only {sorted(score, key=str)}")
+    foreign = [key for key in score if not isinstance(key, str)]
+    if foreign:
+        raise RewardError(f"{where}: the key {foreign[0]!r} is no text; name that number by text")
     if set(score) != keys:
         raise RewardError(
-            f"{where}: the dict has the keys {sorted(score)}, the first sample's has {sorted(keys)}"
+            f"{where}: the dict has the keys {sorted(score)}, the first sample's has "
+            f"{sorted(keys, key=str)}"
         )
     return list(score.items())
 
@@ -199,12 +223,3 @@ def _as_number(value: Any, what: str) -> float:
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}; it must be finite")
     return number
-
-
-def shown(value: Any) -> str:
-    """Beginning of the ``repr`` of a user's value, for a message."""
-    try:
-        text = repr(value)
-    except Exception:  # of an integer of thousands of digits, or of a class that cannot do it
-        return f"a {type(value).__name__}"
-    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -1,10 +1,13 @@
 """Answers as OpenAI's interface has them, whole or in pieces, from what the engine sampled.
 
 Log-probs are of every token that was sampled, the one that ended the answer included, as the engine
-computed them: at the sampling temperature, over the tokens that top-k and top-p left. ``token_ids``
+computed them: at the sampling temperature, over the tokens that top-k and top-p left. A
+token has the text that it completes: a character of several tokens stands at the last of them, and
+special tokens, skipped, and the one that ended the answer have none. ``token_ids``
 and ``prompt_token_ids`` stand where vLLM has them.
 """
 
+import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.data.tokenizers.decoding import IncrementalDecoder
+from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form
 from aligner.serving.queue import EndKind, Progress
@@ -24,15 +27,32 @@ Json = dict[str, Any]
 class Choice:
     """One answer as it comes: its tokens, and its text up to a stop string.
 
-    ``ids`` and ``logprobs``: every token that was sampled. ``text``: what can be shown of it.
-    ``finish``: why it ended; None: it has not.
+    ``ids`` and ``logprobs``: every token that was sampled. ``pieces`` and ``offsets``: the text
+    that each completed, all pieces together are the text; and the characters before it. ``text``:
+    what can be shown of it. ``finish``: why it ended; None: it has not.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], *, holds: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        *,
+        holds: bool,
+        min_tokens: int = 0,
+        skips_special: bool = False,
     ) -> None:
-        """``holds``: show nothing before the end."""
+        """``holds``: show nothing before the end. ``min_tokens``: no stop string ends it before.
+
+        ``skips_special``: special tokens have no text.
+        """
         self.prompt, self.ids, self.logprobs = list(prompt), list[int](), list[float]()
+        self.pieces, self.offsets = list[str](), list[int]()
+        self._min_tokens, self._skips = min_tokens, skips_special
+        self._special = getattr(tokenizer, "special_ids", frozenset[int]())
+        self._plain = ""  # the text without special tokens,
+        self._spelt: list[tuple[int, int]] = []  # which stand there, and have so many characters
+        self._least = (0, 0)  # characters of both texts that no stop string ends
         self.text = ""
         self.finish: EndKind | None = None
         self._ends, self._stop, self._holds = frozenset(tokenizer.end_ids), tuple(stop), holds
@@ -41,13 +61,25 @@ class Choice:
 
     def push(self, progress: Progress) -> str:
         """Take what came; the text that can be shown now."""
-        self.ids += progress.ids
         self.logprobs += progress.logprobs
         for token in progress.ids:
-            if token not in self._ends:
-                self._decoded += self._decoder.push(token)
+            self.ids.append(token)
+            is_special = token in self._special
+            has_no_text = token in self._ends or (is_special and self._skips and not self._holds)
+            piece = "" if has_no_text else self._decoder.push(token)
+            self.offsets.append(len(self._decoded))
+            self.pieces.append(piece)
+            self._decoded += piece
+            if is_special:
+                self._spelt.append((len(self._plain), len(piece)))
+            else:
+                self._plain += piece
+            if len(self.ids) < self._min_tokens:
+                self._least = len(self._decoded), len(self._plain)
         if progress.end is not None:
-            self._decoded += self._decoder.flush()
+            rest = self._decoder.flush()
+            self._decoded, self._plain = self._decoded + rest, self._plain + rest
+            self.pieces[-1:] = [piece + rest for piece in self.pieces[-1:]]
             self.finish = progress.end
         shown, begin = self._shown(), len(self.text)
         self.text = shown
@@ -56,23 +88,43 @@ class Choice:
     @property
     def whole_text(self) -> str:
         """Text of all that was sampled, stop strings and the token that ended it included."""
-        ended = self.ids[-1:] if self.ids and self.ids[-1] in self._ends else []
-        return self._decoded + (self._tokenizer.decode(ended) if ended else "")
+        ended = [token for token in self.ids[-1:] if token in self._ends]
+        text = decode_response(self._tokenizer, self.prompt, self.ids)
+        return text + self._tokenizer.decode(ended)
+
+    @property
+    def plain_text(self) -> str:
+        """The text that can be shown, without special tokens also where it was held for calls."""
+        text = self.text
+        for token in set(self.ids) & self._special if self._skips else ():
+            text = text.replace(self._tokenizer.decode([token]), "")
+        return text
 
     def _shown(self) -> str:
         """The text without a stop string, and before the end without what may become one."""
-        text = self._decoded
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
-            text = text[: min(found)]
-            if self.finish is not None:
-                self.finish = "stop"
-        elif self.finish is None:
-            held = [
-                n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])
-            ]
-            text = text[: len(text) - max(held, default=0)]
+        spelt, plain = self._decoded, self._plain
+        found = self._stops(spelt, self._least[0])
+        found += map(self._place, self._stops(plain, self._least[1]))
+        if found and self.finish is not None:
+            self.finish = "stop"
+        elif self.finish is None and not found:
+            found = [len(spelt) - self._held(spelt), self._place(len(plain) - self._held(plain))]
+        text = spelt[: min(found, default=len(spelt))]
         return "" if self._holds and self.finish is None else text
+
+    def _stops(self, text: str, least: int) -> list[int]:
+        """Places of stop strings that end behind the first ``least`` characters."""
+        places = (text.find(stop, max(0, least - len(stop) + 1)) for stop in self._stop)
+        return [place for place in places if place >= 0]
+
+    def _held(self, text: str) -> int:
+        """Characters at the end of a text that may become a stop string."""
+        lengths = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return max(lengths, default=0)
+
+    def _place(self, plain: int) -> int:
+        """The place in the text of one in the text without special tokens."""
+        return plain + sum(length for place, length in self._spelt if place <= plain)
 
 
 @dataclass(frozen=True)
@@ -87,6 +139,7 @@ class Wants:
     logprobs: bool = False
     token_ids: bool = False
     usage: bool = False
+    obfuscation: bool = False
     form: Form | None = None
 
 
@@ -134,16 +187,16 @@ class Answer(ABC):
         """Choices of pieces, without their index."""
 
     @abstractmethod
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float], begin: int) -> Json:
-        """Log-probs of tokens; ``begin``: characters before them."""
+    def _logprobs(self, choice: Choice, begin: int) -> Json:
+        """Log-probs of a choice's tokens from number ``begin`` on."""
 
-    def _details(self, progress: Progress, begin: int) -> Json:
-        """Log-probs and ids of a piece, where they are wanted."""
+    def _details(self, choice: Choice, begin: int = 0) -> Json:
+        """Log-probs and ids of a choice's tokens from ``begin`` on, where they are wanted."""
         details: Json = {"logprobs": None}
         if self._wants.logprobs:
-            details["logprobs"] = self._logprobs(progress.ids, progress.logprobs, begin)
+            details["logprobs"] = self._logprobs(choice, begin)
         if self._wants.token_ids:
-            details["token_ids"] = progress.ids
+            details["token_ids"] = choice.ids[begin:]
         return details
 
     def _tells(self, progress: Progress, text: str) -> bool:
@@ -152,7 +205,10 @@ class Answer(ABC):
         return bool(text) or (details and bool(progress.ids))
 
     def _piece(self, index: int, choice: Json) -> Json:
-        return {**self._envelope(self.piece_object), "choices": [{"index": index, **choice}]}
+        piece = {**self._envelope(self.piece_object), "choices": [{"index": index, **choice}]}
+        if self._wants.obfuscation:  # hides the length of a piece from who sees the traffic
+            piece["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
+        return piece
 
     def _envelope(self, kind: str) -> Json:
         return {**self._head, "object": kind, "model": self._wants.model}
@@ -192,12 +248,11 @@ class ChatAnswer(Answer):
 
     def _choice(self, number: int, choice: Choice) -> Json:
         message, finish = self._message(choice)
-        whole = Progress(number, choice.ids, choice.logprobs)
         return {
             "index": number,
             "message": {"role": "assistant", "refusal": None, **message},
             "finish_reason": finish,
-            **self._details(whole, 0),
+            **self._details(choice),
         }
 
     def _grown(self, progress: Progress, text: str) -> list[Json]:
@@ -211,7 +266,7 @@ class ChatAnswer(Answer):
                 call["index"] = number
         pieces = []
         if self._tells(progress, text):
-            details = self._details(progress, 0)
+            details = self._details(choice, len(choice.ids) - len(progress.ids))
             pieces.append({"delta": delta, "finish_reason": None, **details})
         if finish is not None:
             pieces.append({"delta": {}, "finish_reason": finish, "logprobs": None})
@@ -222,14 +277,16 @@ class ChatAnswer(Answer):
             content, calls = split_calls(choice.text, self._wants.form)
             if calls:
                 return {"content": content, "tool_calls": calls}, "tool_calls"
-        return {"content": choice.text}, choice.finish
+        return {"content": choice.plain_text}, choice.finish
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float], begin: int) -> Json:
+    def _logprobs(self, choice: Choice, begin: int) -> Json:
         content = []
-        for token, logprob in zip(ids, logprobs, strict=True):
-            text = self._tokenizer.decode([token])
-            found = None if "�" in text else list(text.encode())
-            content.append({"token": text, "logprob": logprob, "bytes": found, "top_logprobs": []})
+        for number in range(begin, len(choice.ids)):
+            piece, alone = choice.pieces[number], self._tokenizer.decode([choice.ids[number]])
+            # A part of a character, or a token without text, is shown as it is by itself.
+            shown = alone if "�" in alone or not piece else piece
+            found = {"token": shown, "logprob": choice.logprobs[number]}
+            content.append({**found, "bytes": list(piece.encode()), "top_logprobs": []})
         return {"content": content, "refusal": None}
 
 
@@ -239,8 +296,7 @@ class CompletionAnswer(Answer):
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
 
     def _choice(self, number: int, choice: Choice) -> Json:
-        whole = Progress(number, choice.ids, choice.logprobs)
-        details = self._details(whole, 0)
+        details = self._details(choice)
         if self._wants.token_ids:
             details["prompt_token_ids"] = choice.prompt
         return {"index": number, "text": choice.text, "finish_reason": choice.finish, **details}
@@ -249,7 +305,7 @@ class CompletionAnswer(Answer):
         choice = self.choices[progress.row]
         pieces = []
         if self._tells(progress, text):
-            details = self._details(progress, len(choice.text) - len(text))
+            details = self._details(choice, len(choice.ids) - len(progress.ids))
             if self._wants.token_ids and len(choice.ids) == len(progress.ids):
                 details["prompt_token_ids"] = choice.prompt
             pieces.append({"text": text, "finish_reason": None, **details})
@@ -257,15 +313,10 @@ class CompletionAnswer(Answer):
             pieces.append({"text": "", "finish_reason": choice.finish, "logprobs": None})
         return pieces
 
-    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float], begin: int) -> Json:
-        texts = [self._tokenizer.decode([token]) for token in ids]
-        offsets, place = [], begin
-        for text in texts:
-            offsets.append(place)
-            place += len(text)
+    def _logprobs(self, choice: Choice, begin: int) -> Json:
         return {
-            "tokens": texts,
-            "token_logprobs": list(logprobs),
+            "tokens": choice.pieces[begin:],
+            "token_logprobs": choice.logprobs[begin:],
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": choice.offsets[begin:],
         }

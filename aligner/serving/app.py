@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from aligner.data.tokenizers.tokenizer import encode_fragment
 from aligner.environments.calls import Form
 from aligner.errors import AlignerError, TokenizerError
-from aligner.http.listening import Bodies, check_bearer, listening
+from aligner.http.listening import MOST_CONNECTIONS, Bodies, check_bearer, listening
 from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Wants
 from aligner.serving.exchange import ENDING, Exchange, refusal
 from aligner.serving.queue import Row, Waiting, sample_id
@@ -106,10 +106,12 @@ class Service:
             return [self._tokens(text, session)]
 
         session = self._authorised(request)
+        began = time.monotonic()
         async with self._read(request, ChatRequest) as asked:
+            self._check_size(asked.n)
             ids = await run_in_threadpool(_checked, prompts, asked)
             form = self.served.form if asked.offered_tools else None
-        return await self._answered(request, asked, ids, ChatAnswer, form, session)
+        return await self._answered(request, asked, ids, ChatAnswer, form, session, began)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -118,9 +120,11 @@ class Service:
             return [self._tokens(one, session) for one in asked.prompts]
 
         session = self._authorised(request)
+        began = time.monotonic()
         async with self._read(request, CompletionRequest) as asked:
+            self._check_size(asked.n * len(_checked(lambda: asked.prompts)))
             ids = await run_in_threadpool(_checked, prompts, asked)
-        return await self._answered(request, asked, ids, CompletionAnswer, None, session)
+        return await self._answered(request, asked, ids, CompletionAnswer, None, session, began)
 
     # Sessions ---------------------------------------------------------------------------------
 
@@ -165,6 +169,8 @@ class Service:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self.sessions.of_key(key) if scheme == "Bearer" else None
         if session is None:
+            if key.startswith("session-") and key != self.token:
+                raise HTTPException(401, "the session has ended or expired; begin another one")
             check_bearer(request, self.token)
         return session
 
@@ -192,15 +198,21 @@ class Service:
         kind: type[Answer],
         form: Form | None,
         session: Session | None,
+        began: float,
     ) -> Response:
+        """``began``: when the request was connected; what came before counts against its time."""
         asked = self.served.taken(asked)
-        size, most = len(prompts) * asked.n, self.waiting.max_rows
-        if size > most:
-            raise HTTPException(413, f"{size} answers, at most {most} are taken in a request")
         rows = _checked(self._rows, asked, prompts, session)
         tokenizer = self.served.tokenizer
         choices = [
-            Choice(tokenizer, row.prompt, row.options.sampling.end_strings, holds=form is not None)
+            Choice(
+                tokenizer,
+                row.prompt,
+                row.options.sampling.end_strings,
+                holds=form is not None,
+                min_tokens=row.options.length.min_length,
+                skips_special=asked.skip_special_tokens,
+            )
             for row in rows
         ]
         wants = Wants(
@@ -209,6 +221,7 @@ class Service:
             asked.wants_logprobs,
             asked.return_token_ids,
             asked.stream_options.include_usage,
+            asked.stream_options.include_obfuscation,
             form,
         )
         answer = kind(tokenizer, wants, choices)
@@ -217,22 +230,28 @@ class Service:
             if session is None:
                 return
             if not is_whole:
-                session.withdraw(len(choices))
+                session.withdraw([choice.prompt for choice in choices])
                 return
             for row, choice in zip(rows, choices, strict=True):
                 assert choice.finish is not None
                 tokens = choice.prompt, choice.ids, choice.logprobs
                 session.record(*tokens, choice.finish, choice.whole_text, row.request)
 
-        exchange = Exchange(self.waiting, rows, answer, self.timeout_s, ended)
+        exchange = Exchange(self.waiting, rows, answer, self.timeout_s, began, ended)
         if session is not None:
             session.follow(exchange.job)
         return await exchange.response(request, stream=asked.stream)
+
+    def _check_size(self, answers: int) -> None:
+        most = self.waiting.max_rows
+        if answers > most:
+            raise HTTPException(413, f"{answers} answers, at most {most} are taken in a request")
 
     def _tokens(self, prompt: str | list[int], session: Session | None) -> list[int]:
         """Tokens of a prompt that is text or tokens."""
         if not isinstance(prompt, str):
             return prompt
+        prompt = self.served.shortened(prompt)  # to be refused by its length
         begin = self.served.encoded
         return (
             begin(prompt)
@@ -260,7 +279,7 @@ class Service:
             options = [self.served.options(asked, ids) for ids in prompts]
         except AlignerError:
             if session is not None:
-                session.withdraw(len(prompts) * asked.n)
+                session.withdraw([ids for ids in prompts for _ in range(asked.n)])
             raise
         if session is not None:
             names = session.names(prompts) or names
@@ -347,7 +366,8 @@ def policy_server(address: tuple[str, int], service: Service) -> Iterator[tuple[
     Raises:
         OSError: it cannot listen at ``address``.
     """
-    with listening(application(service), address, refusal) as place:
+    connections = max(MOST_CONNECTIONS, service.waiting.max_rows)  # each waits on its own
+    with listening(application(service), address, refusal, connections) as place:
         try:
             yield place
         finally:

@@ -38,7 +38,8 @@ class Exchange:
         waiting: where it waits for the engine.
         rows: what is asked, a row for each choice of ``answer``.
         answer: writes what comes.
-        timeout_s: the answer must be complete within so long.
+        timeout_s: the answer must be complete within so long, from ``began`` on.
+        began: when the request had arrived, by the event loop's clock.
         ended: called once, with True when it is, with False when it never will be.
 
     ``job``: the request as the engine sees it.
@@ -50,10 +51,11 @@ class Exchange:
         rows: Sequence[Row],
         answer: Answer,
         timeout_s: float,
+        began: float,
         ended: Callable[[bool], None],
     ) -> None:
         self._waiting, self._answer, self._timeout_s = waiting, answer, timeout_s
-        self._ended = ended
+        self._began, self._ended = began, ended
         self._events: asyncio.Queue[Progress | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.job = Job(rows, self._tell)
@@ -85,7 +87,7 @@ class Exchange:
 
     async def _progress(self) -> AsyncIterator[Progress]:
         """Progress of the rows until all have ended."""
-        deadline = self._loop.time() + self._timeout_s
+        deadline = self._began + self._timeout_s
         missing = self.job.size
         try:
             while missing:

@@ -32,16 +32,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "suffix": ("",),
     "top_logprobs": (0,),
 }
 # Keys that say nothing of the answer.
 _UNREAD = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
 _MOST_CHOICES = 256
-_MOST_STOPS = 16
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_MOST_MESSAGES = 4096
 
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
+_Messages = Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES)]
 _Positive = Annotated[int, Field(ge=1)]
 
 
@@ -49,6 +50,19 @@ def _temperature(value: float) -> float:
     if value != 0 and not 0.001 <= value <= 100:  # logits divided by less are no numbers any more
         raise ValueError("must be 0, or between 0.001 and 100")
     return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a text or a list of texts")
+    if len(stops) > _MOST_STOPS:
+        raise ValueError(f"{len(stops)} texts, at most {_MOST_STOPS} are taken")
+    if not all(stops):
+        raise ValueError("an empty text; leave it out")
+    if max(map(len, stops), default=0) > _LONGEST_STOP:
+        raise ValueError(f"a text of more than {_LONGEST_STOP} characters")
+    return tuple(stops)
 
 
 class _Request(BaseModel):
@@ -61,6 +75,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class _Sampled(_Request):
@@ -73,7 +88,8 @@ class _Sampled(_Request):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
+    stop: Annotated[Any, AfterValidator(_stops)] = None
+    skip_special_tokens: bool = False
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -105,10 +121,7 @@ class _Sampled(_Request):
         if self.repetition_penalty is not None:
             given["repetition_penalty"] = self.repetition_penalty
         if self.stop is not None:
-            stops = [self.stop] if isinstance(self.stop, str) else self.stop
-            if not all(stops):
-                raise DataError("stop: an empty text; leave it out")
-            given["end_strings"] = tuple(stops)
+            given["end_strings"] = self.stop
         least = defaults.length.min_length if self.min_tokens is None else self.min_tokens
         return SamplingOptions(
             dataclasses.replace(
@@ -121,7 +134,7 @@ class _Sampled(_Request):
 class ChatRequest(_Sampled):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: _Messages
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto"] = "auto"
     max_completion_tokens: _Positive | None = None
@@ -185,7 +198,7 @@ class TokenizeRequest(_Request):
     """``POST /tokenize``: of a text, or of a chat with the opening of the next answer."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _Messages | None = None
     tools: list[dict[str, Any]] = []
 
 
@@ -252,7 +265,9 @@ def _plain(message: dict[str, Any], place: str) -> Message:
                 f"{place}.content: every part must be of type 'text'; this model reads text"
             )
         content = "".join(map(str, texts))
-    kept["content"] = content
+    # Clients send null for an answer, or for a result, without text.
+    answers = message.get("role") in ("assistant", "tool") and not message.get("refusal")
+    kept["content"] = "" if content is None and answers and "content" in message else content
     if message.get("role") == "developer":  # OpenAI's newer name
         kept["role"] = "system"
     return kept

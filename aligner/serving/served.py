@@ -50,6 +50,15 @@ class Served:
         ids, bos = self.tokenizer.encode(text), self.tokenizer.bos_id
         return [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids
 
+    def shortened(self, text: str) -> str:
+        """The text, or a beginning of it that has more tokens than the model has positions."""
+        length = 2 * self.positions
+        while length < len(text):
+            if len(self.tokenizer.encode(text[:length])) > self.positions + self.positions // 4:
+                return text[:length]
+            length *= 2
+        return text
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse ids outside the vocabulary; `DataError`."""
         size = self.vocab_size

@@ -7,9 +7,11 @@ sequence begins; what it has in common with an earlier one is context there, and
 once only (verl, prime-rl and OpenEnv link turns in the same way).
 """
 
+import math
 import secrets
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +115,9 @@ class Session:
         self._expected: dict[int, int] = {}  # hash of the prompt, by number of the request
         self._admitted = self._pending = 0  # answers
         self._tokens = self._bound = 0
-        self._texts: dict[tuple[int, ...], str] = {}  # of prompts
+        self._texts: dict[tuple[int, ...], str] = {}  # of prompts that wait for answers
+        self._open: Counter[tuple[int, ...]] = Counter()  # answers that each prompt waits for
+        self.used = time.monotonic()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -208,12 +212,15 @@ class Session:
                 self.exceeded = "max_tokens"
             if self.exceeded is None:
                 self._bound, self._pending = bound, self._pending + asked
+                for prompt in prompts:
+                    self._open[tuple(prompt)] += answers
                 numbers = range(self._admitted - asked, self._admitted)
                 for number in numbers:
                     prompt = prompts[(number - numbers.start) // answers]
                     self._expected[number] = hash(tuple(prompt))
                 return numbers
             limit = self.exceeded
+            self._drop_texts(prompts)
             if self._limits is None:
                 self.exceeded = None
         if limit == "max_turns":
@@ -228,13 +235,15 @@ class Session:
             f"{bound} after this; begin another one"
         )
 
-    def withdraw(self, answers: int) -> None:
-        """Expect so many answers no more: they failed, or their client left.
+    def withdraw(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Expect no more answers to these, one each: they failed, or their client left.
 
         They have taken no tokens; among the answers that the session may ask for they count.
         """
         with self._lock:
-            self._pending -= answers
+            self._pending -= len(prompts)
+            self._open.subtract(map(tuple, prompts))
+            self._drop_texts(prompts)
 
     def record(
         self,
@@ -267,6 +276,8 @@ class Session:
             longest.sampled(ids, logprobs, end)
             before = self._texts.get(tuple(prompt))
             longest.text = None if before is None else before + text
+            self._open[tuple(prompt)] -= 1
+            self._drop_texts([prompt])
             self.order.append((number, len(longest.ends)))
             self.requests.append(request)
             self._tokens = sum(len(one.ids) for one in self.sequences)
@@ -299,6 +310,13 @@ class Session:
                 "trajectories": [one.as_json() for one in self.sequences],
             }
 
+    def _drop_texts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Forget the texts of prompts that wait for no answer."""
+        for key in map(tuple, prompts):
+            if self._open[key] <= 0:
+                self._texts.pop(key, None)
+                del self._open[key]
+
     def _begin(self, prompt: Sequence[int]) -> int:
         """Number of a new sequence."""
         made = RecordedSequence([], [], [])
@@ -311,14 +329,19 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a server."""
+    """The sessions of a server.
 
-    def __init__(self) -> None:
+    One that nobody used for ``idle_s`` seconds, and that waits for no answer, is forgotten.
+    """
+
+    def __init__(self, idle_s: float = math.inf) -> None:
+        self._idle_s = idle_s
         self._by_key: dict[str, Session] = {}
         self._lock = threading.Lock()
 
     def begin(self, seed: int | None = None, limits: Limits | None = None) -> Session | None:
         """A new session; None: there are too many."""
+        self._forget_idle()
         with self._lock:
             if len(self._by_key) >= _MOST_SESSIONS:
                 return None
@@ -328,7 +351,18 @@ class Sessions:
 
     def of_key(self, key: str) -> Session | None:
         """The session of an API key."""
-        return self._by_key.get(key)
+        session = self._by_key.get(key)
+        if session is not None:
+            session.used = time.monotonic()
+        return session
+
+    def _forget_idle(self) -> None:
+        latest = time.monotonic() - self._idle_s
+        with self._lock:
+            idle = [one for one in self._by_key.values() if one.used < latest]
+        for session in idle:
+            if not session.is_waiting:
+                self.end(session)
 
     def of_id(self, name: str) -> Session | None:
         """The session of this id."""

@@ -14,7 +14,9 @@ from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
 from aligner.logprobs import top_k_top_p as kept_set
 from aligner.logprobs.output_layer import VocabShard
+from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.layers.attention import attend_rows
+from aligner.models.gpt.role.offload import ModelOffload
 
 FEW, MANY = 6, 14
 
@@ -46,6 +48,7 @@ def per_token(graphs=True, **case):
             with device.record() as record:
                 rollout(role, batch)
             records.append(record)
+        role.release_generator()
         gc.collect()
         left = device.memory.alive_bytes - before
     few, many = records
@@ -59,6 +62,39 @@ def per_token(graphs=True, **case):
         "logits": sorted(dtypes),
         "left_bytes": left,
     }
+
+
+def rollouts(streamed=False, moved=False, **case):
+    """Captures so far, and launches and waits, after each of four rollouts; the last of few rows.
+
+    Between the second and the third is an update. ``moved``: weights were away meanwhile.
+    """
+    case = {"role": "actor", "precision": "bf16", **case}
+    found = []
+    with DryDevice() as device:
+        role = build(case)
+        batch, passes = share_of_batch(case, 0, 1)
+        role.configure_generation(
+            LengthParams(max_length=MANY), settings_of(case).sampling_params, ROWS
+        )
+        role.setup_training()
+        role.loss_fn = PPOPolicyLoss()
+        heard = []
+        for number, rows in enumerate((ROWS, ROWS, ROWS, ROWS - 2)):
+            if number == 2:
+                if moved:
+                    offload = ModelOffload(role.model)
+                    offload.to_host(params=True, grads=False)
+                    offload.to_device()
+                role.prepare_for_training()
+                role.training_update(batch, mbs=passes)
+                role.finish_training()
+            role.prepare_for_inference()
+            listener = (lambda *token: heard.append(token)) if streamed else None
+            with device.record() as record:
+                rollout(role, {"input_ids": batch["input_ids"][:rows]}, listener)
+            found.append([device.capturing.count, record.launches, record.host_reads])
+    return {"rollouts": found, "heard": len(heard)}
 
 
 def captured_against_the_rules():

@@ -9,7 +9,11 @@ A case says role, layout and batching by these keys, all of which have a default
     precision   32, bf16
     recompute   selective, full
     trained     False: the role only scores (and generates)
-    lora, offload, top_p, reference (keep, swap), experts
+    lora, offload, reference (keep, swap), experts
+    top_p, top_k, penalty, kept     of sampling; how many of the tokens kept are recorded
+    learned     learned positions, LayerNorm and biases
+    vocab       its size, where it is not the tiny model's
+    deterministic
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
 from aligner.losses.distillation import DistillationLoss
@@ -61,10 +66,24 @@ MIXTURE = dataclasses.replace(
 )
 
 
+LEARNED = dataclasses.replace(
+    TINY_ARCHITECTURE,
+    position_embedding="learned_absolute",
+    normalization="layernorm",
+    activation="gelu",
+    bias_linear=True,
+    bias_qkv=True,
+    tie_embeddings=True,
+    num_query_groups=8,
+    family="gpt2",
+)
+
+
 def architecture_of(case):
-    """The tiny model, or its mixture of experts."""
+    """The tiny model, its mixture of experts, or one like GPT-2."""
     has_experts = case.get("experts") or case.get("ep", 1) > 1
-    return MIXTURE if has_experts else TINY_ARCHITECTURE
+    architecture = MIXTURE if has_experts else LEARNED if case.get("learned") else TINY_ARCHITECTURE
+    return dataclasses.replace(architecture, vocab_size=case.get("vocab", architecture.vocab_size))
 
 
 def source(architecture, *, head=False):
@@ -114,7 +133,12 @@ def settings_of(case):
         global_batch_size=ROWS * parallel.data_size(case.get("world", 1)),
         offload_adam_states=case.get("offload", False),
         length_params=LengthParams(max_length=NEW_TOKENS),
-        sampling_params=SamplingParams(top_p=case.get("top_p", 1.0)),
+        sampling_params=SamplingParams(
+            top_p=case.get("top_p", 1.0),
+            top_k=case.get("top_k", 0),
+            repetition_penalty=case.get("penalty", 1.0),
+        ),
+        record_kept=case.get("kept", 0),
         rollout_micro_batch_size=ROWS,
     )
 
@@ -145,6 +169,9 @@ def share_of_batch(case, data_rank, data_size):
     if case["role"] == "student":
         columns["teacher_topk_indices"] = torch.arange(TOP_K).repeat(rows, LENGTH, 1)
         columns["teacher_topk_logits"] = torch.zeros(rows, LENGTH, TOP_K)
+    if "kept" in case:  # of every other row
+        kept = torch.arange(case["kept"], dtype=torch.int32).repeat(rows, LENGTH, 1)
+        columns["kept_ids"] = kept.masked_fill(torch.arange(rows)[:, None, None] % 2 == 1, -1)
     data = BatchedDataDict(columns)
     common = {
         "max_tokens_per_microbatch": LENGTH * ROWS // 2,
@@ -206,19 +233,21 @@ def score(role, case, batch, passes):
     return role.get_logprobs(plain, passes)
 
 
-def rollout(role, batch):
+def rollout(role, batch, listener=None):
     """A few tokens after each prompt."""
     if isinstance(role, DTensorActorModel):
         role.prepare_for_generation()
     prompts = batch["input_ids"][:, :PROMPT].contiguous()
     lengths = torch.full((prompts.shape[0],), PROMPT, device="cuda")
     numbers = torch.arange(prompts.shape[0], device="cuda")
-    return role.generator.sample(prompts, lengths, numbers, seed=1)
+    return role.generator.sample(prompts, lengths, numbers, seed=1, listener=listener)
 
 
 def phases(**case):
     """Set-up, two updates, scoring, a rollout, and the changes of phase between them."""
     found = {}
+    if case.get("deterministic"):
+        accelerator.make_deterministic()
     with DryDevice(case.get("world", 1), case.get("rank", 0)) as device:
         role = build(case)
         place = role.parallel
@@ -253,8 +282,9 @@ def phases(**case):
         # Earlier pipeline stages are told what the last one drew, which nobody does here.
         if case["role"] not in VALUED and place.is_last_stage:
             with device.record() as sampling_options:
-                rollout(role, batch)
+                drawn = rollout(role, batch)
             found["rollout"] = facts(sampling_options)
+            found["kept"] = None if drawn.kept_ids is None else str(drawn.kept_ids.device)
         getattr(role, "finish_generation", role.finish_inference)()
         if "update" in found:
             with device.record() as back:

@@ -31,7 +31,7 @@ def test_the_host_waits_for_nothing_in_a_step(dry, case):
     """Nothing is captured that reads a value of the device or allocates for longer than a graph."""
     found = dry("dry_generation:per_token", **CASES[case])
     assert found["host_reads"] == 0
-    assert found["left_bytes"] < 4096  # of the graphs nothing
+    assert found["left_bytes"] < 4096  # once what is kept between rollouts was given up
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -42,6 +42,34 @@ def test_a_step_is_one_launch_and_the_copies_of_what_it_drew(dry, case):
         assert found["kernels"] > 100
     else:
         assert found["launches"] <= LAUNCHES[case]
+
+
+KEPT = {
+    "plain": {},
+    "streamed": {"streamed": True},
+    "top-p": {"top_p": 0.9, "vocab": 4096},
+    "kept tokens, penalty": {"top_k": 20, "kept": 8, "penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_graphs_are_kept_between_rollouts(dry, case):
+    """Across an update too; a rollout of other numbers of rows captures those."""
+    found = dry("dry_generation:rollouts", **KEPT[case])
+    captures, launches, waits = zip(*found["rollouts"], strict=True)
+    assert captures[:3] == (1, 1, 1)
+    assert captures[3] <= 2
+    assert launches[1] == launches[2] < launches[0]
+    assert set(waits) == {3}  # no capture makes the host wait
+    assert found["heard"] == ((3 * 8 + 6) * 14 if case == "streamed" else 0)
+
+
+@pytest.mark.parametrize("case", ["moved", "lora"])
+def test_graphs_of_weights_that_moved_are_captured_anew(dry, case):
+    """Or of copies with adapters merged into them, which every rollout makes."""
+    found = dry("dry_generation:rollouts", **{case: True})
+    captures = [count for count, *_ in found["rollouts"]]
+    assert captures[2] > captures[1]
 
 
 def test_what_a_graph_cannot_hold_is_refused(dry):

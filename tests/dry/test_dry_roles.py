@@ -28,6 +28,33 @@ CASES = {
     "critic, CP, shared": {"role": "critic", "world": 2, "cp": 2, "batching": "shared"},
     "critic, DP, offload": {"role": "critic", "world": 8, "precision": "bf16", "offload": True},
     "actor, EP": {"role": "actor", "world": 2, "ep": 2, "precision": "bf16"},
+    "actor, packed": {"role": "actor", "precision": "bf16", "batching": "packed"},
+    "actor, kept tokens, top-k": {"role": "actor", "precision": "bf16", "top_k": 20, "kept": 8},
+    "actor, kept tokens, top-p": {
+        "role": "actor",
+        "precision": "bf16",
+        "top_p": 0.9,
+        "kept": 8,
+        "vocab": 4096,
+        "batching": "packed",
+    },
+    "actor, penalty": {"role": "actor", "precision": "bf16", "penalty": 1.3},
+    "actor, learned positions": {"role": "actor", "precision": "bf16", "learned": True},
+    "critic, learned positions": {"role": "critic", "precision": "bf16", "learned": True},
+    "actor, deterministic": {
+        "role": "actor",
+        "precision": "bf16",
+        "top_p": 0.9,
+        "vocab": 4096,
+        "deterministic": True,
+    },
+    "actor, EP, deterministic": {
+        "role": "actor",
+        "world": 2,
+        "ep": 2,
+        "precision": "bf16",
+        "deterministic": True,
+    },
     "dtensor actor": {"role": "actor", "backend": "dtensor"},
     "dtensor critic, DP": {
         "role": "critic",
@@ -42,7 +69,21 @@ CASES = {
 BUDGETS = {
     "actor": {"update": (1359, 4), "scoring": (173, 1), "rollout": (473, 3)},
     "actor, EP": {"update": (1859, 22), "scoring": (328, 11)},  # 2 a layer and pass, permute's
-    "critic": {"update": (1093, 3), "scoring": (300, 1)},
+    "critic": {"update": (1093, 3), "scoring": (300, 1)},  # packed
+    "actor, packed": {"update": (1402, 4), "scoring": (361, 1)},
+    "actor, TP, DP, packed, recompute": {
+        "update": (1645, 4),
+        "scoring": (391, 1),
+        "rollout": (825, 3),
+    },
+    "actor, shared": {"update": (1470, 4), "scoring": (190, 1)},
+    "critic, CP, shared": {"update": (1198, 3), "scoring": (190, 1)},
+    # Which rows lack a record is read, once in each pass.
+    "actor, kept tokens, top-k": {"update": (1510, 6), "scoring": (229, 2), "rollout": (528, 3)},
+    "actor, kept tokens, top-p": {"update": (1565, 6), "scoring": (486, 3), "rollout": (584, 3)},
+    "actor, penalty": {"rollout": (491, 3)},
+    "actor, learned positions": {"update": (1022, 4), "scoring": (100, 1), "rollout": (308, 3)},
+    "actor, deterministic": {"update": (1475, 4), "scoring": (221, 1), "rollout": (583, 3)},
     "dtensor actor": {"update": (1814, 6), "scoring": (240, 3)},
 }
 ROWS = 8
@@ -72,6 +113,11 @@ def test_kernels_and_waits_are_no_more_than_recorded(seen, case, phase):
     launches, waits = BUDGETS[case][phase]
     assert found["host_reads"] <= waits, found["host_waits"]
     assert found["launches"] <= launches
+
+
+@pytest.mark.parametrize("case", [case for case, given in CASES.items() if "kept" in given])
+def test_kept_tokens_stay_on_the_device(seen, case):
+    assert seen(case)["kept"] == "cuda:0"
 
 
 def test_memory_is_what_parameters_take(seen):

@@ -175,11 +175,38 @@ def test_connections_are_bounded(serving, monkeypatch):
     state = serving()
     held = [socket.create_connection(("127.0.0.1", state.port)) for _ in range(3)]
     time.sleep(0.3)
-    assert raw(state.port, b"").startswith(b"HTTP/1.1 503 ")
+    # The one that has waited longest without a request gives way, not the newest.
+    assert post(state.port, body_of(1))[0] == 200
+    held[0].settimeout(5)
+    assert held[0].recv(100).startswith(b"HTTP/1.1 503 ")
+    held[2].settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        held[2].recv(1)
     for channel in held:
         channel.close()
-    time.sleep(0.3)
-    assert post(state.port, body_of(1))[0] == 200
+
+
+def test_headers_arrive_sooner_than_a_body(serving, monkeypatch):
+    monkeypatch.setattr(http_side, "HEADERS_S", 0.5)
+    state = serving()
+    with socket.create_connection(("127.0.0.1", state.port), timeout=5) as silent:
+        assert b"within 0.5 s" in silent.recv(500)
+    with socket.create_connection(("127.0.0.1", state.port), timeout=1) as slow:
+        slow.sendall(POST + b"Content-Length: 5000\r\n\r\n{")
+        with pytest.raises(TimeoutError):
+            slow.recv(1)
+
+
+def test_more_connections_than_files_may_be_open(monkeypatch, caplog):
+    limits = {"now": (1024, 2048)}
+    monkeypatch.setattr(http_side.resource, "getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr(http_side.resource, "setrlimit", lambda kind, pair: limits.update(now=pair))
+    assert http_side._within_open_files(512) == 512
+    assert limits["now"] == (1024, 2048)
+    assert http_side._within_open_files(1000) == 1000
+    assert limits["now"] == (1512, 2048)
+    assert http_side._within_open_files(4096) == 2048 - 512
+    assert "RLIMIT_NOFILE" in caplog.text
 
 
 def test_bytes_that_are_worked_on_are_bounded(serving, monkeypatch):

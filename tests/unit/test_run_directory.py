@@ -11,7 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from aligner.algorithms.run.directory import RunDirectory, RunIdentity
+from aligner.algorithms.run.directory import RunDirectory
+from aligner.algorithms.run.identity import RunIdentity
 from aligner.checkpoint.fingerprint import file_fingerprint
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import DPORunConfig, RSRunConfig, RunConfig, SFTRunConfig
@@ -85,7 +86,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_the_same_command_continues_and_free_settings_may_change(configured):
     folder = begun(configured("ppo"))
     before = files_of(folder)
-    free = {"model__optim__lr": 1e-5, "trainer__ppo__reward__scale": 2.0}
+    free = {"model__optim__lr": 1e-5, "model__ppo__num_rollout_samples": 128}
     assert prepared(configured("ppo")) == []
     assert prepared(configured("ppo", **free, trainer__devices=2)) == []
     assert files_of(folder) == before

@@ -304,8 +304,10 @@ def test_refusals(tmp_path, byte_level_dir, sentencepiece_file):
     assert issubclass(TokenizerError, AlignerError)
 
 
-def test_ids_outside_the_vocabulary(tokenizer):
-    with pytest.raises(TokenizerError, match="leave the vocabulary"):
-        tokenizer.decode([0, tokenizer.vocab_size])
-    with pytest.raises(TokenizerError, match="leave the vocabulary"):
+def test_ids_of_rows_beyond_the_tokenizer_have_no_text(tokenizer):
+    ids = tokenizer.encode("ab")
+    beyond = [ids[0], tokenizer.vocab_size, *ids[1:], tokenizer.vocab_size + 99]
+    assert tokenizer.decode(beyond) == tokenizer.decode(ids)
+    assert tokenizer.decode(beyond[1:2]) == ""
+    with pytest.raises(TokenizerError, match="is negative"):
         tokenizer.decode([-1])

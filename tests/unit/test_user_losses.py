@@ -171,7 +171,7 @@ def test_a_subclass_of_the_built_in_loss_gets_all_options(here):
 def test_a_loss_travels_by_its_path(here):
     """A file's module has another name in every process, so pickling the object would not do."""
     loss = loss_of("Base", model__ppo__loss_kwargs={"weight": 2.0})
-    assert b"aligner_user" not in pickle.dumps(loss)
+    assert b"user_files" not in pickle.dumps(loss)
     copy = pickle.loads(pickle.dumps(loss))
     assert isinstance(copy, UserPolicyLoss)
     batch = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}

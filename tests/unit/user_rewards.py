@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 from aligner.errors import RewardError
 
@@ -142,3 +146,78 @@ def too_few(prompts, responses):
 
 
 not_callable = 3
+
+
+def _square(value):
+    return float(value * value)
+
+
+def in_processes(prompts, responses, ground_truths, *, method):
+    """Functions of this file in processes of a start method of multiprocessing."""
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return list(pool.map(_square, range(len(prompts))))
+
+
+@dataclass(frozen=True)
+class Truth:
+    value: float
+
+
+def truths(**_):
+    yield {"prompt": "a", "ground_truth": Truth(2.0), "check": lambda text: text == "a"}
+
+
+def of_truths(prompts, responses, ground_truths):
+    return [truth.value for truth in ground_truths]
+
+
+def takes_checks(prompts, responses, ground_truths, check):
+    return [float(one(text)) for one, text in zip(check, responses, strict=True)]
+
+
+def clashes(data_source, solution_str, ground_truth, **columns):
+    return [1.0] * len(data_source)
+
+
+def integer_keys(prompts, responses, ground_truths):
+    return [{"reward": 1.0, 3: 2.0} for _ in prompts]
+
+
+def judge_is_down(prompts, responses, ground_truths):
+    if len(prompts) > 1 or responses == ["always"]:
+        raise ConnectionError("judge is down")
+    raise ValueError("of one sample")
+
+
+at_once = asyncio.Semaphore(1)
+
+
+async def _limited(text):
+    async with at_once:
+        await asyncio.sleep(0.01)
+        return float(len(text))
+
+
+async def judged(prompts, responses, ground_truths):
+    return await asyncio.gather(*map(_limited, responses))
+
+
+class Hostile(str):
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return os._exit, (7,)
+
+
+def hostile_error(prompts, responses, ground_truths):
+    raise ValueError(Hostile("\ud800"))
+
+
+def forges(prompts, responses, ground_truths):
+    """Writes an answer of its own to the channel, before the function's."""
+    form = responses[0].encode()
+    for number in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(number, struct.pack("!4sQ", b"\x93ALN", len(form)) + form)
+    return [1.0] * len(prompts)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from aligner.algorithms.ask.model import AskedModel, open_asked_model
 from aligner.algorithms.run.stopping import stop_signal
 from aligner.config import ServeConfig
+from aligner.config.commands.ask import as_run
 from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import ConfigError, TokenizerError
 from aligner.http.tokens import new_token, read_token
@@ -16,6 +18,7 @@ from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
 from aligner.serving.queue import Waiting
 from aligner.serving.served import Served
+from aligner.serving.sessions import Sessions
 
 Say = Callable[[str], None]
 
@@ -41,18 +44,25 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
         say: on rank 0 called with lines for the user: the address, and a token that was made.
 
     Raises:
-        ConfigError: it cannot listen there, there is no token where it should be, or answers of
-            ``sampling.max_length`` do not fit the model.
+        ConfigError: it cannot listen there, or there is no token where it should be.
     """
     asked = open_asked_model(config, closing)
-    asked.check_room(1)
+    room = asked.architecture.max_position_embeddings - 1
+    if config.sampling.max_length > room:  # the default of requests; each says its own
+        on_rank_zero(lambda: say(f"sampling.max_length={room}: more does not fit the model"))
+        least = min(config.sampling.min_length, room)
+        sampling = replace(config.sampling, max_length=room, min_length=least)
+        config = replace(config, sampling=sampling, policy=asked.run.policy)
+        source = asked.source
+        asked = replace(asked, run=as_run(config, source.path, source.peft, source.tokenizer))
     served = _served(config, asked)
     token = on_rank_zero(lambda: _token(config, say))
     generation, _ = asked.start(served.positions - 1, say)
     generation.prepare_for_generation()
     closing.callback(generation.finish_generation)
     waiting = Waiting(config.server.max_waiting)
-    service = Service(served, waiting, config.server.timeout_s, token)
+    sessions = Sessions(config.server.session_idle_s)
+    service = Service(served, waiting, config.server.timeout_s, token, sessions)
 
     def listen() -> None:
         host, port = _listening(config, service, closing)

@@ -18,8 +18,9 @@ from aligner.algorithms.rollout.rollout import (
     prompts_batch,
 )
 from aligner.algorithms.run.engine import Workers, run_settings
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import check_room, total_steps
+from aligner.algorithms.run.startup import check_room
 from aligner.algorithms.supervised.build import (
     check_sequences,
     example_sampler,
@@ -101,7 +102,7 @@ def train_distill(config: DistillRunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = example_sampler(config, task)
-                steps = total_steps(loop, sampler)
+                steps = total_steps(config, sampler)
                 student = attempt.start_policy(steps)
                 teacher = start_teacher(config, attempt)
                 targets = TeacherTargets(teacher, loop.top_k, vocab_size, seed)

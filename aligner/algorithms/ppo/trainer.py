@@ -46,9 +46,9 @@ from aligner.algorithms.rollout.rollout import (
     score,
 )
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import total_steps
 from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.config import RunConfig
 from aligner.data.dataset import PromptSampler
@@ -85,7 +85,7 @@ def train_ppo(config: RunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = prompts.sampler(config)
-                steps = total_steps(config.loop, sampler)
+                steps = total_steps(config, sampler)
                 policy, critic = start_roles(config, attempt, steps)
                 engines = start_generation(config, attempt, policy, prompts.max_length)
                 trainer = PPOTrainer(

@@ -6,8 +6,8 @@ from typing import Any
 
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.algorithms.run.directory import log_dir
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import total_steps
 from aligner.algorithms.supervised.build import (
     check_sequences,
     example_sampler,
@@ -47,7 +47,7 @@ def train_dpo(config: DPORunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = example_sampler(config, task)
-                steps = total_steps(loop, sampler)
+                steps = total_steps(config, sampler)
                 policy = attempt.start_policy(steps)
                 if loop.has_reference:  # computed before the first update
                     path = log_dir(config) / "reference_logprobs.pt"

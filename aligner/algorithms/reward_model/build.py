@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from aligner.algorithms.run.engine import run_settings
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import total_steps
 from aligner.algorithms.supervised.build import (
     check_sequences,
     example_sampler,
@@ -39,7 +39,7 @@ def train_reward_model(config: RewardRunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = example_sampler(config, task)
-                steps = total_steps(config.loop, sampler)
+                steps = total_steps(config, sampler)
                 model = attempt.own(
                     RewardModel(
                         attempt.clusters.policy,

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _NAME = "policy"  # of the model
 _HOST = "127.0.0.1"
 _GATHER_S = 0.02  # agents whose answers came together ask again at about the same time
-_MOST_WAITING = 4096  # answers
+_MOST_WAITING = 4096  # answers, and as many connections; 4 for each agent where these are more
 # What a request may say of sampling; the run has said it.
 _OF_THE_RUN = ("temperature", "top_p", "top_k", "repetition_penalty", "min_tokens", "seed")
 
@@ -97,7 +97,8 @@ class EndpointRollouts(RolloutSource):
         self._config, self._tokenizer = config.environment, tokenizer
         rollout = config.model.rollout
         self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
-        self._waiting = Waiting(_MOST_WAITING, _GATHER_S)
+        most = max(_MOST_WAITING, 4 * self._config.concurrency)
+        self._waiting = Waiting(most, _GATHER_S)
         served = PolicyServed(
             _NAME,
             tokenizer,

@@ -23,9 +23,10 @@ from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.rollout import RolloutSource, prefixed, samples_of, score
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import sampling_summary, total_steps, trained_policy
+from aligner.algorithms.run.startup import sampling_summary, trained_policy
 from aligner.batches.batched_data_dict import columns_of
 from aligner.config import RSRunConfig
 from aligner.config.rules.checks import check_model_shares
@@ -53,7 +54,7 @@ def train_rs(config: RSRunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = prompts.sampler(config)
-                steps = total_steps(config.loop, sampler)
+                steps = total_steps(config, sampler)
                 kept = sampler.batch_size * rs.top_n_rollouts
                 policy = attempt.start_policy(steps * (kept // config.model.global_batch_size))
                 engines = start_generation(config, attempt, policy, prompts.max_length)

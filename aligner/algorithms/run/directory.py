@@ -8,17 +8,17 @@ directory finds it emptied of the one before, whose files are in ``earlier_001/`
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from aligner.algorithms.run.identity import RunIdentity, flat
 from aligner.checkpoint.durable import atomic_file, storage_error, sync_path
-from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig
-from aligner.config.run import Algorithm, algorithm_of
-from aligner.data.readers import Source, source_files
-from aligner.errors import CheckpointError, ConfigError, DamagedStateError, DataError
+from aligner.config.defaults import defaults_of
+from aligner.errors import CheckpointError, ConfigError, DamagedStateError
 from aligner.observe.jsonl import read_lines
 
 RUN_FILE = "run.json"
@@ -33,109 +33,6 @@ _LEFT_BY_A_RUN = (
         for kind in ("nemo", "lora.safetensors")
     ),
 )
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """Identity of a run. Learning rates, rewards, layouts, lengths may change; these may not.
-
-    ``models`` and ``data``: by configuration key, where it was, and a fingerprint of its content
-    (None: it could not be read), so that a file may be moved.
-    """
-
-    algorithm: Algorithm
-    models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    data: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: BaseRunConfig) -> "RunIdentity":
-        """Identity of the run that ``config`` describes."""
-        plain = config.as_dict()
-        sections = [name for name in ("model", "teacher") if name in plain]
-        models = {
-            f"{name}.restore_from_path": _content(
-                plain[name]["restore_from_path"],
-                model_fingerprint(plain[name]["restore_from_path"]),
-            )
-            for name in sections
-        }
-        train = plain["data"]["train"]
-        data = {"data.train.source": _content(*_data_content(train["source"], train["arguments"]))}
-        return cls(algorithm_of(plain), models, data)
-
-    @classmethod
-    def saved(cls, state: Mapping[str, Any]) -> "RunIdentity":
-        """Identity kept in a run state; earlier versions kept only the configuration.
-
-        Raises:
-            CheckpointError: no training script wrote it.
-        """
-        known = state.get("identity", {})
-        try:
-            algorithm = algorithm_of(state["config"])
-            return cls(algorithm, known.get("models", {}), known.get("data", {}))
-        except (KeyError, StopIteration, AttributeError, TypeError) as error:
-            raise CheckpointError(
-                "the run state does not tell its algorithm: no training script wrote it; set "
-                "exp_manager.explicit_log_dir to another directory"
-            ) from error
-
-    def as_dict(self) -> dict[str, Any]:
-        """Dictionary as in JSON."""
-        return {**asdict(self), "algorithm": self.algorithm._asdict()}
-
-    def refusals(self, saved: "RunIdentity", accepted: Sequence[str]) -> list[str]:
-        """Reasons why this run does not continue ``saved``; empty: it does.
-
-        ``accepted``: what may be another (``exp_manager.accept_changed``).
-        """
-        mine, others = self.algorithm, saved.algorithm
-        if mine != others:
-            loadable = mine[1:] == others[1:]
-            if not loadable or "algorithm" not in accepted:
-                return [
-                    f"its algorithm is {others.name} and this command's is {mine.name}"
-                    + (_accept("algorithm") if loadable else "")
-                ]
-        found = []
-        for kind, now, before in (
-            ("model", self.models, saved.models),
-            ("data", self.data, saved.data),
-        ):
-            for key, content in now.items():
-                old = before.get(key, {}).get("content")
-                known = None not in (old, content["content"])
-                if known and old != content["content"] and kind not in accepted:
-                    found.append(
-                        f"its {key} was {before[key]['source']} and "
-                        f"{key}={content['source']} has another content{_accept(kind)}"
-                    )
-        return found
-
-
-def _accept(kind: str) -> str:
-    return f" ('exp_manager.accept_changed=[{kind}]' continues with it all the same)"
-
-
-def _content(source: Any, content: str | None) -> dict[str, Any]:
-    return {"source": source, "content": content}
-
-
-def _data_content(source: Source, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """A data source, and a fingerprint of its files or its generators' names and arguments."""
-    parts = [source] if isinstance(source, (str, Path)) else list(source)
-    try:
-        contents = []
-        for part in parts:
-            files = source_files(part)
-            # A generator's file may stand elsewhere.
-            contents.append(Path(str(part)).name if files is None else fingerprint_of(files))
-    except (DataError, OSError):  # reported when it is read
-        return source, None
-    if None in contents:
-        return source, None
-    functions = arguments if any(source_files(part) is None for part in parts) else {}
-    return source, json.dumps([contents, functions], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -156,7 +53,7 @@ class RunDirectory:
             StorageError: the directory cannot be written.
         """
         exp = config.exp_manager
-        notes = []
+        notes, began = [], None
         if exp.start_anew:
             notes += self._set_aside("exp_manager.start_anew=true")
         self.store.recover()
@@ -174,9 +71,15 @@ class RunDirectory:
             if last is not None and (last > 0 or record.get("identity") != identity.as_dict()):
                 notes += self._set_aside("no run state had been saved")
         else:
-            self._check_same(identity, exp.accept_changed)
-        self._write({"identity": identity.as_dict(), "saved": bool(states)})
+            began = self._check_same(identity, config)
+        began = began or self.began or datetime.now().isoformat()
+        self._write({"identity": identity.as_dict(), "saved": bool(states), "began": began})
         return notes
+
+    @property
+    def began(self) -> str | None:
+        """Local time at which the run began, in ISO format; None: nothing tells it."""
+        return self._record().get("began")
 
     def mark_saved(self) -> None:
         """Note that a run state was saved: if none is there later, it was lost."""
@@ -184,20 +87,28 @@ class RunDirectory:
         if not record.get("saved"):
             self._write({**record, "saved": True})
 
-    def _check_same(self, identity: RunIdentity, accepted: Sequence[str]) -> None:
-        """Refuse another run's states; a damaged one is ignored (the loop skips it)."""
+    def _check_same(self, identity: RunIdentity, config: BaseRunConfig) -> str | None:
+        """Refuse another run's states; a damaged one is ignored (the loop skips it).
+
+        The time at which the run began is returned, if its states tell it.
+        """
         for saved in reversed(self.store.states()):
             try:
-                before = RunIdentity.saved(self.store.load(saved.path).state)
+                state = self.store.load(saved.path).state
+                before = RunIdentity.saved(state)
             except DamagedStateError:
                 continue
-            reasons = identity.refusals(before, accepted)
+            exp = config.exp_manager
+            reasons = identity.refusals(
+                before, exp.accept_changed, exp.resume_changed, defaults_of(config)
+            )
             if reasons:
                 raise ConfigError(
                     f"{self.folder} holds another run ({saved.path.name}): {'; '.join(reasons)}; "
                     f"{self._elsewhere()}"
                 )
-            return
+            return state.get("began")
+        return None
 
     def _check_not_lost(
         self, damaged: Sequence[str], record: Mapping[str, Any], last: int | None
@@ -284,20 +195,10 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
     A key that an earlier version did not have, and that is empty now, is no change.
     """
-    old, new = _flat(before), _flat(now)
+    old, new = flat(before), flat(now)
     new = {key: value for key, value in new.items() if key in old or value != []}
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted key."""
-    if not isinstance(tree, Mapping):
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return leaves

@@ -16,6 +16,7 @@ from aligner.cluster.interfaces import Cluster
 from aligner.cluster.launch import started_processes
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import BaseRunConfig, ParallelConfig, SamplingRunConfig
+from aligner.data.tokenizers.clock import TEMPLATE_TIME
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import describe_layout, initialize_parallel
@@ -136,7 +137,10 @@ class RayEngine:
                 seed=config.seed,
                 timeout_s=config.cluster.timeout_s,
                 log_dir=self._log_dir,
-                env_vars=config.cluster.env_vars,
+                env_vars={
+                    **{name: os.environ[name] for name in (TEMPLATE_TIME,) if name in os.environ},
+                    **config.cluster.env_vars,
+                },
             )
             closing.callback(room.shutdown)
             return room

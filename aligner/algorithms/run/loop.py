@@ -13,6 +13,7 @@ of later steps are removed when the run resumes: what a killed run wrote after i
 computed again, to the bit.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from aligner.checkpoint.background import stop_all_tasks
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore, SavedRole
 from aligner.config.defaults import without_new_defaults
+from aligner.data.tokenizers.clock import TEMPLATE_TIME
 from aligner.distributed import accelerator
 from aligner.distributed.collectives import (
     any_rank,
@@ -381,6 +383,8 @@ class RunLoop:
                 "config": dict(self.config),
                 "identity": dict(self.identity),
                 "layout": self.layout,
+                "total_steps": self.schedule.total_steps,
+                "began": os.environ.get(TEMPLATE_TIME),
                 "rng": capture_rng(accelerator.rng_state),
                 **({"callbacks": of_callbacks} if of_callbacks else {}),
             },

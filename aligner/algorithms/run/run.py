@@ -24,8 +24,9 @@ from rich.console import Console
 
 from aligner.algorithms.callbacks import Callbacks
 from aligner.algorithms.run import dry_run
-from aligner.algorithms.run.directory import RunDirectory, RunIdentity, log_dir
+from aligner.algorithms.run.directory import RunDirectory, log_dir
 from aligner.algorithms.run.engine import Engine, Workers, open_engine
+from aligner.algorithms.run.identity import RunIdentity
 from aligner.algorithms.run.loop import Learner, Restoration, RunLoop, Schedule
 from aligner.algorithms.run.startup import Summary, describe_model_of, startup_summary
 from aligner.architecture import GPTArchitecture
@@ -33,6 +34,7 @@ from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig, check_layout
 from aligner.config.defaults import defaults_of
+from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.collectives import (
     gather_objects,
@@ -321,7 +323,11 @@ def prepare_log_dir(config: BaseRunConfig, closing: ExitStack) -> list[str]:
         closing.callback(RunLock(folder).release)
         return directory.prepare(RunIdentity.of(config), config)
 
-    return on_rank_zero(prepare)
+    notes = on_rank_zero(prepare)
+    began = on_rank_zero(lambda: directory.began)
+    if began is not None:
+        closing.enter_context(fixed_time(began))
+    return notes
 
 
 def _restored(found: Restoration, items: Sequence[str]) -> Restored:

@@ -9,10 +9,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.model_source import open_model
-from aligner.config import BaseRunConfig, LoopConfig, SamplingRunConfig, TrainedModelConfig
+from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
 from aligner.config.elsewhere import IGNORED
 from aligner.config.rules.checks import check_longest_sequence
-from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.loading import named_tokenizer, with_chat_template
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -67,13 +66,6 @@ def _check_adapters(model: TrainedModelConfig, architecture: GPTArchitecture) ->
     adapter_shapes(architecture, lora)
     if path is not None:
         check_same(lora, read_adapters(path, architecture).lora, path)
-
-
-def total_steps(config: LoopConfig, sampler: PromptSampler) -> int:
-    """Steps of the run: ``max_epochs`` worth of data, ``max_steps`` at most."""
-    limit = config.max_steps
-    steps = sampler.batches_in(config.max_epochs)
-    return steps if limit < 0 else min(limit, steps)
 
 
 def count_parameters(architecture: GPTArchitecture) -> int:

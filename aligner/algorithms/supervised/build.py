@@ -5,8 +5,9 @@ from functools import partial
 
 from aligner.algorithms.run.dry_run import longest_set
 from aligner.algorithms.run.engine import Workers
+from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.run import Run
-from aligner.algorithms.run.startup import Summary, dropped_note, role_memory, total_steps
+from aligner.algorithms.run.startup import Summary, dropped_note, role_memory
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
 from aligner.config import SFTRunConfig, SupervisedRunConfig, check_layout
@@ -35,7 +36,7 @@ def train_sft(config: SFTRunConfig) -> None:
         for attempt in run.attempts():
             with attempt:
                 sampler = example_sampler(config, task)
-                steps = total_steps(config.loop, sampler)
+                steps = total_steps(config, sampler)
                 policy = attempt.start_policy(steps)
                 trainer = SupervisedTrainer(
                     policy, task, sampler, limit_val_examples=config.loop.limit_val_examples

@@ -127,6 +127,9 @@ class ServerConfig:
     timeout_s: Seconds = 600.0
     """Longest wait of a request for its whole answer, in seconds."""
 
+    session_idle_s: Seconds = 3600.0
+    """A session that nobody used for so long, in seconds, is forgotten and its key refused."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AskConfig:

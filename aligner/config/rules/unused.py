@@ -34,6 +34,7 @@ _OPTIONS = (
             *("environment.kwargs", "environment.max_turns", "environment.max_tokens"),
             *("environment.timeout_s", "environment.total_timeout_s", "environment.concurrency"),
             *("environment.memory_mb", "environment.retries", "environment.rewritten_history"),
+            *("environment.unscored", "environment.failed"),
         ),
         lambda config: config.environment.is_set,
         "needs an environment: set reward=environment and environment.factory",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as RustTokenizer
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends
+from aligner.data.tokenizers.clock import RunClock
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, generation_ends, known_ids
 from aligner.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
@@ -122,6 +123,12 @@ class HuggingFaceTokenizer:
         return self._bos_id
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Added tokens that structure a text and are no part of it."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
+    @property
     def pad_id(self) -> int:
         """Padding token; the end-of-sequence token where none is declared."""
         return self._pad_id
@@ -133,12 +140,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelt out."""
-        ids = [int(token) for token in ids]
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            raise TokenizerError(
-                f"token ids {min(ids)}..{max(ids)} leave the vocabulary of {self._vocab_size}"
-            )
-        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        text: str = self._backend.decode(
+            known_ids(ids, self._vocab_size), skip_special_tokens=False
+        )
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "HuggingFaceTokenizer":
@@ -214,7 +218,9 @@ class HuggingFaceTokenizer:
 
     def _make_renderer(self) -> "PreTrainedTokenizerFast":
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils import chat_template_utils
 
+        chat_template_utils.datetime = RunClock  # which `strftime_now` of templates asks
         special = {name: self._config[name] for name in _SPECIAL_NAMES if self._config.get(name)}
         further = self._config.get("extra_special_tokens")
         if isinstance(further, Mapping):

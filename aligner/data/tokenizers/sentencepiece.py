@@ -6,7 +6,7 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG
+from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, known_ids
 from aligner.errors import TokenizerError
 
 
@@ -73,12 +73,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; control pieces (BOS, EOS, padding) have none."""
-        ids = [int(token) for token in ids]
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise TokenizerError(
-                f"token ids {min(ids)}..{max(ids)} leave the vocabulary of {self.vocab_size}"
-            )
-        text: str = self._processor.decode(ids)
+        text: str = self._processor.decode(known_ids(ids, self.vocab_size))
         return text
 
     def with_end_tokens(self, tokens: Sequence[str | int]) -> "SentencePieceTokenizer":

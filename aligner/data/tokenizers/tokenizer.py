@@ -73,6 +73,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelt out; incomplete UTF-8 shows as U+FFFD.
 
+        Ids from ``vocab_size`` on have no text: an embedding may be wider than its tokenizer, and
+        sampling and log-probs are over all of its rows.
+
         For a response use :func:`aligner.data.tokenizers.decoding.decode_response`, which knows the
         prompt.
         """
@@ -102,6 +105,17 @@ class Tokenizer(Protocol):
     def files(self) -> dict[str, bytes]:
         """File name → content of everything ``tokenizer_from_files`` needs to rebuild this."""
         ...
+
+
+def known_ids(ids: Sequence[int], size: int) -> list[int]:
+    """The ids below ``size``, without those of rows that an embedding has beyond the tokenizer.
+
+    Raises:
+        TokenizerError: one of them is negative.
+    """
+    if min(ids, default=0) < 0:
+        raise TokenizerError(f"token id {min(ids)} is negative; a vocabulary begins at 0")
+    return [int(token) for token in ids if token < size]
 
 
 def differing_token(one: Tokenizer, other: Tokenizer) -> str | None:

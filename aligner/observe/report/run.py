@@ -123,7 +123,7 @@ def write_report(
     )
     path = folder / "report.html"
     with atomic_file(path) as file:
-        file.write(render_report(record).encode())
+        file.write(render_report(record).encode(errors="replace"))
     return path
 
 

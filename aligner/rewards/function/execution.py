@@ -3,7 +3,9 @@
 import asyncio
 import functools
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from aligner.importing import load_function
@@ -13,6 +15,7 @@ Scored = tuple[list[float], dict[str, list[float]]]
 
 # A function that failed on a batch is tried on this many single samples to find the culprit.
 _MOST_TRIED = 256
+_STARTING = threading.Lock()
 
 
 class LoadedFunction:
@@ -23,6 +26,8 @@ class LoadedFunction:
         self.signature = Signature.of(function, name, kwargs)
         self._function = functools.partial(function, **kwargs)
         self._kwargs = frozenset(kwargs)
+        self._runner = asyncio.Runner()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of calls from other threads
 
     @classmethod
     def load(cls, name: str, kwargs: Mapping[str, Any]) -> "LoadedFunction":
@@ -41,16 +46,43 @@ class LoadedFunction:
             **self.signature.select(samples.columns, self._kwargs),
         )
         if inspect.isawaitable(result):
-            result = asyncio.run(_wait(result, limit_s))
+            result = self._result_of(result, limit_s)
         return parse_scores(result, samples, self.signature.name)
 
-    def find_failing(self, samples: Samples) -> int | None:
-        """Index of the first sample that fails by itself; None if none of those tried does."""
+    def _result_of(self, awaitable: Awaitable[Any], limit_s: float | None) -> Any:
+        """Wait for it in one event loop for all calls: what the function holds may belong to it."""
+        if threading.current_thread() is threading.main_thread():
+            return self._runner.run(_wait(awaitable, limit_s))
+        with _STARTING:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_forever, args=(self._loop,), daemon=True).start()
+            loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(_wait(awaitable, limit_s), loop)
+        try:
+            # A second more: a coroutine that can be cancelled is.
+            return future.result(None if limit_s is None else limit_s + 1)
+        finally:
+            if not future.done():  # it holds the loop, which is left behind
+                self._loop = None
+
+    def find_failing(self, samples: Samples, error: BaseException) -> int | None:
+        """Index of the first sample that fails by itself as the batch did, with ``error``.
+
+        None if none of those tried does, or each does: then it is not the sample that is at fault.
+        """
+        culprit, others = None, len(samples) == 1
         for index in range(min(len(samples), _MOST_TRIED)):
             try:
                 self.score(samples.slice(index, index + 1))
-            except BaseException:
-                return index
+                others = True
+            except BaseException as own:
+                if type(own) is not type(error):
+                    others = True
+                elif culprit is None:
+                    culprit = index
+            if others and culprit is not None:
+                return culprit
         return None
 
 
@@ -60,6 +92,12 @@ def failure_message(name: str, raised: str, samples: Samples, culprit: int | Non
     if culprit is not None:
         where = samples.describe(culprit)
     return f"reward function {name!r} raised {raised} on {where}"
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        with suppress(BaseException):  # SystemExit of a task, whose future has it as well
+            loop.run_forever()
 
 
 async def _wait(awaitable: Awaitable[Any], limit_s: float | None) -> Any:

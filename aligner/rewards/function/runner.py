@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from aligner.config.fields import MOST_SECONDS
 from aligner.errors import AlignerError, ConfigError, RewardError, RewardTimeoutError
 from aligner.importing import describe_exception
 from aligner.rewards.function.execution import LoadedFunction, Scored, failure_message
-from aligner.rewards.protocol import Samples, Signature
+from aligner.rewards.protocol import Samples, Signature, parse_scores
 
 log = logging.getLogger(__name__)
 _WORKER = "aligner.rewards.function.worker"
@@ -278,7 +278,8 @@ class ProcessRunner:
         deadline = time.monotonic() + time_limit_s
         try:
             for child, part in pairs:
-                child.ask(part, time_limit_s=time_limit_s)
+                columns = self.signature.select(part.columns, self._kwargs)
+                child.ask(replace(part, columns=columns), time_limit_s=time_limit_s)
             return [
                 in_time(partial(child.scores, part, deadline, time_limit_s))
                 for child, part in pairs
@@ -306,7 +307,7 @@ class RewardProcess(ChildProcess):
             RewardTimeoutError,
         )
         super().__init__(_WORKER, (name, dict(kwargs)), wording)
-        self.signature: Signature = self.wait_until_ready()
+        self.signature = self.parse(Signature.of_plain, self.wait_until_ready())
 
     def scores(self, samples: Samples, deadline: float, time_limit_s: float) -> Scored:
         """Wait for the scores of the batch that was sent.
@@ -318,18 +319,17 @@ class RewardProcess(ChildProcess):
         """
         kind, payload = self.receive(deadline, time_limit_s)
         if kind == "scores":
-            scored: Scored = payload
-            return scored
+            return self.parse(partial(parse_scores, samples=samples, name=self._name), payload)
         culprit = self._receive_culprit(deadline)
-        raise RewardError(failure_message(self._name, payload, samples, culprit))
+        known = culprit if culprit in range(len(samples)) else None
+        raise RewardError(failure_message(self._name, str(payload), samples, known))
 
-    def _receive_culprit(self, deadline: float) -> int | None:
+    def _receive_culprit(self, deadline: float) -> Any:
         """The child's second message, unless the search takes longer than the time limit."""
         try:
-            index: int | None = self.receive(deadline, 0.0)[1]
+            return self.receive(deadline, 0.0)[1]
         except RewardError:
             return None
-        return index
 
 
 class ThreadRunner:
@@ -361,7 +361,7 @@ class ThreadRunner:
             except AlignerError as error:
                 reply.put(error)
             except BaseException as error:
-                culprit = self._function.find_failing(part)
+                culprit = self._function.find_failing(part, error)
                 raised = describe_exception(error)
                 message = failure_message(self.signature.name, raised, part, culprit)
                 reply.put(RewardError(message))

@@ -1,8 +1,9 @@
 """The reward process: loads the function once, then scores what its parent sends.
 
 Messages are those of `aligner.child_process`. Parent to child: first ``(function name, kwargs)``,
-then ``(number, Samples, time limit in seconds)``. Child to parent: ``ready, Signature``; ``scores,
-(rewards, metrics)``; or ``raised, text`` followed by ``culprit, index | None``.
+then ``(number, Samples, time limit in seconds)``. Child to parent: ``ready`` with the fields of a
+`Signature`; ``scores, [{"reward": number, further numbers}, ...]``; or ``raised, text`` followed by
+``culprit, index | None``.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def main(channel: int) -> None:
     except AlignerError as error:
         parent.send(0, *refusal(error))
         return
-    parent.send(0, "ready", function.signature)
+    parent.send(0, "ready", vars(function.signature))
     while True:
         try:
             number, samples, limit_s = parent.receive()
@@ -36,13 +37,15 @@ def main(channel: int) -> None:
 
 def _answer(function: LoadedFunction, samples: Samples) -> Iterator[tuple[str, Any]]:
     try:
-        answer: tuple[str, Any] = "scores", function.score(samples)
+        rewards, metrics = function.score(samples)
     except SystemExit:
         raise
     except AlignerError as error:
-        answer = refusal(error)
+        yield refusal(error)
     except BaseException as error:
-        answer = "raised", describe_exception(error)
-    yield answer
-    if answer[0] == "raised":  # after the answer: the search may take long, or hang
-        yield "culprit", function.find_failing(samples)
+        yield "raised", describe_exception(error)
+        # After the answer: the search may take long, or hang.
+        yield "culprit", function.find_failing(samples, error)
+    else:
+        rows = zip(rewards, *metrics.values(), strict=True)
+        yield "scores", [dict(zip(["reward", *metrics], row, strict=True)) for row in rows]

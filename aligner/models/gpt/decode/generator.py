@@ -13,6 +13,7 @@ ranks each do the whole work, for sequences are not split.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,11 +33,15 @@ from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.decode.scheduler import (
     Prompts,
+    Responses,
     Rollout,
     RolloutRules,
     TokenListener,
     WideNucleusError,
+    with_room,
 )
+
+_KEPT_RULES = 2  # graphs are kept for: those of training and of validation
 
 
 class GenerationOutput(NamedTuple):
@@ -106,6 +111,10 @@ class Generator:
         self._cuda_graphs = cuda_graphs
         self._record_kept = record_kept
         self._waits = False  # for the device within a step; once a nucleus needed it, always
+        # Between rollouts, for their graphs; responses by rules, those used last at the end.
+        self._model: IncrementalModel | None = None
+        self._weights: tuple[int, ...] = ()
+        self._responses: dict[RolloutRules, Responses] = {}
 
     def sample(
         self,
@@ -173,40 +182,87 @@ class Generator:
         """Rollout of ``prompts`` at its end; ``rows``: the tokens of each, without padding."""
         pipeline = dist.get_world_size(self._gpt.pg_collection.pp) > 1
         ahead = _runs_ahead(prompts.tokens.device) and not pipeline
+        waits = not ahead or self._waits
+        captured = self._cuda_graphs and not waits
 
-        def begin(waits: bool) -> Rollout:
+        def begin(responses: Responses, waits: bool) -> Rollout:
             return Rollout(
-                prompts,
+                responses,
                 rows,
                 rules,
                 stop=stop,
                 listener=listener,
                 runs_ahead=ahead,
                 waits=waits,
-                captured=self._cuda_graphs and not waits,
+                captured=captured and not waits,
             )
 
-        # A listener must not hear of tokens twice.
-        rollout = begin(waits=not ahead or self._waits or listener is not None)
-        num_slots = min(self._max_batch_size, len(rows))
+        num_slots, keeps = min(self._max_batch_size, len(rows)), False
         with experts_in_step(self._gpt):
-            if num_slots > 0:
-                model = IncrementalModel(
-                    self._gpt,
-                    self._architecture,
-                    num_slots=num_slots,
-                    capacity=max(map(len, rows)) + rules.length.max_length,
-                    tp_group=self._tp_group,
-                )
+            if num_slots == 0:
+                return begin(Responses(prompts, rules), waits)
+            model = self._model_of(
+                num_slots, max(map(len, rows)) + rules.length.max_length, captured
+            )
+            responses = (
+                self._responses_of(prompts, rules) if captured else Responses(prompts, rules)
+            )
+            rollout = begin(responses, waits)
+            try:
                 with model.session():
                     try:
                         rollout.run(model, num_slots)
                     except WideNucleusError:
                         self._waits = True
-                        rollout = begin(waits=True)
+                        again = begin(Responses(prompts, rules), waits=True)
+                        again.heard, rollout = rollout.heard, again
                         rollout.run(model, num_slots)
-                self._take_from_first_context_rank(rollout)
+                    keeps = captured and not self._waits and model.can_be_kept
+            finally:
+                if not keeps:
+                    responses.forget_graphs()
+                    self.release()
+            self._take_from_first_context_rank(rollout)
         return rollout
+
+    def release(self) -> None:
+        """Free what is kept between rollouts: graphs, and the memory that they read and write."""
+        self._model, self._responses = None, {}
+
+    def _model_of(self, num_slots: int, capacity: int, captured: bool) -> IncrementalModel:
+        """The model with a cache of so many slots; the last one where that will do.
+
+        It will not where weights have moved: graphs have their addresses.
+        """
+        weights = tuple(parameter.data_ptr() for parameter in self._gpt.parameters())
+        kept = self._model if captured and weights == self._weights else None
+        if kept is not None and kept.cache.holds(num_slots, capacity):
+            return kept
+        self.release()
+        self._weights = weights
+        self._model = IncrementalModel(
+            self._gpt,
+            self._architecture,
+            num_slots=num_slots,
+            capacity=with_room(capacity) if captured else capacity,
+            tp_group=self._tp_group,
+        )
+        return self._model
+
+    def _responses_of(self, prompts: Prompts, rules: RolloutRules) -> Responses:
+        """Room for responses, the last one's by the same rules where it is large enough."""
+        key = dataclasses.replace(rules, seed=0)
+        kept = self._responses.pop(key, None)
+        columns = with_room(prompts.tokens.shape[1] + rules.length.max_length)
+        shape = (0, columns) if kept is None else kept.tokens.shape
+        responses = Responses(prompts, rules, shape)
+        if kept is not None and responses.tokens.shape == shape:
+            kept.refill(responses)
+            responses = kept
+        for old in list(self._responses)[: 1 - _KEPT_RULES]:
+            del self._responses[old]
+        self._responses[key] = responses
+        return responses
 
     def _take_from_first_context_rank(self, rollout: Rollout) -> None:
         """Make the copies one, where a library's last bits differ from run to run."""

@@ -131,6 +131,15 @@ class KVCache:
         """Most tokens per sequence."""
         return self._capacity
 
+    def holds(self, num_slots: int, capacity: int) -> bool:
+        """Return whether there are so many slots of so many tokens."""
+        return len(self._firsts) >= num_slots * self._groups and self._capacity >= capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all layers' keys and values."""
+        return sum(store.nbytes for store in self._stores.values())
+
     def begin_prefill(
         self, lengths: Sequence[int], slots: Sequence[int], sources: Sequence[int]
     ) -> None:

@@ -48,6 +48,7 @@ from aligner.models.gpt.forward.schedule import output_weight
 from aligner.models.gpt.layers.attention import CoreAttention
 
 _NOTHING_DRAWN = -1
+_KEPT_SHARE = 1 / 32  # of the device: larger caches are given back before training
 
 
 class PipelineComm:
@@ -211,6 +212,19 @@ class IncrementalModel:
         """True if `decode` and `logits` only launch kernels of this process; inside a session."""
         whole = self._shard is not None and self._shard.group is None
         return self._layers is not None and self.stages.is_first and whole
+
+    @property
+    def can_be_kept(self) -> bool:
+        """True if graphs are worth their memory until the next session; inside a session.
+
+        They are not where they read copies of weights, such as those with adapters merged in.
+        """
+        parts = [part for layer in self._layers or () for part in vars(layer).values()]
+        options = [getattr(part, "keywords", getattr(part, "__dict__", {})) for part in parts]
+        read = {each["weight"].data_ptr() for each in options if "weight" in each}
+        small = self.cache.nbytes <= accelerator.total_memory_bytes() * _KEPT_SHARE
+        weights = {each.data_ptr() for each in self._gpt.parameters()}
+        return self.can_be_captured and small and read <= weights
 
     def prefill(
         self,

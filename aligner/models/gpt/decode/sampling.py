@@ -23,6 +23,7 @@ from torch import Tensor
 from aligner.config import SamplingParams
 from aligner.errors import NonFiniteError
 from aligner.kernels.counter_hash import UNIFORM_BITS, counter_hash, uniform_bits
+from aligner.kernels.running_sum import running_sum
 from aligner.logprobs.top_k_top_p import threshold
 
 _BLOCK = 128  # probabilities are added up in blocks of this many tokens,
@@ -184,8 +185,8 @@ def inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 def _cumulative(probabilities: Tensor) -> Tensor:
     """Sums up to each token or, over a larger vocabulary, each block of tokens; float64 [b, m]."""
     if probabilities.shape[1] <= _ONE_LEVEL:
-        return probabilities.cumsum(dim=-1, dtype=torch.float64)
-    return _blocks(probabilities).sum(dim=-1).double().cumsum(dim=-1)
+        return running_sum(probabilities, torch.float64)
+    return running_sum(_blocks(probabilities).sum(dim=-1).double())
 
 
 def _blocks(probabilities: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def _locate(probabilities: Tensor, cumulative: Tensor, uniforms: Tensor) -> Tens
     block = _first_above(cumulative, target)
     before = cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1)
     rows = torch.arange(blocks.shape[0], device=block.device)
-    within = blocks[rows, block].double().cumsum(dim=-1)
+    within = running_sum(blocks[rows, block].double())
     return block * _BLOCK + _first_above(within, target - before.masked_fill(block == 0, 0.0))
 
 
@@ -232,7 +233,7 @@ def _keep_threshold(
     if top_k > 0 or columns <= _NUCLEUS:
         return threshold(scores.clone(), top_k, top_p), None
     likeliest = scores.topk(_NUCLEUS, dim=1).values
-    mass = (likeliest - scores.logsumexp(dim=1, keepdim=True)).exp().cumsum(dim=1)
+    mass = running_sum((likeliest - scores.logsumexp(dim=1, keepdim=True)).exp())
     wide = mass[:, -2] <= top_p
     # Rows whose nucleus lies within: to `threshold` the rest of the vocabulary is one more token.
     limits = _nucleus_threshold(likeliest, mass, top_p)

@@ -9,6 +9,9 @@ graph. Graphs are of two sizes, rows and span, both rounded up: few are made.
 that ends takes part in one step more, whose token is taken back. What is sampled for the others
 does not depend on it.
 
+A graph has the addresses of what it reads and writes, so it can be launched in a later rollout as
+long as these are the same: a `Responses` may be filled again.
+
 Shape legend: ``B`` samples, ``n`` sequences in flight, ``S`` longest possible sequence.
 """
 
@@ -35,9 +38,9 @@ from aligner.models.gpt.decode.sampling import (
     sample_tokens,
 )
 
-_LEAST_SPAN_STEP = 64  # spans of attention are rounded up to a multiple of it,
-_SPAN_STEPS = 8  # or of this part of the power of two below them
-_ROW_STEP = 8  # more rows than this are rounded up to a multiple of it, fewer to a power of two
+_LEAST_SPAN_STEP = 128  # spans of attention are rounded up to a multiple of it,
+_SPAN_STEPS = 2  # or of this part of the power of two below them
+_ROW_STEP = 64  # more rows than this are rounded up to a multiple of it, fewer to a power of two
 
 
 @dataclass
@@ -86,35 +89,43 @@ class Responses:
     ``kept_ids`` int32 [B + 1, S, K], see `SampledTokens`, K is 0 where nothing is recorded.
     """
 
-    def __init__(self, prompts: Prompts, rules: RolloutRules) -> None:
-        """Batch of prompts without responses."""
+    def __init__(
+        self, prompts: Prompts, rules: RolloutRules, shape: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Batch of prompts without responses. ``shape``: least [B + 1, S], the rest is unused."""
         length = rules.length
         batch, columns = prompts.tokens.shape
         device = prompts.tokens.device
-        self.tokens = torch.full(
-            (batch + 1, columns + length.max_length), rules.pad_id, dtype=torch.int64, device=device
-        )
+        shape = max(batch + 1, shape[0]), max(columns + length.max_length, shape[1])
+        self.tokens = torch.full(shape, rules.pad_id, dtype=torch.int64, device=device)
         within = torch.arange(columns, device=device) < prompts.lengths[:, None]
         self.tokens[:batch, :columns] = torch.where(within, prompts.tokens, rules.pad_id)
         self.logprobs = torch.zeros(self.tokens.shape, device=device)
         self.kept_ids = torch.full(
             (*self.tokens.shape, rules.record_kept), -1, dtype=torch.int32, device=device
         )
-        self.lengths = torch.cat((prompts.lengths, prompts.lengths.new_ones(1)))
+        unused = shape[0] - batch
+        self.lengths = torch.cat((prompts.lengths, prompts.lengths.new_ones(unused)))
         self._starts = self.lengths.clone()
         new_positions = prompts.lengths[:, None] + torch.arange(length.max_length, device=device)
         uniforms = counter_uniforms(
             rules.seed, prompts.sample_ids[:, None].expand_as(new_positions), new_positions
         )
-        self._uniforms = torch.cat((uniforms, uniforms.new_zeros(1, length.max_length)))
+        self._uniforms = torch.cat((uniforms, uniforms.new_zeros(unused, length.max_length)))
         self._rules = rules
         self._end_ids = self.index(rules.eos_ids)
         self._seen: Tensor | None = None
         if rules.sampling.repetition_penalty != 1.0:
-            self._seen = _tokens_seen(prompts.tokens, within, rules.vocab_size)
+            self._seen = _tokens_seen(prompts.tokens, within, rules.vocab_size, unused)
         self._kept: dict[int, Batch] = {}  # by number of rows: what graphs read and write
         self._graphs: dict[tuple[int, int, bool], Callable[[], None] | None] = {}
         self._graph_memory = accelerator.graph_memory()
+
+    def refill(self, other: "Responses") -> None:
+        """Take the content of ``other``, which has the same shape and rules but for the seed."""
+        for name, tensor in vars(other).items():
+            if isinstance(tensor, Tensor):
+                getattr(self, name).copy_(tensor)
 
     def batch(self, samples: Sequence[int], rows: int | None = None) -> Batch:
         """Batch of these samples, padded to ``rows`` with the one that stands for no sample.
@@ -240,10 +251,16 @@ def span_of_graph(longest: int, capacity: int) -> int:
     return min(capacity, -(-longest // step) * step)
 
 
-def _tokens_seen(prompts: Tensor, within: Tensor, vocab_size: int) -> Tensor:
-    """Bool [B + 1, V]: the token occurs in the prompt."""
-    seen = prompts.new_zeros(prompts.shape[0] + 1, vocab_size + 1, dtype=torch.bool)
-    seen[:-1].scatter_(1, torch.where(within, prompts, vocab_size), True)
+def with_room(length: int) -> int:
+    """``length`` rounded up, so that what is a little longer next time fits the same memory."""
+    step = max(64, (1 << (length.bit_length() - 1)) // 4)
+    return -(-length // step) * step
+
+
+def _tokens_seen(prompts: Tensor, within: Tensor, vocab_size: int, unused: int) -> Tensor:
+    """Bool [B + ``unused``, V]: the token occurs in the prompt."""
+    seen = prompts.new_zeros(prompts.shape[0] + unused, vocab_size + 1, dtype=torch.bool)
+    seen[:-unused].scatter_(1, torch.where(within, prompts, vocab_size), True)
     return seen[:, :vocab_size]
 
 
@@ -278,7 +295,7 @@ class Rollout:
 
     def __init__(
         self,
-        prompts: Prompts,
+        responses: Responses,
         rows: Sequence[tuple[int, ...]],
         rules: RolloutRules,
         *,
@@ -288,18 +305,18 @@ class Rollout:
         waits: bool = True,
         captured: bool = False,
     ) -> None:
-        """All samples wait. ``rows``: the tokens of each prompt, without padding.
+        """All samples wait. ``rows``: the tokens of each prompt of ``responses``, without padding.
 
         ``runs_ahead``: a step is read while the next one runs. ``waits``: the host may wait for the
         device within a step, too. ``captured``: steps become CUDA graphs, where the model can.
         """
         batch = len(rows)
-        self._responses = Responses(prompts, rules)
+        self._responses = responses
         self.tokens = self._responses.tokens[:batch]
         self.logprobs = self._responses.logprobs[:batch]
         self.kept_ids = self._responses.kept_ids[:batch]
         self.lengths = self._responses.lengths[:batch]
-        self.is_end = torch.zeros(batch, dtype=torch.bool, device=prompts.tokens.device)
+        self.is_end = torch.zeros(batch, dtype=torch.bool, device=self.tokens.device)
 
         self._prompts = rows
         self._prompt_lengths = [len(row) for row in rows]
@@ -308,6 +325,7 @@ class Rollout:
         self._ended: set[int] = set()
         self._length, self._stop = rules.length, stop
         self._listener = listener
+        self.heard = [0] * batch  # tokens of each sample that the listener knows
         self._eos = set(rules.eos_ids)
         self._runs_ahead, self._waits, self._captured = runs_ahead, waits, captured
         self._unread: deque[_Drawn] = deque()
@@ -324,16 +342,13 @@ class Rollout:
             NonFiniteError: as in `aligner.models.gpt.decode.sampling.sample_tokens`.
             WideNucleusError: a rollout that does not wait met a nucleus that needs it to.
         """
-        try:
-            while self._waiting or self._flight:
-                while self._waiting and self._fill_slots(model, num_slots):
-                    pass
-                self._close_gaps(model)
-                if self._flight:
-                    self._advance(model, num_slots)
-            self._read(unread=0)
-        finally:
-            self._responses.forget_graphs()
+        while self._waiting or self._flight:
+            while self._waiting and self._fill_slots(model, num_slots):
+                pass
+            self._close_gaps(model)
+            if self._flight:
+                self._advance(model, num_slots)
+        self._read(unread=0)
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -452,13 +467,14 @@ class Rollout:
                 if bool(wide):
                     raise WideNucleusError("top-p keeps more tokens than a step looks at")
             ended = []
-            heard = [] if self._listener is None else logprobs.tolist()
+            logprobs_of_step = [] if self._listener is None else logprobs.tolist()
             steps = zip(sampled.samples, sampled.made, tokens.tolist(), strict=False)
             for place, (sample, made, token) in enumerate(steps):
                 if sample in self._ended:
                     continue
-                if self._listener is not None:
-                    self._listener(sample, token, heard[place])
+                if self._listener is not None and made > self.heard[sample]:
+                    self.heard[sample] = made
+                    self._listener(sample, token, logprobs_of_step[place])
                 if self._ends(sample, token):
                     ended.append((sample, made))
             self._end(ended)

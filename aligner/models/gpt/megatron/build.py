@@ -220,6 +220,9 @@ def build_gpt(
     if architecture.rope_scaling is not None:
         rope = model.rotary_pos_emb
         rope.inv_freq = scaled_inverse_frequencies(rope.inv_freq, architecture.rope_scaling)
+    if pre_process and architecture.position_embedding == "learned_absolute":
+        # megatron-core makes it without a dtype, and float32 rows would make all others such.
+        model.embedding.position_embeddings.to(dtype)
     if not initialize:
         _mark_tensor_parallel(model)
     return model.to(accelerator.device())

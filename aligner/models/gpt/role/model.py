@@ -261,6 +261,9 @@ class RoleModel:
     def drop_reused_forward(self) -> None:
         """Free what a scoring pass left for training, where one did."""
 
+    def release_generator(self) -> None:
+        """Free what sampling keeps on the device between rollouts, where it does."""
+
     # State ------------------------------------------------------------------------------------
 
     def run_state(self) -> dict[str, Any]:

@@ -226,6 +226,11 @@ class SamplingPolicy(RoleModel):
             self._generator = None
         self.finish_inference()
 
+    def release_generator(self) -> None:
+        """See `RoleModel`."""
+        if self._generator is not None:
+            self._generator.release()
+
     def model_to_sample_from(self) -> GPTModel:
         """A megatron-core model with the weights as they are now; collective where it is a copy."""
         raise NotImplementedError

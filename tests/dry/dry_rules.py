@@ -1,0 +1,130 @@
+"""Cases of `test_dry_rules`: what the dry device says of operations that a GPU refuses."""
+
+import inspect
+import os
+import sys
+
+import dry_roles
+import torch
+
+from aligner.config import LayerOptions
+from aligner.distributed import accelerator
+from aligner.dry.device import DryDevice
+from aligner.dry.known import tensors_in
+from aligner.errors import DryDeviceError
+from aligner.models.gpt.layers import layer_spec
+from aligner.models.gpt.megatron.build import transformer_config
+
+
+def said(name, deterministic=False):
+    """The error of a case by name; "" where there is none."""
+    try:
+        with DryDevice():
+            torch.use_deterministic_algorithms(deterministic)
+            CASES[name]()
+    except DryDeviceError as error:
+        return str(error)
+    return ""
+
+
+def locked_memory(refuses):
+    """Bytes that are locked while memory for copies is there, and afterwards."""
+    with DryDevice() as device:
+        device.refuses_locks = refuses
+        memory = accelerator.copy_memory(4096)
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        found = [device.order.is_locked(address)]
+        torch.ones(2, device="cuda").add_(1)  # no error is left
+        del memory
+        return [*found, device.order.is_locked(address)]
+
+
+def device_of_rank(number):
+    """Devices of a second process's tensors: by the literal, and a model's in an update."""
+    os.environ["LOCAL_RANK"] = str(number)
+    with DryDevice():
+        accelerator.activate()
+        return [str(torch.ones(1, device="cuda").device), str(accelerator.device())]
+
+
+def collectives(**case):
+    """What each rank communicates in an update, scoring and a rollout, in order.
+
+    By group: [name, bytes] of each collective.
+    """
+    found = []
+    for rank in range(case["world"]):
+        seen = {}
+        with DryDevice(case["world"], rank) as device:
+            plain = device.saw_collective
+
+            def saw(packet, operands, ranks, seen=seen, plain=plain):
+                tensors = [sum(t.nbytes for t in tensors_in(each)) for each in operands]
+                if not packet.__name__.startswith(("send", "recv")):
+                    name = "-".join(map(str, ranks))
+                    seen.setdefault(name, []).append([packet.__name__, max(tensors, default=0)])
+                plain(packet, operands, ranks)
+
+            device.saw_collective = saw
+            role = dry_roles.build({**case, "rank": rank})
+            place = role.parallel
+            batch, passes = dry_roles.share_of_batch(case, place.dp_rank, place.dp_size)
+            role.setup_training()
+            role.loss_fn = dry_roles.ROLES[case["role"]][1]()
+            role.prepare_for_training()
+            role.training_update(batch, mbs=passes)
+            role.finish_training()
+            role.prepare_for_inference()
+            dry_roles.score(role, case, batch, passes)
+            if case["role"] == "actor" and case.get("pp", 1) == 1:
+                dry_roles.rollout(role, batch)
+        found.append(seen)
+    return found
+
+
+def te_spec():
+    """Whether megatron-core's Transformer Engine spec takes what we give it."""
+    plain, calls = layer_spec.get_gpt_layer_with_transformer_engine_spec, []
+
+    def spec(*args, **kwargs):
+        inspect.signature(plain).bind(*args, **kwargs)
+        calls.append(sorted(kwargs))
+        raise LookupError
+
+    class Extensions:
+        TENorm = None
+
+    sys.modules["megatron.core.extensions.transformer_engine"] = Extensions
+    layer_spec.get_gpt_layer_with_transformer_engine_spec = spec
+    layer_spec.uses_transformer_engine = lambda *_: True
+    with DryDevice():
+        try:
+            layer_spec.block_spec(
+                transformer_config(dry_roles.TINY_ARCHITECTURE), 1, None, LayerOptions()
+            )
+        except LookupError:
+            return calls
+    return []
+
+
+def matrix(dtype=torch.bfloat16):
+    return torch.ones(8, 8, device="cuda", dtype=dtype)
+
+
+CASES = {
+    "product": lambda: matrix() @ matrix(torch.float32),
+    "norm": lambda: torch.nn.functional.layer_norm(
+        matrix(), (8,), matrix(torch.float32)[0], matrix(torch.float32)[0]
+    ),
+    "product with wide sums": lambda: torch.mm(
+        torch.empty_like(matrix()), matrix(), out_dtype=torch.float32
+    ),
+    "wide matrix": lambda: matrix().double(),
+    "wide vector": lambda: matrix()[0].double(),
+    "sum of floats": lambda: matrix().cumsum(1),
+    "sum of numbers": lambda: matrix().long().cumsum(1),
+    "sum of numbers as floats": lambda: matrix().long().cumsum(1, dtype=torch.float32),
+    "sum on the host": lambda: torch.ones(8).cumsum(0),
+    "histogram": lambda: torch.histc(matrix(torch.float32), 4, 0, 4),
+    "put": lambda: matrix().put_(matrix()[0].long(), matrix()[0]),
+}
