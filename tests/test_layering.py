@@ -57,10 +57,6 @@ PACKAGES = [
     "aligner.plan",
     "aligner.commands",
 ]
-# Published paths of what is in another package: they only import, and only users import them.
-FACES = [
-    "aligner.distributed.model_utils",
-]
 MODULES_IN_A_FOLDER = 16
 LINES_OF_A_FILE = 450
 # Files with more, and the one thing that each of them is.
@@ -138,9 +134,10 @@ ONE_IMPORTER = {
     "aligner.generation.vllm.generation": "the handle of the engines",
     "aligner.generation.vllm.sampling": "sampling parameters as vLLM's",
     "aligner.generation.vllm.worker": "the actor that holds an engine",
-    "aligner.logprobs.published.linear_ce_patch": "a published patch",
-    "aligner.logprobs.published.parallel_logprobs": "published functions",
-    "aligner.logprobs.published.sampling_logprob": "a published function",
+    "aligner.logprobs.published.distillation": "a published function",
+    "aligner.logprobs.published.hidden_logprobs": "published functions",
+    "aligner.logprobs.published.vocab_entropy": "published functions",
+    "aligner.logprobs.vocab_sequence_exchange": "published functions",
     "aligner.losses.groups": "sums and deviations inside groups, which name no estimator",
     "aligner.losses.preference": "a family of losses",
     "aligner.losses.user": "a user's loss, tried before a run",
@@ -258,7 +255,7 @@ def relative(path):
 
 def test_every_package_of_the_list_is_there():
     assert len(set(PACKAGES)) == len(PACKAGES)
-    assert set(PACKAGES) | set(FACES) <= {name_of(path) for path in modules()}
+    assert set(PACKAGES) <= {name_of(path) for path in modules()}
 
 
 def test_every_module_has_a_place():
@@ -268,7 +265,7 @@ def test_every_module_has_a_place():
 @pytest.mark.parametrize("path", modules(), ids=relative)
 def test_imports_point_down(path):
     own = place_of(name_of(path))
-    if own is None or name_of(path) in FACES:
+    if own is None:
         return
     upward = [
         f"line {line}: {name}"
@@ -381,29 +378,6 @@ def _functions_in(path):
 
 def _is_static(function):
     return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
-
-
-def test_published_paths_only_import():
-    strays = [
-        f"{relative(path)}:{line}: {name}"
-        for path in modules()
-        if name_of(path) not in FACES
-        for name, line in imports_of(path)
-        if name in FACES
-    ]
-    assert strays == []
-    for path in modules():
-        if name_of(path) in FACES:
-            code = [node for node in ast.parse(path.read_text()).body[1:] if not _only_names(node)]
-            assert code == [], relative(path)
-
-
-def _only_names(node):
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets] == ["__all__"]
-    if isinstance(node, ast.FunctionDef):
-        return node.name == "__getattr__"
-    return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 @pytest.mark.parametrize("package", CONFINED)

@@ -23,6 +23,14 @@ PATHS = {
     "algorithms.losses.policy": "losses.policy",
     "algorithms.losses.value": "losses.value",
     "distributed.batched_data_dict": "batches.batched_data_dict batches.sharding",
+    "distributed.model_utils": """
+        logprobs.fused logprobs.published.context_shard logprobs.published.distillation
+        logprobs.published.distributed_softmax logprobs.published.dtensor_logprobs
+        logprobs.published.hidden_logprobs logprobs.published.linear_ce_patch
+        logprobs.published.logits_logprob logprobs.published.parallel_logprobs
+        logprobs.published.sampling_logprob logprobs.published.vocab_entropy
+        logprobs.published.vocab_topk logprobs.top_k_top_p logprobs.vocab_sequence_exchange
+    """,
     "distributed.named_sharding": "cluster.named_sharding",
     "distributed.virtual_cluster": "cluster.ray.virtual_cluster cluster.ray.bundles",
     "distributed.worker_groups": "cluster.worker_groups cluster.named_sharding cluster.interfaces",
@@ -71,6 +79,15 @@ class PublishedPaths(MetaPathFinder, Loader):
 
 
 def _named(module: str, homes: Sequence[str], name: str) -> Any:
+    """The name in the first home that has it; ``__all__``: what the homes define."""
+    if name == "__all__":
+        modules = [importlib.import_module(f"aligner.{home}") for home in homes]
+        return [
+            own
+            for home in modules
+            for own, value in vars(home).items()
+            if getattr(value, "__module__", None) == home.__name__
+        ]
     if not name.startswith("__"):
         for home in homes:
             for own in (_OTHER_NAMES.get(name, name), name):

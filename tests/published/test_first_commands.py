@@ -63,6 +63,7 @@ def test_the_command_trains(tiny_nemo, tmp_path):
     """With its sizes cut down; data and reward are those of the command as it stands."""
     small = ["trainer.ppo.max_steps=1", "model.ppo.num_rollout_samples=8", "data.train.limit=64"]
     small += ["model.ppo.length_params.max_length=4", "trainer.ppo.val_check_interval=0"]
+    small += ["++model.optim.bucket_cap_mb=200", "model.mcore_gpt=True"]
     small += ["data.validation.limit=8", f"exp_manager.explicit_log_dir={tmp_path}/run"]
     command = [sys.executable, ROOT / "examples" / "train_gpt_ppo.py"]
     done = subprocess.run(
@@ -74,6 +75,8 @@ def test_the_command_trains(tiny_nemo, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[0].startswith("built-in task: arithmetic")
+    ignored = "ignored, since no result depends on it here: model.optim.bucket_cap_mb"
+    assert f"{ignored} Batches" in " ".join(done.stdout.split())
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.config.elsewhere import IGNORED
 from aligner.config.elsewhere.nemo_rl import published_role
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.named_sharding import NamedSharding
@@ -151,6 +152,7 @@ def test_keys_that_tune_another_engine_are_named_in_a_warning():
     config = policy_config(megatron_cfg={**MEGATRON, "apply_rope_fusion": True})
     with pytest.warns(UserWarning, match=r"policy\.megatron_cfg\.apply_rope_fusion"):
         assert published_role(config) == published_role(policy_config())
+    assert "policy.megatron_cfg.apply_rope_fusion" in IGNORED  # for the start-up report
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         published_role(policy_config())

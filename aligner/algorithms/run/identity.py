@@ -26,7 +26,8 @@ MAY_CHANGE = (
     *("trainer.*.non_finite", "trainer.*.max_skipped_steps"),
     # batches, layout and memory
     *("*micro_batch_size", "*.global_batch_size", "model.*.num_rollout_samples"),
-    *("*_parallel_size", "*.sequence_parallel", "*.sequence_packing.*", "*.dynamic_batching.*"),
+    *("*_parallel_size", "*_pipeline_stage", "*.sequence_parallel"),
+    *("*.sequence_packing.*", "*.dynamic_batching.*"),
     *("*.shared_prefixes", "*.activations_checkpoint_*", "*.layer_spec", "*.fusions"),
     *("*.overlap_*", "*.offload_*", "model.*.record_kept_tokens", "model.reference.mode"),
     # learning rates and their horizon

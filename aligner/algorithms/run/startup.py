@@ -10,6 +10,7 @@ from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapter
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.model_source import open_model
 from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
+from aligner.config.elsewhere import IGNORED
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.loading import (
@@ -223,7 +224,7 @@ def startup_summary(
     ``processes``: workers of the policy; ``device``: what they compute on.
     """
     cache: dict[str, int] = {}
-    repetition = ""
+    repetition, ignored = "", ", ".join(IGNORED)
     if isinstance(config, SamplingRunConfig):
         cache = {"KV cache": _cache_memory(config, architecture, summary.longest)}
         repetition = repetition_in_words(config, on_gpus=device.has_gpu)
@@ -243,7 +244,11 @@ def startup_summary(
         dropout=dropout_in_words(config.model, architecture),
         repetition=repetition,
         device=device,
-        notes=[*summary.notes, *untried_versions()],
+        notes=[
+            *summary.notes,
+            *untried_versions(),
+            *([f"ignored, since no result depends on it here: {ignored}"] if ignored else []),
+        ],
     )
 
 

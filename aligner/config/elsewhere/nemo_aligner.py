@@ -6,6 +6,8 @@ in these tables is accepted as it stands. An entry speaks of the key and of all 
 
 from typing import Any
 
+from aligner.config.elsewhere import IGNORED
+
 _ANY = "any value"
 
 # NeMo-Aligner's key: ours.
@@ -163,10 +165,16 @@ def remedy(key: str) -> str | None:
 
 
 def is_inert(key: str, value: Any) -> bool:
-    """Return whether ``key: value`` asks for nothing but what is so anyway."""
+    """Return whether ``key: value`` asks for nothing but what is so anyway.
+
+    A key whose values are all ignored is noted for the start-up report.
+    """
     accepted = _INERT.get(key, ())
-    same = any(value == known and type(value) is type(known) for known in accepted)
-    return _ANY in accepted or same
+    if _ANY in accepted:
+        IGNORED[key] = None
+    return _ANY in accepted or any(
+        value == known and type(value) is type(known) for known in accepted
+    )
 
 
 def _said(known: str) -> str:
