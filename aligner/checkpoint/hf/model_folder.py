@@ -26,6 +26,7 @@ from aligner.checkpoint.hf.tensors import LLAMA_TABLE, HuggingFaceView, HuggingF
 from aligner.checkpoint.nemo.config import Config, config_from_architecture
 from aligner.data.tokenizers.loading import (
     fold_named_templates,
+    is_slow,
     load_tokenizer,
     tokenizer_from_files,
 )
@@ -171,7 +172,7 @@ def _tokenizer_files(folder: Path, config: Mapping[str, Any]) -> dict[str, bytes
         name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()
     }
     files = fold_named_templates(folder, files)
-    if "tokenizer.json" not in files and {"tokenizer.model", "tokenizer_config.json"} <= set(files):
+    if is_slow(folder):
         files |= load_tokenizer(folder).files()
     ends = config.get("eos_token_id")
     if files and GENERATION_CONFIG not in files and isinstance(ends, list):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, ByteLevelBPETokenizer
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.data.tokenizers.clock import RunClock
@@ -71,14 +71,10 @@ class HuggingFaceTokenizer:
     def from_files(
         cls, files: Mapping[str, bytes], *, origin: str = "the tokenizer files"
     ) -> "HuggingFaceTokenizer":
-        """Build from ``tokenizer.json`` and its neighbours, or from a GPT-2 vocabulary pair."""
+        """Build from ``tokenizer.json`` and its neighbours."""
         config = _read_config(files, origin)
         try:
-            if "tokenizer.json" in files:
-                backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
-            else:
-                backend = _gpt2_backend(files["vocab.json"], files["merges.txt"])
-                config.setdefault("eos_token", "<|endoftext|>")
+            backend = RustTokenizer.from_buffer(files["tokenizer.json"].removeprefix(BOM_UTF8))
         except Exception as error:  # the package raises a bare Exception
             raise TokenizerError(f"{origin} is not a readable tokenizer: {error}") from error
         _add_missing_tokens(backend, config)
@@ -293,18 +289,6 @@ def _read_config(files: Mapping[str, bytes], origin: str) -> dict[str, Any]:
     if not isinstance(merged.get("chat_template"), str | None):
         raise TokenizerError(f"{origin}: chat_template is not a text")
     return merged
-
-
-def _gpt2_backend(vocab: bytes, merges: bytes) -> RustTokenizer:
-    """Byte-level BPE from GPT-2's two files."""
-    pairs = [
-        tuple(line.split(" "))
-        for line in merges.decode("utf-8-sig").splitlines()
-        if line and not line.startswith("#version")
-    ]
-    wrapper = ByteLevelBPETokenizer(vocab=json.loads(vocab), merges=pairs)
-    wrapper.add_special_tokens(["<|endoftext|>"])
-    return RustTokenizer.from_str(wrapper.to_str())
 
 
 def _add_missing_tokens(backend: RustTokenizer, config: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, Toke
 from aligner.importing import check_call, load_function
 
 # Text that a tokenizer and the one its files make must encode alike.
-_PROBE = "What is 12 + 34?\n  Sixteen, or é."
+_PROBE = "What is 12 + 34?\n  Sixteen, or é.\t😀  漢字 ½ 's\r\n\n I'LL "
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_file():
         if path.name not in ("tokenizer.json", "vocab.json", "merges.txt", *_CONFIG_FILES):
             files["tokenizer.json"] = path.read_bytes()
-    elif "tokenizer.json" not in files and "tokenizer_config.json" in files:
+    elif is_slow(directory):
         return _convert_with_transformers(directory)
     return tokenizer_from_files(files, origin=str(path))
 
@@ -110,14 +110,16 @@ def tokenizer_from_files(
     from aligner.data.tokenizers.hf import HuggingFaceTokenizer
     from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
-    if "tokenizer.json" in files or {"vocab.json", "merges.txt"} <= files.keys():
-        return HuggingFaceTokenizer.from_files(files, origin=origin)
     models = [name for name in files if name.endswith(".model")]
-    if len(models) == 1 and "tokenizer_config.json" in files:
+    if "tokenizer.json" in files:
+        return HuggingFaceTokenizer.from_files(files, origin=origin)
+    is_pair = {"vocab.json", "merges.txt"} <= files.keys()
+    if is_pair or ("tokenizer_config.json" in files and len(models) == 1):
         with TemporaryDirectory() as folder:
             for name, content in files.items():
                 (Path(folder) / Path(name).name).write_bytes(content)
-            _name_class(Path(folder) / "tokenizer_config.json", origin)
+            path = Path(folder) / "tokenizer_config.json"
+            _name_class(path, "GPT2Tokenizer" if is_pair else "LlamaTokenizer", origin)
             return _convert_with_transformers(Path(folder), origin=origin)
     if len(models) == 1:
         return SentencePieceTokenizer(
@@ -238,19 +240,28 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
         return _read_known_files(Path(folder))
 
 
-def _name_class(path: Path, origin: str) -> None:
+def is_slow(directory: Path) -> bool:
+    """Return whether a directory has a vocabulary whose class decides how text is split."""
+    names = {path.name for path in directory.iterdir()}
+    has_class = "tokenizer_config.json" in names or {"vocab.json", "config.json"} <= names
+    return has_class and "tokenizer.json" not in names
+
+
+def _name_class(path: Path, name: str, origin: str) -> None:
     """Name the class for transformers: files by themselves have no ``config.json`` that does."""
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes()) if path.exists() else {}
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{origin}: {path.name} is not JSON: {error}") from error
     if isinstance(config, dict) and not config.get("tokenizer_class"):
-        path.write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizer"}))
+        path.write_text(json.dumps({**config, "tokenizer_class": name}))
 
 
 def _convert_with_transformers(directory: Path, origin: str | None = None) -> Tokenizer:
     """Let transformers turn a slow tokenizer into a ``tokenizer.json``."""
     from transformers import AutoTokenizer
+
+    from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 
     origin = origin or str(directory)
     try:
@@ -260,6 +271,15 @@ def _convert_with_transformers(directory: Path, origin: str | None = None) -> To
         files = _saved_files(converted)
         if (directory / GENERATION_CONFIG).is_file():
             files[GENERATION_CONFIG] = (directory / GENERATION_CONFIG).read_bytes()
+        expected = converted.encode(_PROBE, add_special_tokens=False)
+        if "tokenizer.json" not in files:
+            raise TypeError(f"{type(converted).__name__} makes no tokenizer.json")
     except Exception as error:
         raise TokenizerError(f"{origin}: transformers cannot load a tokenizer: {error}") from error
-    return tokenizer_from_files(files, origin=origin)
+    found = HuggingFaceTokenizer.from_files(files, origin=origin)
+    if found.encode(_PROBE) != expected:
+        raise TokenizerError(
+            f"{origin}: {type(converted).__name__} splits text otherwise than the tokenizer.json "
+            "that transformers makes of it; give a model with a tokenizer.json of its own"
+        )
+    return found

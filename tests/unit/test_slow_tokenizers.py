@@ -1,0 +1,119 @@
+"""Vocabularies without a tokenizer.json: split as transformers splits, or refused."""
+
+import json
+import random
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from aligner.checkpoint.convert import convert
+from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.data.tokenizers import loading
+from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
+from aligner.data.tokenizers.tokenizer import is_tokenizer_file
+from aligner.errors import TokenizerError
+
+CHARACTERS = "abtheox  THE \n\t0123456789.,!?'éß漢字😀👍🏽\u00a0\u3000\u200d\u0301İﬁ½_<>|[]▁"
+PIECES = ["<|endoftext|>", "<|im_end|>", "<s>", "</s>", "[SEP]", " the", "12", "  ", "I'LL", "\r\n"]
+END = {"eos_token": "<|endoftext|>"}
+LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def fuzz(count=300):
+    draw = random.Random(0)
+    for _ in range(count):
+        yield "".join(
+            draw.choice([draw.choice(PIECES), chr(draw.randint(32, 0x2FFF)), *CHARACTERS])
+            for _ in range(draw.randint(0, 16))
+        )
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory):
+    """A byte-level pair of 259 tokens, and a SentencePiece model."""
+    vocab = json.loads(byte_level_tokenizer().files()["tokenizer.json"])["model"]["vocab"]
+    vocab |= {"12": 256, "ĠĠ": 257, "<|endoftext|>": 258}
+    merges = "#version: 0.2\n1 2\nĠ Ġ\n"
+    folder = tmp_path_factory.mktemp("pieces")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "12", "345", "lazy", "dogs"]
+    (folder / "text").write_text("\n".join(" ".join(random.sample(words, 5)) for _ in range(200)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
+        vocab_size=60,
+        model_type="bpe",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return {
+        "pair": {"vocab.json": json.dumps(vocab).encode(), "merges.txt": merges.encode()},
+        "pieces": {"tokenizer.model": (folder / "m.model").read_bytes()},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tiny_nemo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    convert(tiny_nemo, folder)
+    for path in folder.iterdir():
+        if is_tokenizer_file(path.name):
+            path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("pair", {"tokenizer_class": "Qwen2Tokenizer", **END}),
+        ("pair", {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, **END}),
+        ("pair", {"tokenizer_class": "CodeGenTokenizer", **END}),
+        ("pieces", {"tokenizer_class": "LlamaTokenizer", "legacy": False, **LLAMA}),
+        ("pieces", {"tokenizer_class": "LlamaTokenizer", **LLAMA}),
+        ("pieces", {"tokenizer_class": "GemmaTokenizer", **LLAMA}),
+    ],
+    ids=["qwen2", "gpt2", "codegen", "llama", "legacy", "gemma"],
+)
+def test_tokens_are_those_of_transformers(kind, config, model, vocabularies, tmp_path):
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    files = vocabularies[kind] | {"tokenizer_config.json": json.dumps(config).encode()}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    texts = list(fuzz())
+    theirs = AutoTokenizer.from_pretrained(folder)
+    expected = [theirs.encode(text, add_special_tokens=False) for text in texts]
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    convert(folder, tmp_path / "model.nemo")
+    convert(tmp_path / "model.nemo", tmp_path / "back")
+    with open_nemo(tmp_path / "model.nemo") as checkpoint:
+        ours = [load_tokenizer(folder), checkpoint.tokenizer, tokenizer_from_files(files)]
+    for tokenizer in (*ours, load_tokenizer(tmp_path / "back")):
+        assert [tokenizer.encode(text) for text in texts] == expected
+    back = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert [back.encode(text, add_special_tokens=False) for text in texts] == expected
+
+
+def test_the_model_may_name_the_class(vocabularies, tmp_path):
+    for name, content in vocabularies["pair"].items():
+        (tmp_path / name).write_bytes(content)
+    plain = load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("12") == theirs.encode("12") != plain.encode("12")
+
+
+def test_what_splits_otherwise_is_refused(vocabularies, tmp_path, monkeypatch):
+    files = vocabularies["pair"] | {
+        "tokenizer_config.json": json.dumps({"tokenizer_class": "Qwen2Tokenizer", **END}).encode()
+    }
+    wrong = tokenizer_from_files(vocabularies["pair"]).files()  # GPT-2's rule
+    monkeypatch.setattr(loading, "_saved_files", lambda _: wrong)
+    with pytest.raises(TokenizerError, match="Qwen2Tokenizer splits text otherwise"):
+        tokenizer_from_files(files)
+    monkeypatch.setattr(loading, "_saved_files", lambda _: vocabularies["pieces"])
+    with pytest.raises(TokenizerError, match="cannot load a tokenizer: Qwen2Tokenizer makes no"):
+        tokenizer_from_files(files)
