@@ -111,6 +111,16 @@ def matrix(dtype=torch.bfloat16):
     return torch.ones(8, 8, device="cuda", dtype=dtype)
 
 
+def captured(function):
+    """A graph of a call, which is run once."""
+    accelerator.capture(function, accelerator.graph_memory())()
+
+
+def attention(dropout):
+    rows = matrix().expand(1, 1, 8, 8)
+    torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=dropout)
+
+
 CASES = {
     "product": lambda: matrix() @ matrix(torch.float32),
     "norm": lambda: torch.nn.functional.layer_norm(
@@ -126,5 +136,11 @@ CASES = {
     "sum of numbers as floats": lambda: matrix().long().cumsum(1, dtype=torch.float32),
     "sum on the host": lambda: torch.ones(8).cumsum(0),
     "histogram": lambda: torch.histc(matrix(torch.float32), 4, 0, 4),
+    "draw": lambda: torch.rand(8, device="cuda"),
+    "captured draw": lambda: captured(lambda: torch.rand(8, device="cuda")),
+    "captured draw in place": lambda: captured(matrix().exponential_),
+    "captured dropout": lambda: captured(lambda: torch.nn.functional.dropout(matrix(), 0.5)),
+    "captured attention": lambda: captured(lambda: attention(0.0)),
+    "captured attention that drops": lambda: captured(lambda: attention(0.5)),
     "put": lambda: matrix().put_(matrix()[0].long(), matrix()[0]),
 }
