@@ -50,9 +50,19 @@ def device_of_rank(number):
 def collectives(**case):
     """What each rank communicates in an update, scoring and a rollout, in order.
 
-    By group: [name, bytes] of each collective.
+    By group: [name, bytes, reduction] of each collective.
     """
-    found = []
+    found, reductions = [], []
+    all_reduce = torch.distributed.all_reduce
+
+    def reduce(tensor, op=torch.distributed.ReduceOp.SUM, *args, **kwargs):
+        reductions.append(str(op))
+        try:
+            return all_reduce(tensor, op, *args, **kwargs)
+        finally:
+            reductions.pop()
+
+    torch.distributed.all_reduce = reduce  # in a process of this case's own
     for rank in range(case["world"]):
         seen = {}
         with DryDevice(case["world"], rank) as device:
@@ -62,7 +72,8 @@ def collectives(**case):
                 tensors = [sum(t.nbytes for t in tensors_in(each)) for each in operands]
                 if not packet.__name__.startswith(("send", "recv")):
                     name = "-".join(map(str, ranks))
-                    seen.setdefault(name, []).append([packet.__name__, max(tensors, default=0)])
+                    what = [packet.__name__, max(tensors, default=0), *reductions]
+                    seen.setdefault(name, []).append(what)
                 plain(packet, operands, ranks)
 
             device.saw_collective = saw
