@@ -7,6 +7,7 @@ What was allocated while capturing is alive as long as the graph.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aligner.dry.files import address
@@ -30,8 +31,12 @@ class Graph:
         """Capture an operation.
 
         Raises:
-            DryDeviceError: it copies between host and device.
+            DryDeviceError: it copies between host and device, or draws random numbers.
         """
+        name, names = func.overloadpacket.__name__, (each.name for each in func._schema.arguments)
+        drops = dict(zip(names, args, strict=False)).get("dropout_p", "attention" not in name)
+        if torch.Tag.nondeterministic_seeded in func.tags and drops:
+            raise DryDeviceError(f"{name} draws from a generator inside a CUDA graph")
         tensors = tensors_in((args, kwargs, out))
         if len({each.device.type for each in tensors if each.dim()}) > 1:
             raise DryDeviceError(f"{func} copies between host and device inside a CUDA graph")

@@ -122,7 +122,6 @@ class ServingEngine:
         columns["sample_ids"] = torch.tensor(batch.sample_ids)
         further: dict[str, Any] = {}
         if self._settings.listens:
-            # On every rank, for an engine with a listener goes another way on a GPU.
             further["listener"] = self._listener(slots, is_stopping)
         output = self._generation.generate(
             BatchedDataDict(columns),

@@ -50,9 +50,19 @@ def device_of_rank(number):
 def collectives(**case):
     """What each rank communicates in an update, scoring and a rollout, in order.
 
-    By group: [name, bytes] of each collective.
+    By group: [name, bytes, reduction] of each collective.
     """
-    found = []
+    found, reductions = [], []
+    all_reduce = torch.distributed.all_reduce
+
+    def reduce(tensor, op=torch.distributed.ReduceOp.SUM, *args, **kwargs):
+        reductions.append(str(op))
+        try:
+            return all_reduce(tensor, op, *args, **kwargs)
+        finally:
+            reductions.pop()
+
+    torch.distributed.all_reduce = reduce  # in a process of this case's own
     for rank in range(case["world"]):
         seen = {}
         with DryDevice(case["world"], rank) as device:
@@ -62,7 +72,8 @@ def collectives(**case):
                 tensors = [sum(t.nbytes for t in tensors_in(each)) for each in operands]
                 if not packet.__name__.startswith(("send", "recv")):
                     name = "-".join(map(str, ranks))
-                    seen.setdefault(name, []).append([packet.__name__, max(tensors, default=0)])
+                    what = [packet.__name__, max(tensors, default=0), *reductions]
+                    seen.setdefault(name, []).append(what)
                 plain(packet, operands, ranks)
 
             device.saw_collective = saw
@@ -111,6 +122,16 @@ def matrix(dtype=torch.bfloat16):
     return torch.ones(8, 8, device="cuda", dtype=dtype)
 
 
+def captured(function):
+    """A graph of a call, which is run once."""
+    accelerator.capture(function, accelerator.graph_memory())()
+
+
+def attention(dropout):
+    rows = matrix().expand(1, 1, 8, 8)
+    torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=dropout)
+
+
 CASES = {
     "product": lambda: matrix() @ matrix(torch.float32),
     "norm": lambda: torch.nn.functional.layer_norm(
@@ -126,5 +147,11 @@ CASES = {
     "sum of numbers as floats": lambda: matrix().long().cumsum(1, dtype=torch.float32),
     "sum on the host": lambda: torch.ones(8).cumsum(0),
     "histogram": lambda: torch.histc(matrix(torch.float32), 4, 0, 4),
+    "draw": lambda: torch.rand(8, device="cuda"),
+    "captured draw": lambda: captured(lambda: torch.rand(8, device="cuda")),
+    "captured draw in place": lambda: captured(matrix().exponential_),
+    "captured dropout": lambda: captured(lambda: torch.nn.functional.dropout(matrix(), 0.5)),
+    "captured attention": lambda: captured(lambda: attention(0.0)),
+    "captured attention that drops": lambda: captured(lambda: attention(0.5)),
     "put": lambda: matrix().put_(matrix()[0].long(), matrix()[0]),
 }

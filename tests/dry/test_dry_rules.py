@@ -9,7 +9,16 @@ UNREPEATABLE = {
     "histogram": "histc",
     "put": "put_",
 }
-ALLOWED = ("product with wide sums", "wide vector", "sum of numbers", "sum on the host")
+DRAWN = {
+    "captured draw": "rand",
+    "captured draw in place": "exponential_",
+    "captured dropout": "native_dropout",
+    "captured attention that drops": "_scaled_dot_product_",
+}
+ALLOWED = (
+    *("product with wide sums", "wide vector", "sum of numbers", "sum on the host"),
+    *("draw", "captured attention"),
+)
 
 
 @pytest.mark.parametrize("case", MIXED)
@@ -28,6 +37,13 @@ def test_what_does_not_repeat_is_refused_where_that_was_chosen(dry, case):
     message = dry("dry_rules:said", name=case, deterministic=True)
     assert message.startswith(UNREPEATABLE[case])
     assert dry("dry_rules:said", name=case) == ""
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_a_graph_draws_no_random_numbers(dry, case):
+    message = dry("dry_rules:said", name=case)
+    assert message.startswith(DRAWN[case])
+    assert message.endswith("draws from a generator inside a CUDA graph")
 
 
 @pytest.mark.parametrize("case", ALLOWED)
