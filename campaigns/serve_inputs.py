@@ -52,7 +52,7 @@ _REQUESTS: dict[str, tuple[int, Callable[[], tuple[str, Any]]]] = {
             tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(10_000)],
         ),
     ),
-    "deep JSON": (8, lambda: _chat(("user", "x"), tools=_deep(500))),
+    "deep JSON": (8, lambda: _chat(("user", "x"), tools=_deep(150))),
 }
 _CONNECTIONS = {"silent": b"", "half a head": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"}
 
