@@ -105,14 +105,15 @@ def test_a_configuration_of_nemo_aligner(tmp_path):
     run = loaded(text, "rs", "model.restore_from_path=m.nemo", *OURS)
     assert (run.trainer.rs.max_epochs, run.model.rs.num_rollouts_per_prompt) == (2, 4)
     assert (run.model.optim.name, run.model.optim.lr) == ("adam", 9e-7)
-    (row,) = [line for line in text.splitlines() if line.startswith("#")][1:]
+    row, ignored = [line for line in text.splitlines() if line.startswith("#")][1:]
     assert row.split()[1:3] == ["exp_manager.name", "rs"]
+    assert ignored == "#  without a counterpart here: model.optim.bucket_cap_mb"
 
 
 def test_a_file_of_neither_is_refused(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("trainer: {devices: 1}\n")
-    with pytest.raises(ConfigError, match="trainer has none of ppo, rs"):
+    with pytest.raises(ConfigError, match="trainer has none of ppo, sft, dpo, rs, rm"):
         translate(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         translate(tmp_path / "absent.yaml")

@@ -1,14 +1,14 @@
 """NeMo-Aligner's configuration keys that have another name here, or none.
 
 The keys are those of its gpt_ppo_actor, gpt_ppo_critic and gpt_rs_actor configurations. What is not
-in these tables is accepted as it stands. An entry speaks of the key and of all below it.
+in these tables is accepted as it stands. An entry speaks of the key and of all below it; one of
+``trainer.ppo`` or ``model.ppo`` of ``rs``, too.
 """
 
+import re
 from typing import Any
 
 from aligner.config.elsewhere import IGNORED
-
-_ANY = "any value"
 
 # NeMo-Aligner's key: ours.
 RENAMED = {
@@ -24,10 +24,7 @@ RENAMED = {
     "trainer.ppo.port": "--port of examples/serve_reward_model.py; the critic is in the run",
     "trainer.ppo.model_gbs": "model.global_batch_size",
     "trainer.ppo.model_mbs": "model.micro_batch_size",
-    "trainer.rs.model_gbs": "model.global_batch_size",
-    "trainer.rs.model_mbs": "model.micro_batch_size",
     "trainer.ppo.trt_llm": "generation.backend=vllm, and generation.vllm.*",
-    "trainer.rs.trt_llm": "generation.backend=vllm, and generation.vllm.*",
     "model.ppo.trt_llm": "generation.backend=vllm, and generation.vllm.*",
     "exp_manager.exp_dir": "exp_manager.explicit_log_dir",
     "exp_manager.name": "exp_manager.explicit_log_dir, and exp_manager.wandb.name",
@@ -40,11 +37,8 @@ RENAMED = {
     "exp_manager.checkpoint_callback_params.mode": "exp_manager.mode",
     "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": "exp_manager.save_nemo",
     "model.ppo.val_rollout_micro_batch_size": "model.ppo.rollout_micro_batch_size, of both",
-    "model.rs.val_rollout_micro_batch_size": "model.rs.rollout_micro_batch_size, of both",
     "model.ppo.num_val_samples": "trainer.ppo.limit_val_prompts",
-    "model.rs.num_val_samples": "trainer.rs.limit_val_prompts",
     "model.ppo.sampling_params.add_BOS": "data.add_bos",
-    "model.rs.sampling_params.add_BOS": "data.add_bos",
     "model.loss_clip_val": "critic.value_clip",
     "model.dpo.ref_policy_kl_penalty": "trainer.dpo.beta",
     "model.dpo.preference_loss": "trainer.dpo.loss",
@@ -74,7 +68,6 @@ RENAMED = {
 NEEDLESS = {
     "trainer.accelerator": "the GPUs are used where there are any; ALIGNER_FORCE_CPU=1 leaves them",
     "trainer.ppo.rollout_batch_seq_length": "batches are as long as their longest sequence",
-    "trainer.rs.rollout_batch_seq_length": "batches are as long as their longest sequence",
     "trainer.ppo.batch_iterator": "responses of every length share the micro-batches of a rank",
     "trainer.ppo.pad_sequence_length_to_multiple": "model.dynamic_batching.sequence_length_round "
     "rounds where that is wanted",
@@ -93,9 +86,7 @@ NEEDLESS = {
     "exp_manager.checkpoint_callback_params.filename": "no state is in a file's name",
     "exp_manager.checkpoint_callback_params.model_parallel_size": "run states load in any layout",
     "model.ppo.sampling_params.all_probs": "nothing reads the probabilities of tokens not drawn",
-    "model.rs.sampling_params.all_probs": "nothing reads the probabilities of tokens not drawn",
     "model.ppo.sampling_params.compute_logprob": "log-probs of drawn tokens are always returned",
-    "model.rs.sampling_params.compute_logprob": "log-probs of drawn tokens are always returned",
     "model.mcore_gpt": "every model is megatron-core's",
     "model.megatron_amp_O2": "trainer.precision=bf16 keeps float32 weights in the optimizer",
     "model.answer_only_loss": "only responses are learned (data.learn says which turns)",
@@ -137,27 +128,28 @@ _INERT: dict[str, tuple[Any, ...]] = {
     "trainer.use_distributed_sampler": (False,),
     "exp_manager.create_checkpoint_callback": (True,),
     "exp_manager.resume_ignore_no_checkpoint": (True,),
-    "remote_rm.pad_to_length": (_ANY,),
-    "remote_critic_rm.pad_to_length": (_ANY,),
-    **{f"{group}.trt_llm.enable": (False,) for group in ("trainer.ppo", "trainer.rs", "model.ppo")},
-    **{f"model.{group}.sampling_params.add_BOS": (False,) for group in ("ppo", "rs")},
-    **{f"model.{group}.sampling_params.all_probs": (False,) for group in ("ppo", "rs")},
-    **{f"model.{group}.sampling_params.compute_logprob": (False, True) for group in ("ppo", "rs")},
-    "model.optim.bucket_cap_mb": (_ANY,),
-    "model.optim.overlap_grad_sync": (_ANY,),
-    "model.optim.overlap_param_sync": (_ANY,),
-    "model.optim.contiguous_grad_buffer": (_ANY,),
-    "model.optim.contiguous_param_buffer": (_ANY,),
+    "trainer.ppo.trt_llm.enable": (False,),
+    "model.ppo.trt_llm.enable": (False,),
+    "model.ppo.sampling_params.add_BOS": (False,),
+    "model.ppo.sampling_params.all_probs": (False,),
+    "model.ppo.sampling_params.compute_logprob": (False, True),
 }
+# Keys of which every value is ignored.
+_TUNING = (
+    *("remote_rm.pad_to_length", "remote_critic_rm.pad_to_length", "model.optim.bucket_cap_mb"),
+    *("model.optim.overlap_grad_sync", "model.optim.overlap_param_sync"),
+    *("model.optim.contiguous_grad_buffer", "model.optim.contiguous_param_buffer"),
+)
 
 
 def remedy(key: str) -> str | None:
     """Remedy for a key that is NeMo-Aligner's; None where it is not, or is ours too."""
     if key.startswith("critic."):  # its configuration called it model
         key = "model." + key.removeprefix("critic.")
+    theirs = _of_ppo(key)
     for known in (*RENAMED, *NEEDLESS):
-        if key == known or key.startswith(f"{known}."):
-            return _said(known)
+        if theirs == known or theirs.startswith(f"{known}."):
+            return _said(known) if theirs == key else _said(known).replace(".ppo.", ".rs.")
     if key in _GROUPS:
         below = [known for known in (*RENAMED, *NEEDLESS) if known.startswith(f"{key}.")]
         return "; ".join(f"{known.removeprefix(f'{key}.')}: {_said(known)}" for known in below)
@@ -167,14 +159,18 @@ def remedy(key: str) -> str | None:
 def is_inert(key: str, value: Any) -> bool:
     """Return whether ``key: value`` asks for nothing but what is so anyway.
 
-    A key whose values are all ignored is noted for the start-up report.
+    A key of which every value is ignored is noted for the start-up report.
     """
-    accepted = _INERT.get(key, ())
-    if _ANY in accepted:
+    if key in _TUNING:
         IGNORED[key] = None
-    return _ANY in accepted or any(
-        value == known and type(value) is type(known) for known in accepted
-    )
+        return True
+    accepted = _INERT.get(_of_ppo(key), ())
+    return any(value == known and type(value) is type(known) for known in accepted)
+
+
+def _of_ppo(key: str) -> str:
+    """A key of rejection sampling as the tables have it."""
+    return re.sub(r"^(trainer|model)\.rs\.", r"\1.ppo.", key)
 
 
 def _said(known: str) -> str:

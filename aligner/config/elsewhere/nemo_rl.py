@@ -179,8 +179,8 @@ def published_role(
             cannot work. The message is a table of all such keys.
     """
     role, notes = read_role(values, name)
-    notes.raise_refused()
-    assert role is not None, "what is not refused is a role"
+    if role is None:
+        raise ConfigError(f"{name}: asks for what cannot be done here\n{table(notes.refused)}")
     if role.ignored:
         IGNORED.update(dict.fromkeys(role.ignored))
         warnings.warn(f"without a counterpart here: {', '.join(role.ignored)}", stacklevel=3)

@@ -14,7 +14,6 @@ from typing import Any
 
 from aligner.config.parse import unknown_key
 from aligner.config.roles.optim import SchedConfig
-from aligner.errors import ConfigError
 
 # Keys that tune an implementation, as patterns: by the section that they begin with.
 _TUNING = {
@@ -102,15 +101,8 @@ class Notes:
     refused: list[tuple[str, Any, str]] = field(default_factory=list)
 
     def refuse(self, path: str, value: Any, remedy: str) -> None:
-        """Have a row of the table: a key below the section, its value, what to use."""
+        """Add a row to the table: a key below the section, its value, what to use."""
         self.refused.append((f"{self.name}.{path}", value, remedy))
-
-    def raise_refused(self) -> None:
-        """Raise the table of all that is refused, if anything is."""
-        if self.refused:
-            raise ConfigError(
-                f"{self.name}: asks for what cannot be done here\n{table(self.refused)}"
-            )
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:

@@ -13,16 +13,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aligner.catalog import ALGORITHMS
 from aligner.config.cli import check_key
+from aligner.config.elsewhere import IGNORED
 from aligner.config.elsewhere.nemo_aligner import is_inert
 from aligner.config.elsewhere.nemo_rl import PublishedRole, read_role
-from aligner.config.elsewhere.nemo_rl_values import is_off, table
+from aligner.config.elsewhere.nemo_rl_values import Notes, is_off, table
 from aligner.config.roles.model import CriticConfig, ModelConfig
 from aligner.errors import ConfigError
 
 # Section of theirs that says what is trained: our algorithm, and the name below ``trainer``.
-_NEMO_RL = {"grpo": ("reinforce", "ppo"), "ppo": ("ppo", "ppo")}
-_NEMO_RL |= {"sft": ("sft", "sft"), "dpo": ("dpo", "dpo")}
-_NEMO_ALIGNER = {"ppo": "ppo", "rs": "rs", "sft": "sft", "dpo": "dpo", "rm": "reward"}
+_BOTH = {name: (name, name) for name in ("ppo", "sft", "dpo")}
+_NEMO_RL = {"grpo": ("reinforce", "ppo"), **_BOTH}
+_NEMO_ALIGNER = {**_BOTH, "rs": ("rs", "rs"), "rm": ("reward", "reward_model")}
 # NeMo-RL's keys outside of policy and value; {a}: its algorithm's section, {t}: ours.
 _KEYS = {
     "{a}.max_num_steps": "trainer.{t}.max_steps",
@@ -41,42 +42,41 @@ _OWN = "state it by a key of ours (docs/published.md), or leave it out"
 
 
 def translate(path: str | Path) -> str:
-    """The command for what a file describes; comments list what it leaves out and ignores.
+    """Return the command for what a file describes, below comments on what it leaves out.
 
     Raises:
         ConfigError: the file cannot be read, or describes no algorithm that there is here.
     """
-    values = _read(Path(path))
-    rows: list[tuple[str, Any, str]] = []
-    ignored: list[str] = []
-    if "policy" in values:
-        section = next((name for name in _NEMO_RL if name in values), None)
-        if section is None:
-            raise ConfigError(f"{path}: has none of the sections {', '.join(_NEMO_RL)}")
-        algorithm, own = _NEMO_RL[section]
-        found = dict(_from_nemo_rl(values, section, own, rows, ignored))
+    values, notes = _read(Path(path)), Notes("")
+    of_nemo_rl = "policy" in values
+    sections, place = (_NEMO_RL, values) if of_nemo_rl else (_NEMO_ALIGNER, values.get("trainer"))
+    section = next((name for name in sections if name in (place or {})), None)
+    if section is None:
+        where = "the file" if of_nemo_rl else "trainer"
+        raise ConfigError(f"{path}: {where} has none of {', '.join(sections)}")
+    algorithm, own = sections[section]
+    if of_nemo_rl:
+        settings = dict(_from_nemo_rl(values, section, own, notes))
     else:
-        trainer = values.get("trainer") or {}
-        section = next((name for name in _NEMO_ALIGNER if name in trainer), None)
-        if section is None:
-            raise ConfigError(f"{path}: trainer has none of {', '.join(_NEMO_ALIGNER)}")
-        algorithm = _NEMO_ALIGNER[section]
-        found = {key: v for key, v in _leaves(values) if v is not None and not is_inert(key, v)}
+        given = {key: value for key, value in _leaves(values) if value is not None}
+        settings = {key: value for key, value in given.items() if not is_inert(key, value)}
+        notes.ignored += [key for key in given if key in IGNORED]
     entry, lines = ALGORITHMS[algorithm], []
-    for key, value in found.items():
+    for key, value in settings.items():
         try:
             check_key(key, entry.root_class)
             lines.append(shlex.quote(f"{key}={_literal(value)}"))
         except ConfigError as error:
-            rows.append((key, value, str(error).partition(": ")[2]))
+            notes.refused.append((key, value, str(error).partition(": ")[2]))
     command = " \\\n    ".join([f"python examples/{entry.script}.py", *lines])
-    notes = [*table(rows).splitlines()] * bool(rows)
-    notes += [f"  without a counterpart here: {', '.join(ignored)}"] * bool(ignored)
-    return "\n".join([*(f"#{note}" for note in notes), command])
+    comments = table(notes.refused).splitlines() if notes.refused else []
+    if notes.ignored:
+        comments.append(f"  without a counterpart here: {', '.join(notes.ignored)}")
+    return "\n".join([*(f"#{comment}" for comment in comments), command])
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file as plain values, over those that its ``defaults`` name."""
+    """Read a file as plain values, over those of the files that its ``defaults`` name."""
     for name, resolve in (("mul", lambda *each: math.prod(each)), ("max", max)):
         if not OmegaConf.has_resolver(name):
             OmegaConf.register_new_resolver(name, resolve)
@@ -99,19 +99,15 @@ def _merged(path: Path) -> DictConfig | ListConfig:
 
 
 def _from_nemo_rl(
-    values: Mapping[str, Any],
-    section: str,
-    own: str,
-    rows: list[tuple[str, Any, str]],
-    ignored: list[str],
+    values: Mapping[str, Any], section: str, own: str, notes: Notes
 ) -> Iterator[tuple[str, Any]]:
-    """Our keys and values; rows of what is refused and keys that are ignored are added."""
+    """Yield our keys and values; ``notes`` gets what is refused and what is ignored."""
     roles: tuple[Literal["policy"], Literal["value"]] = ("policy", "value")
     for name in roles:
         if name in values:
-            role, notes = read_role(values[name], name)
-            rows += notes.refused
-            ignored += notes.ignored
+            role, of_role = read_role(values[name], name)
+            notes.refused += of_role.refused
+            notes.ignored += of_role.ignored
             if role is not None:
                 yield from _of_role(role, name, own)
     others = {key: value for key, value in values.items() if key not in ("policy", "value")}
@@ -129,7 +125,7 @@ def _from_nemo_rl(
         yield "model.ppo.ratio_eps", clip
     if section == "grpo":
         yield "trainer.ppo.advantage.estimator", "grpo"
-    rows += [(key, value, _OWN) for key, value in given.items() if not is_off(value)]
+    notes.refused += [(key, value, _OWN) for key, value in given.items() if not is_off(value)]
 
 
 def _of_role(role: PublishedRole, name: str, own: str) -> Iterator[tuple[str, Any]]:
@@ -148,7 +144,7 @@ def _of_role(role: PublishedRole, name: str, own: str) -> Iterator[tuple[str, An
 
 
 def _changes(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """Keys of a section, and its values, that are not the defaults."""
+    """Yield the keys of a section whose values are not the defaults, with the values."""
     if not dataclasses.is_dataclass(value):
         if value != default:
             yield key, value
@@ -169,7 +165,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _literal(value: Any) -> str:
-    """A value as hydra's command line has it."""
+    """Spell a value for hydra's command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
