@@ -173,7 +173,7 @@ def test_reward_function_that_needs_a_missing_column(run):
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
-        ("raises", RewardError, ["KeyError", "no such answer", "sample 0"]),
+        ("raises", RewardError, ["KeyError", "no such answer", "the batch as a whole"]),
         ("too_few", RewardError, ["1 rewards for 4 samples"]),
         ("not_a_number", RewardError, ["nan", "sample 0"]),
     ],

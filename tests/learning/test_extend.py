@@ -163,7 +163,10 @@ def test_a_run_that_a_callback_stops_goes_on_to_what_it_would_have_been(tmp_path
 def test_a_continued_run_says_which_own_code_is_another(tmp_path, tiny_nemo, capsys):
     options = (tmp_path / "run", tiny_nemo, "grpo_tiny_cpu")
     run(*options, 1)
-    lines, _ = run(*options, 2, f"{LOSS}ClippedLoss", f"trainer.callbacks=[{JOURNAL}]")
+    changed = [f"{LOSS}ClippedLoss", f"trainer.callbacks=[{JOURNAL}]"]
+    with pytest.raises(ConfigError, match=r"model\.ppo\.loss was None.*resume_changed"):
+        run(*options, 2, *changed)
+    lines, _ = run(*options, 2, *changed, "exp_manager.resume_changed=[model.ppo.loss]")
     assert "custom/outside_fraction" in lines[2]
     assert "custom/outside_fraction" not in lines[1]
     said = " ".join(capsys.readouterr().out.split())

@@ -215,9 +215,12 @@ def hostile_error(prompts, responses, ground_truths):
 
 
 def forges(prompts, responses, ground_truths):
-    """Writes an answer of its own to the channel, before the function's."""
+    """Writes an answer of its own to the channel, before the function's.
+
+    The number of the channel is that which the parent's end happened to get.
+    """
     form = responses[0].encode()
-    for number in range(3, 20):
+    for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             os.write(number, struct.pack("!4sQ", b"\x93ALN", len(form)) + form)
     return [1.0] * len(prompts)

@@ -135,7 +135,7 @@ class ArchiveReader:
         return stream
 
     def read(self, name: str) -> bytes:
-        """All bytes of member ``name``; those that `CHECKSUMS` lists are compared."""
+        """All bytes of member ``name``; of an archive, those that `CHECKSUMS` lists are compared."""
         with self.open(name) as stream:
             data = stream.read()
         if self._digests.get(name, _digest(data)) != _digest(data):
@@ -147,8 +147,11 @@ class ArchiveReader:
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
-        """SHA-256 of small members; {} for a file that has no list."""
-        if CHECKSUMS not in self.names:
+        """SHA-256 of small members; {} for a file without a list, and for a folder.
+
+        Files of an unpacked archive are there to be edited.
+        """
+        if self._tar is None or CHECKSUMS not in self.names:
             return {}
         with self.open(CHECKSUMS) as stream:
             try:
