@@ -142,7 +142,7 @@ class RewardClient:
             before_sleep=self._warn,
             retry_error_callback=self._give_up,
         )
-        answer = await retrying(self._exchange, session, request)
+        answer: Any = await retrying(self._exchange, session, request)
         try:
             return request.read(answer)
         except DataError as error:
