@@ -11,6 +11,8 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import DPORunConfig, ParallelConfig, RSRunConfig, check_layout, parse_config
 from aligner.config.cli import check_overrides, launch
 from aligner.config.defaults import defaults_of, without_new_defaults
+from aligner.config.roles.model import CriticConfig, ModelConfig
+from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.checks import check_batch_layout
 from aligner.errors import AlignerError, ConfigError, LayoutError
 
@@ -471,3 +473,20 @@ def test_experts_under_tensor_parallelism():
         check_layout(moe, dataclasses.replace(shared, expert=1), 3)
     with pytest.raises(LayoutError, match=r"needs model\.sequence_parallel=true"):
         check_layout(moe, dataclasses.replace(shared, sequence_parallel=False), 3)
+
+
+def test_a_critic_with_a_pipeline_of_its_own_has_equal_stages():
+    policy = ModelConfig(
+        "m.nemo", pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
+    )
+    assert CriticConfig().laid_out(policy).parallel.first_stage == 1
+    own = CriticConfig(pipeline_model_parallel_size=3).laid_out(policy).parallel
+    assert (own.pipeline, own.first_stage) == (3, None)
+
+
+def test_stages_and_routers_are_megatrons():
+    for key, value in (("num_layers_in_last_pipeline_stage", 2), ("freeze_moe_router", True)):
+        model = ModelConfig("m.nemo", **{key: value})
+        check_policy_backend("megatron", model)
+        with pytest.raises(ConfigError, match=f"model.{key}=.*policy.backend=megatron"):
+            check_policy_backend("dtensor", model)

@@ -19,7 +19,8 @@ from aligner.config.elsewhere import IGNORED
 from aligner.config.elsewhere.nemo_rl_values import Notes, judge, table, torch_schedule
 from aligner.config.fields import Count, ModelPath, Natural, NonNegative
 from aligner.config.parse import build, type_below
-from aligner.config.roles.model import CriticConfig, ModelConfig
+from aligner.config.roles.model import LAYOUT_KEYS, STAGE_KEYS, CriticConfig, ModelConfig
+from aligner.config.roles.optim import OptimConfig
 from aligner.errors import ConfigError
 
 Section = Mapping[str, Any]
@@ -87,16 +88,7 @@ _OF_BACKENDS: dict[Backend, dict[str, Any]] = {
         "megatron_cfg.env_vars": "env_vars",
         **{
             f"megatron_cfg.{key}": f"model.{key}"
-            for key in (
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "expert_model_parallel_size",
-                "sequence_parallel",
-                "num_layers_in_first_pipeline_stage",
-                "num_layers_in_last_pipeline_stage",
-                "freeze_moe_router",
-            )
+            for key in (*LAYOUT_KEYS, *STAGE_KEYS, "freeze_moe_router")
         },
         "megatron_cfg.activation_checkpointing": StrictBool,
         "megatron_cfg.recompute_granularity": Literal["full", "selective"],
@@ -166,9 +158,7 @@ class PublishedRole:
             raise ConfigError(f"the model has {num_experts} experts\n{table([*self.of_experts])}")
 
 
-def published_role(
-    values: Mapping[str, Any], name: Literal["policy", "value"] = "policy"
-) -> PublishedRole:
+def published_role(values: Section, name: Literal["policy", "value"] = "policy") -> PublishedRole:
     """Read a mapping of `PolicyConfig` (``name="policy"``) or `ValueConfig`.
 
     A missing key has the default of the section it becomes. Keys that tune engines are ignored,
@@ -188,9 +178,9 @@ def published_role(
 
 
 def read_role(
-    values: Mapping[str, Any], name: Literal["policy", "value"] = "policy"
+    values: Section, name: Literal["policy", "value"] = "policy"
 ) -> tuple[PublishedRole | None, Notes]:
-    """As `published_role`, without raising: None where the notes have anything refused."""
+    """Read a mapping as `published_role` does, and return None where the notes refuse anything."""
     if isinstance(values, DictConfig):
         values = OmegaConf.to_container(values, resolve=True)  # type: ignore[assignment]
     notes, backend = Notes(name), _backend(values, name)
@@ -212,10 +202,11 @@ def read_role(
     if isinstance(optim.get("betas"), dict):
         optim["betas"] = tuple({**_BETAS, **optim["betas"]}.values())
     if backend == "dtensor" and values.get("scheduler") is not None:
-        optim["sched"] = torch_schedule(values["scheduler"], optim.get("lr", 0.0), notes)
+        optim["sched"] = torch_schedule(values["scheduler"], optim.get("lr", OptimConfig.lr), notes)
     if given.get(f"{backend}_cfg.activation_checkpointing"):
         granularity = given.get("megatron_cfg.recompute_granularity", "full")
         tree["model"]["activations_checkpoint_granularity"] = granularity
+    # Experts' biases move where they are enabled and have a rate: one alone says nothing.
     biases = [row for row in notes.experts if "_bias" in row[0]]
     if len(biases) == 1:
         notes.experts.remove(biases[0])
@@ -233,7 +224,8 @@ def read_role(
     ), notes
 
 
-def _backend(given: Mapping[str, Any], name: str) -> Backend:
+def _backend(given: Section, name: str) -> Backend:
+    """Return the one backend that is enabled."""
     megatron, dtensor = (
         bool((given.get(key) or {}).get("enabled", False))
         for key in ("megatron_cfg", "dtensor_cfg")
@@ -250,7 +242,7 @@ def _backend(given: Mapping[str, Any], name: str) -> Backend:
 def _settings(
     values: Section, keys: Mapping[str, Any], notes: Notes, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Keys of the table that are set, with their values; the rest goes into ``notes``."""
+    """Yield the keys of the table that are set, with their values; judge all others."""
     known = [*{key[len(prefix) :].split(".")[0]: 0 for key in keys if key.startswith(prefix)}]
     for key, value in values.items():
         path = f"{prefix}{key}"
@@ -267,7 +259,7 @@ def _settings(
 
 
 def _hint(ours: str) -> Any:
-    """Type of a value of `PublishedRole` by its dotted key."""
+    """Return the type of a value of `PublishedRole` by its dotted key."""
     hint: Any = PublishedRole
     for step in ours.split("."):
         hint = type_below(hint, int(step) if step.isdigit() else step)
@@ -275,7 +267,7 @@ def _hint(ours: str) -> Any:
 
 
 def _spelt(path: str, value: Any) -> Any:
-    """A value as it is spelt here."""
+    """Return a value of theirs as it is spelt here; `ConfigError` names those that there are."""
     if path.endswith(".env_vars") and isinstance(value, Mapping):
         return {key: str(each) for key, each in value.items()}
     if path in _VALUES:
@@ -290,7 +282,7 @@ def _spelt(path: str, value: Any) -> Any:
 
 
 def _nested(given: Section, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Values at our keys, as nested mappings."""
+    """Arrange the values by our keys, as nested mappings."""
     tree: dict[str, Any] = {"model": {}}
     for path, homes in keys.items():
         if path not in given or not isinstance(homes, str):

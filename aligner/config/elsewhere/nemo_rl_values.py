@@ -58,8 +58,7 @@ _DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "dtensor_cfg.expert_parallel_size": (1,),
     "megatron_cfg.peft.exclude_modules": (["*out_proj*"],),  # of Mamba; a GPT has none
 }
-# Keys that only a mixture of experts reads: neutral where the model is dense. A bias of experts is
-# moved where it is enabled and has a rate, and else stays as the checkpoint has it.
+# Keys that only a mixture of experts reads: neutral where the model is dense.
 _EXPERTS = {
     "megatron_cfg.moe_router_enable_expert_bias": "false, or moe_router_bias_update_rate: 0.0",
     "megatron_cfg.moe_router_bias_update_rate": "0.0, or moe_router_enable_expert_bias: false",
@@ -106,7 +105,7 @@ class Notes:
 
 
 def table(rows: list[tuple[str, Any, str]]) -> str:
-    """Rows of "their key, value, what to use", aligned."""
+    """Align rows of "their key, value, what to use" below those titles."""
     shown = [("their key", "value", "what to use")]
     shown += [(key, text[:40], remedy) for key, value, remedy in rows for text in [_text(value)]]
     widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
@@ -116,7 +115,7 @@ def table(rows: list[tuple[str, Any, str]]) -> str:
 
 
 def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
-    """Take a key without a counterpart as neutral, as tuning or as refused, by its value."""
+    """Note a key without a counterpart as tuning or as refused; a neutral value is not noted."""
     full, is_neutral = f"{notes.name}.{path}", is_off(value)
     section, _, key = full.rpartition(".")
     if path in _REMEDIES:
@@ -134,7 +133,7 @@ def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
 
 
 def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
-    """Schedule of torch's classes by name, alone or one after the other at ``milestones``.
+    """Translate a schedule of torch's classes, alone or one after the other at ``milestones``.
 
     ``LinearLR`` up to 1 is the warm-up, which begins at 0 here; ``LinearLR`` down and
     ``CosineAnnealingLR`` are the decay; ``ConstantLR`` of factor 1 is no change.
