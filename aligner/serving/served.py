@@ -76,8 +76,7 @@ class Served:
         ``template_kwargs``: variables of the chat template.
 
         Raises:
-            DataError: the messages are none, the template ignores a part of them, or a variable
-                has the name of another.
+            DataError: the messages are none, or the template ignores a part of them.
             TokenizerError: there is no chat template.
         """
         messages = with_system(parse_messages(chat_messages(given)), self.system_prompt)
@@ -87,9 +86,7 @@ class Served:
         shown = tools or None
         if speaks_of_tools and self.form == "plain":
             messages, shown = in_text(messages, tools), None
-        tokenizer = self.tokenizer
-        if template_kwargs:
-            tokenizer = tokenizer.with_template_kwargs(template_kwargs)
+        tokenizer = self.tokenizer.with_template_kwargs(template_kwargs or {})
         check_all_used(tokenizer, messages, shown)
         return render(tokenizer, messages, shown)
 

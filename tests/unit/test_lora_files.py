@@ -19,6 +19,7 @@ from aligner.checkpoint.adapters import (
     adapters_beside,
     save_adapters,
 )
+from aligner.checkpoint.convert import convert
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -128,6 +129,23 @@ def test_scripts_merge_and_export(tmp_path, tiny_nemo, monkeypatch, capsys):
     }
     with pytest.raises(SystemExit, match="does not exist"):
         script(monkeypatch, "merge_lora.py", model=tiny_nemo, adapters="none", output="o.nemo")
+    capsys.readouterr()
+
+
+def test_scripts_take_a_hugging_face_base(tmp_path, tiny_nemo, monkeypatch, capsys):
+    """The merged model and the adapters are those of the same base as a `.nemo`."""
+    convert(tiny_nemo, tmp_path / "base")
+    save_adapters(tmp_path / "run.lora.safetensors", filled(TINY_ARCHITECTURE, LORA))
+    for kind, base in (("nemo", tiny_nemo), ("hf", tmp_path / "base")):
+        given = {"model": base, "adapters": tmp_path / "run.lora.safetensors"}
+        script(monkeypatch, "merge_lora.py", **given, output=tmp_path / f"{kind}.nemo")
+        script(monkeypatch, "convert_lora_to_peft.py", **given, output=tmp_path / kind)
+    with open_nemo(tmp_path / "nemo.nemo") as one, open_nemo(tmp_path / "hf.nemo") as other:
+        assert set(one.weights) == set(other.weights)
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    adapters = [load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("nemo", "hf")]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
     capsys.readouterr()
 
 

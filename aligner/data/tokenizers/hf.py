@@ -162,10 +162,7 @@ class HuggingFaceTokenizer:
         return other
 
     def with_template_kwargs(self, values: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """The same, whose chat template has these variables; ``files()`` forget them.
-
-        `DataError` where one has the name of something else that transformers gives to templates.
-        """
+        """The same, whose chat template has these variables; `DataError`: a name is taken."""
         from transformers import PreTrainedTokenizerFast
 
         others = set(signature(PreTrainedTokenizerFast.apply_chat_template).parameters)

@@ -171,11 +171,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str | Path, *, key: str) -> T
 
 
 def with_template_kwargs(tokenizer: Tokenizer, values: Mapping[str, Any]) -> Tokenizer:
-    """The same tokenizer, whose chat template has the variables of ``data.chat_template_kwargs``.
-
-    Raises:
-        ConfigError: there is no chat template, or it names one of them nowhere.
-    """
+    """The same with ``data.chat_template_kwargs``; `ConfigError`: no template reads one of them."""
     if not values:
         return tokenizer
     config = json.loads(tokenizer.files().get("tokenizer_config.json", b"{}"))
