@@ -5,9 +5,8 @@ variables of the run, in an empty folder that is removed afterwards. It is kille
 started at its time limit, where it prints too much or makes too many files and folders, and when
 the process that asked for it ends.
 
-Its standard output is all that is read of it, as text. It is no `ChildProcess` of
-`aligner.child_process`, whose answers are pickles: to load one that the program wrote would be to
-run its code here.
+Its standard output is all that is read of it, as text. A `ChildProcess` of `aligner.child_process`
+holds code of the user's; a program of the policy has fewer rights.
 """
 
 import errno

@@ -71,9 +71,7 @@ class Served:
         tools: list[dict[str, Any]],
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of a chat and of the opening of its answer.
-
-        ``template_kwargs``: variables of the chat template.
+        """Text of a chat and of its answer's opening; ``template_kwargs``: for the template.
 
         Raises:
             DataError: the messages are none, or the template ignores a part of them.

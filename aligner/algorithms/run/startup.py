@@ -9,7 +9,12 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.adapters import adapter_shapes, check_same, read_adapters
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.model_source import open_model
-from aligner.config import BaseRunConfig, SamplingRunConfig, TrainedModelConfig
+from aligner.config import (
+    BaseRunConfig,
+    SamplingRunConfig,
+    SupervisedRunConfig,
+    TrainedModelConfig,
+)
 from aligner.config.elsewhere import IGNORED
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
@@ -44,6 +49,7 @@ def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture
     if isinstance(config, SamplingRunConfig) and config.environment.chat_template is not None:
         template, key = config.environment.chat_template, "environment.chat_template"
         tokenizer = with_chat_template(tokenizer, template, key=key)
+    assert isinstance(config, SamplingRunConfig | SupervisedRunConfig), "every run has data"
     return with_template_kwargs(tokenizer, config.data.chat_template_kwargs), architecture
 
 

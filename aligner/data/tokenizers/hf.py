@@ -232,7 +232,7 @@ class HuggingFaceTokenizer:
         from transformers.utils import chat_template_utils
 
         chat_template_utils.datetime = RunClock  # which `strftime_now` of templates asks
-        special = {  # templates may name them
+        special: dict[str, Any] = {  # templates may name them
             name: text
             for name, token in self._config.items()
             if name.endswith("_token")
