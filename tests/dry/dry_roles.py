@@ -286,6 +286,7 @@ def phases(**case):
             found["rollout"] = facts(sampling_options)
             found["kept"] = None if drawn.kept_ids is None else str(drawn.kept_ids.device)
         getattr(role, "finish_generation", role.finish_inference)()
+        found["kept_bytes"] = device.memory.alive_bytes - before  # graphs and what they read, too
         if "update" in found:
             with device.record() as back:
                 role.prepare_for_training()
