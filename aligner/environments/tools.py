@@ -141,9 +141,7 @@ def described(schema: Mapping[str, Any]) -> str:
     return f"{call}: {function.get('description') or ''}"
 
 
-def tools_in_text(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-) -> list[Message]:
+def tools_in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages with a description of the tools, and of calls, in the first."""
     lines = [described(tool) for tool in tools]
     text = "\n".join([*lines, HOW_TO_CALL, messages[0]["content"]])

@@ -51,7 +51,9 @@ def test_answers_are_bounded_and_of_this_library(load):
     with pytest.raises(RewardError, match=r"reward is 'yyy.*…, which is not a number") as refusal:
         score(load("returns_much"), ["x"])
     assert len(str(refusal.value)) < 400
-    with pytest.raises(RewardError, match=r"sent what is no answer \((JSON|Unicode)DecodeError\)|died"):
+    with pytest.raises(
+        RewardError, match=r"sent what is no answer \((JSON|Unicode)DecodeError\)|died"
+    ):
         score(load("writes_everywhere"), ["x"])
 
 
