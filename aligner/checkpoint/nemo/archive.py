@@ -135,7 +135,7 @@ class ArchiveReader:
         return stream
 
     def read(self, name: str) -> bytes:
-        """All bytes of member ``name``; of an archive, those that `CHECKSUMS` lists are compared."""
+        """All bytes of member ``name``; an archive compares those that `CHECKSUMS` lists."""
         with self.open(name) as stream:
             data = stream.read()
         if self._digests.get(name, _digest(data)) != _digest(data):
