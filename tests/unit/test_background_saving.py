@@ -399,3 +399,33 @@ def test_what_one_rank_cannot_write_is_raised_on_all_and_removed(tmp_path, monke
     assert "rank 1" in str(errors[0])
     assert list(tmp_path.iterdir()) == []
     assert not writing()
+
+
+def test_a_worker_touches_nothing_once_its_mark_is_there(tmp_path, monkeypatch):
+    """The folder of a state is renamed as soon as every mark is there, however slow the disk is."""
+    folder = tmp_path / ".tmp-step_000001" / "role"
+    folder.mkdir(parents=True)
+    sealed = threading.Event()
+    replace = os.replace
+
+    def slow(source, target):
+        replace(source, target)
+        if str(target).endswith(".done"):
+            assert sealed.wait(30)
+
+    monkeypatch.setattr(os, "replace", slow)
+    errors = []
+
+    def write():
+        try:
+            worker_state._write_share(folder, 0, {"x": torch.zeros(10)})
+        except Exception as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=write)
+    worker.start()
+    worker_state.seal(folder, 1)
+    folder.parent.rename(tmp_path / "step_000001")
+    sealed.set()
+    worker.join(30)
+    assert errors == []

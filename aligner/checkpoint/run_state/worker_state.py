@@ -27,7 +27,7 @@ from typing import Any, Protocol, overload
 
 from aligner.checkpoint.background import AbandonedError, BackgroundTask, CopyMemory
 from aligner.checkpoint.durable import (
-    atomic_file,
+    durable_file,
     readable_bytes,
     require_free_space,
 )
@@ -169,12 +169,18 @@ def _share_of(worker: StatefulWorker) -> dict[str, Any]:
 
 
 def _write_share(target: Path, rank: int, tree: Any, stop: threading.Event | None = None) -> None:
-    """A worker's file and, once it is on the disk, its mark."""
+    """Write a worker's file and, once the file is on the disk, its mark.
+
+    The rename of the mark is the last access to ``target``: `seal` may return, and the folder get
+    another name, at once.
+    """
     share = target / _name(rank)
     checksum = write_tree(share, tree, stop)
     mark = json.dumps({"checksum": checksum, "size": share.stat().st_size}).encode()
-    with atomic_file(target / _mark(rank), len(mark)) as file:
+    unsealed = target / f".{_mark(rank)}.partial"
+    with durable_file(unsealed, len(mark)) as file:
         file.write(mark)
+    os.replace(unsealed, target / _mark(rank))
 
 
 def seal(folder: Path, num_shares: int, stop: threading.Event | None = None) -> None:
