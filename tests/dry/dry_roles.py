@@ -107,7 +107,7 @@ def source(architecture, *, head=False):
 
 def adapters_of(case):
     """Adapters, which experts do not have."""
-    has_experts = architecture_of(case) is MIXTURE
+    has_experts = architecture_of(case).num_moe_experts is not None
     return LoraConfig(target_modules=("attention" if has_experts else "all",), adapter_dim=4)
 
 
