@@ -17,6 +17,7 @@ A case says role, layout and batching by these keys, all of which have a default
 """
 
 import dataclasses
+import gc
 import math
 from types import SimpleNamespace
 
@@ -290,7 +291,11 @@ def phases(**case):
             with device.record() as back:
                 role.prepare_for_training()
             found["back_copied_bytes"] = back.copied_bytes
+            with_graphs = device.memory.alive_bytes
+            role.release_generator()
+            gc.collect()
             found["back_bytes"] = device.memory.alive_bytes - before
+            found["graph_bytes"] = with_graphs - device.memory.alive_bytes
     return found
 
 
