@@ -1,5 +1,6 @@
 """A rank that dies makes the others stop with its name, soon; nobody stops without a reason."""
 
+import contextlib
 import os
 import re
 import signal
@@ -106,6 +107,16 @@ def test_under_torchrun_the_survivor_names_the_dead():
     assert re.search(r"rank 0 stops: rank 1 \(.*\) died: its process is gone", finished.stderr)
 
 
+def ranks_started_by(pid):
+    """Further ranks among the children of a process, which also runs `ldconfig` as it imports."""
+    ranks = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "LOCAL_RANK" in child.environ():  # as it is from exec on
+                ranks.append(child)
+    return ranks
+
+
 @pytest.mark.timeout(300)
 def test_a_process_whose_starter_is_ended_before_they_meet_ends_too(tmp_path):
     """SIGTERM to the first process alone, as soon as it has started the second."""
@@ -118,7 +129,7 @@ def test_a_process_whose_starter_is_ended_before_they_meet_ends_too(tmp_path):
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
-    while not (others := psutil.Process(first.pid).children()):
+    while not (others := ranks_started_by(first.pid)):
         assert first.poll() is None, log.read_text()
         time.sleep(0.02)
     first.terminate()

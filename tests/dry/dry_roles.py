@@ -17,6 +17,7 @@ A case says role, layout and batching by these keys, all of which have a default
 """
 
 import dataclasses
+import gc
 import math
 from types import SimpleNamespace
 
@@ -107,7 +108,7 @@ def source(architecture, *, head=False):
 
 def adapters_of(case):
     """Adapters, which experts do not have."""
-    has_experts = architecture_of(case) is MIXTURE
+    has_experts = architecture_of(case).num_moe_experts is not None
     return LoraConfig(target_modules=("attention" if has_experts else "all",), adapter_dim=4)
 
 
@@ -286,12 +287,15 @@ def phases(**case):
             found["rollout"] = facts(sampling_options)
             found["kept"] = None if drawn.kept_ids is None else str(drawn.kept_ids.device)
         getattr(role, "finish_generation", role.finish_inference)()
-        found["kept_bytes"] = device.memory.alive_bytes - before  # graphs and what they read, too
         if "update" in found:
             with device.record() as back:
                 role.prepare_for_training()
             found["back_copied_bytes"] = back.copied_bytes
+            with_graphs = device.memory.alive_bytes
+            role.release_generator()
+            gc.collect()
             found["back_bytes"] = device.memory.alive_bytes - before
+            found["graph_bytes"] = with_graphs - device.memory.alive_bytes
     return found
 
 

@@ -131,7 +131,9 @@ def test_offloaded_moments_leave_the_device_and_come_back(seen):
     found = seen("actor, offload")
     gone = found["static_bytes"] - found["inference_bytes"]
     assert gone == pytest.approx(8 * found["parameters"], rel=0.01)
-    assert found["back_bytes"] - found["kept_bytes"] == pytest.approx(gone, rel=0.01)
+    assert found["back_bytes"] == pytest.approx(found["static_bytes"], rel=0.01)
+    # Kept between rollouts until they are given up: graphs, and the cache that they read.
+    assert 0 < found["graph_bytes"] <= 512 << 10
 
 
 def test_memory_is_told_by_kind(seen):
