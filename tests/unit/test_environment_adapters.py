@@ -104,7 +104,9 @@ def test_the_page_s_counter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Game("trl:TRLEnv", kwargs_of("trl"), {"prompt": "abcd", "label": 1}) as game:
         (first,) = game.begin().messages
-        assert first["content"] == "add(number): Add a number to the total.\nabcd\nCount to 4."
+        assert first["content"] == (
+            'call add {"number": "<integer>"}: Add a number to the total.\nabcd\nCount to 4.'
+        )
         turn = game.say('call add {"number": 3}\ncall add {"number": "x"}\ncall sub {}')
         added, refused, unknown = turn.messages[0]["content"].splitlines()
         assert (added, turn.score, turn.done) == ("result of add: 3", None, False)
@@ -120,7 +122,9 @@ def test_calls_of_plain_methods_are_made_in_order_and_coroutines_at_the_same_tim
     log = make("Log", prompt=chat, reward=f"{HERE}:scored", arguments={"name": "book"})
     start = log.init()
     assert start.messages[0] == chat[0]
-    assert start.messages[1]["content"] == "fail(): Fail.\nwrite(line): Write a line.\nq"
+    assert start.messages[1]["content"] == (
+        'call fail {}: Fail.\ncall write {"line": "<string>"}: Write a line.\nq'
+    )
     turn = log.step(say('call write {"line": "a"}\ncall write {"line": "b"}\ncall fail'))
     assert turn.messages[0]["content"].splitlines() == [
         "result of write: 1 of book",

@@ -272,7 +272,10 @@ def test_problems_with_an_interpreter():
     env = Programming(
         seed=0, prompt="12*12=", ground_truth="144", form="plain", isolation="python", a=12
     )
-    assert "python(code): Run a Python program" in env.init().messages[0]["content"]
+    assert (
+        'call python {"code": "<string>"}: Run a Python program'
+        in env.init().messages[0]["content"]
+    )
     call = 'call python {"code": "x = 12\\nprint(x * x)"}'
     turn = env.step({"role": "assistant", "content": call})
     assert turn.messages[0]["content"] == "result of python: 144"

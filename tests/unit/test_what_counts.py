@@ -251,12 +251,6 @@ class BeginsTooLong(Once):
         return Start([{"role": "user", "content": "a" * (500 if self.spoiled() else 1)}])
 
 
-class BeginsWithTools(Once):
-    def init(self):
-        start = super().init()
-        return Start(start.messages, [{"name": "f"}]) if self.spoiled() else start
-
-
 class EarnsTooMuch(Once):
     def step(self, message):
         turn = super().step(message)
@@ -277,7 +271,7 @@ class CountsClosed(HerePool):
         return super().call(calls)
 
 
-@pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, BeginsWithTools, EarnsTooMuch])
+@pytest.mark.parametrize("make", [SpeaksAsATool, BeginsTooLong, EarnsTooMuch])
 def test_one_conversation_that_cannot_be_used_costs_a_retry(make, tmp_path, monkeypatch):
     monkeypatch.setattr(test_environment_rollout, "TOKENIZER", chatml(NO_TOOLS))
     asked = [{"marker": str(tmp_path / "x")} for _ in range(2)]
