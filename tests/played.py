@@ -31,7 +31,7 @@ class Game:
 
     def __init__(self, name, kwargs, columns=None, seed=1):
         self.columns, self.seed = columns or {}, seed
-        self.pool = EnvironmentPool(f"{ADAPTERS}.{name}", kwargs, self.columns)
+        self.pool = EnvironmentPool(f"{ADAPTERS}.{name}", kwargs, list(self.columns))
 
     def __enter__(self):
         return self

@@ -107,7 +107,10 @@ def test_what_cannot_be_made_is_refused_at_once(packages, name, kwargs, said):
 def test_the_page_s_server(folder):
     with Game(MCP, kwargs_of("mcp"), {"prompt": "6*7=", "ground_truth": "42"}) as game:
         (first,) = game.begin().messages
-        assert first["content"] == "multiply(a, b): Multiply two numbers.\n6*7="
+        assert (
+            first["content"]
+            == 'call multiply {"a": "<integer>", "b": "<integer>"}: Multiply two numbers.\n6*7='
+        )
         (said,) = game.say(
             'call multiply {"a": 6, "b": 7}\ncall multiply {"a": "x"}\n'
             'call multiply {"a": 2, "b": 2}'

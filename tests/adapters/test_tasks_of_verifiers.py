@@ -111,7 +111,7 @@ def server():
 def played(server, kwargs, *rows):
     """What came of rows (seed, columns), one after the other in one process."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    with closing(EnvironmentPool(RUN, kwargs, rows[0][1], runs_agents=True)) as pool:
+    with closing(EnvironmentPool(RUN, kwargs, list(rows[0][1]), runs_agents=True)) as pool:
         calls = [(url, f"key{seed}", seed, columns) for seed, columns in rows]
         return [pool.call([Call(0, "run", one, 60.0)])[0] for one in calls]
 

@@ -54,7 +54,7 @@ FAMILIES = {
         "qwen3.jinja",
         "hermes",
         ("tool_call", "/tool_call", "tool_response", "/tool_response", "think", "/think"),
-        ("<|im_end|>", "<|endoftext|>"),
+        ("<|im_end|>",),  # behind <|endoftext|> renderers puts no end of the message
         keeps={"thinking_retention": "all"},
         thinks=True,
     ),
