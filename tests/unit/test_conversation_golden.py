@@ -115,7 +115,7 @@ class Played:
                 },
                 "critic": {"micro_batch_size": 4, "global_batch_size": 8},
                 "reward": {"kind": "environment"},
-                "environment": {"max_tokens": 250, **environment},
+                "environment": {"max_tokens": 250, "concurrency": 4, **environment},
                 "data": {"train": {"source": "x.jsonl"}},
             }
         )
