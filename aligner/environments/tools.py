@@ -164,7 +164,7 @@ class Calculation(ToolEnv):
     """Arithmetic with a calculator: 1 for the right number at the end of the answer, 0 else.
 
     Reads the columns ``prompt``, the question, and ``ground_truth``, the number, as those of
-    `aligner.data.arithmetic`.
+    `aligner.examples.tasks.arithmetic`.
     """
 
     def __init__(

@@ -9,9 +9,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from aligner.data.arithmetic import arithmetic_prompts
 from aligner.environments.tools import Calculation, Form
 from aligner.errors import ConfigError
+from aligner.examples.tasks.arithmetic import arithmetic_prompts
 
 
 def calculation_traces(
@@ -24,7 +24,7 @@ def calculation_traces(
         tool_share: probability that the answer is computed with the calculator; else it is given at
             once, right as well, which a small model cannot learn to do for large numbers. So a
             model that learned from these calls about as often, and PPO finds out what pays.
-        arguments: of `aligner.data.arithmetic.arithmetic_prompts`.
+        arguments: of `aligner.examples.tasks.arithmetic.arithmetic_prompts`.
 
     Row ``i`` depends only on (seed, split, i).
     """

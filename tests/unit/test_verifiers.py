@@ -6,7 +6,8 @@ from loaded import load_set
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, RewardError
-from aligner.rewards import exact_number, math_verify, reasoning_gym, regex_format
+from aligner.examples.tasks import exact_number
+from aligner.rewards import math_verify, reasoning_gym, regex_format
 from aligner.rewards.function.runner import RewardFunction
 
 
@@ -71,7 +72,7 @@ def test_exact_number_with_a_prefix():
 
 def test_exact_number_needs_a_number_to_compare_with():
     with (
-        RewardFunction.load("aligner.rewards.exact_number:reward") as function,
+        RewardFunction.load("aligner.examples.tasks.exact_number:reward") as function,
         pytest.raises(RewardError, match=r"'two' is not a plainly spelt number .* on sample 1"),
     ):
         function(["a", "b"], ["1\n", "2\n"], ["1", "two"], {"is_end": [True, True]})
