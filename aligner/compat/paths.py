@@ -25,6 +25,8 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 MOVED = {
     "data.arithmetic": "examples.tasks.arithmetic",
     "data.form_pairs": "examples.tasks.form_pairs",
+    "data.gsm8k": "examples.tasks.gsm8k",
+    "data.gsm8k_solutions": "examples.tasks.gsm8k_solutions",
     "rewards.exact_number": "examples.tasks.exact_number",
 }
 # Module below ``aligner``: modules below ``aligner`` that have its names.
