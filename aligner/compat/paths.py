@@ -27,6 +27,7 @@ MOVED = {
     "data.form_pairs": "examples.tasks.form_pairs",
     "data.gsm8k": "examples.tasks.gsm8k",
     "data.gsm8k_solutions": "examples.tasks.gsm8k_solutions",
+    "environments.games": "examples.tasks.games",
     "rewards.exact_number": "examples.tasks.exact_number",
 }
 # Module below ``aligner``: modules below ``aligner`` that have its names.

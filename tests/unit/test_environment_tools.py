@@ -14,7 +14,6 @@ from aligner.environments.calls import (
     parse_calls,
     structured,
 )
-from aligner.environments.games import GuessingGame, guessing_games
 from aligner.environments.tools import (
     Calculation,
     ToolEnv,
@@ -23,6 +22,7 @@ from aligner.environments.tools import (
 )
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
+from aligner.examples.tasks.games import GuessingGame, guessing_games
 
 
 def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] = []) -> str:  # noqa: B006
