@@ -29,6 +29,7 @@ MOVED = {
     "data.gsm8k_solutions": "examples.tasks.gsm8k_solutions",
     "environments.games": "examples.tasks.games",
     "environments.search": "examples.tasks.search",
+    "checkpoint.tiny": "examples.tasks.tiny_model",
     "rewards.exact_number": "examples.tasks.exact_number",
 }
 # Module below ``aligner``: modules below ``aligner`` that have its names.
