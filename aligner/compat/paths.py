@@ -30,6 +30,11 @@ MOVED = {
     "environments.games": "examples.tasks.games",
     "environments.search": "examples.tasks.search",
     "checkpoint.tiny": "examples.tasks.tiny_model",
+    "environments.interpreter": "examples.tasks.python_tool",
+    "environments.traces": "examples.tasks.calculator",
+    "data.reasoning_gym": "examples.tasks.reasoning",
+    "rewards.reasoning_gym": "examples.tasks.reasoning",
+    "environments.tools": "examples.tasks.calculator",  # a part of it
     "rewards.exact_number": "examples.tasks.exact_number",
 }
 # Module below ``aligner``: modules below ``aligner`` that have its names.
@@ -90,9 +95,10 @@ class PublishedPaths(MetaPathFinder, InspectLoader):
             folder.submodule_search_locations = [str(_EXAMPLES)]
             return folder
         is_package = any(each.startswith(f"{below}.") for each in PATHS)
-        return (
-            ModuleSpec(name, self, is_package=is_package) if is_package or below in PATHS else None
-        )
+        if not is_package and below not in PATHS:
+            return None
+        origin = " ".join(_homes(name))  # the name of the program to which `python -m` gives way
+        return ModuleSpec(name, self, origin=origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module the names of its homes, which are imported on first use."""
