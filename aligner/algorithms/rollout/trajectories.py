@@ -98,7 +98,8 @@ class Failures:
         log.warning(
             "a conversation failed and begins again (%s): %s",
             *(failure.reason, failure.text),
-            exc_info=failure.cause,
+            # The message of an error of this library says what is wrong; a stack adds nothing.
+            exc_info=None if isinstance(failure.cause, AlignerError) else failure.cause,
         )
         if len(self._known) > self._config.retries:
             raise EnvironmentCallError(
