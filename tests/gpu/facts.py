@@ -19,7 +19,7 @@ from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.reward import BradleyTerryLoss
 from aligner.losses.value import PPOValueLoss

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
-from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import LengthParams, SamplingParams, VllmConfig, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.local_cluster import LocalFuture
 from aligner.errors import ConfigError
 from aligner.generation.vllm import engine as vllm_engine
 from aligner.generation.vllm.generation import VllmGeneration
