@@ -29,16 +29,14 @@ from aligner.distributed.model_utils.linear_ce_patch import (
 from aligner.distributed.model_utils.logits_logprob import (
     ChunkedDistributedGatherLogprob,
     ChunkedDistributedLogprob,
+    ChunkedDistributedLogprobWithSampling,
     DistributedLogprob,
+    DistributedLogprobWithSampling,
 )
 from aligner.distributed.model_utils.parallel_logprobs import (
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
     get_next_token_logprobs_from_logits,
-)
-from aligner.distributed.model_utils.sampling_logprob import (
-    ChunkedDistributedLogprobWithSampling,
-    DistributedLogprobWithSampling,
 )
 from aligner.distributed.model_utils.vocab_entropy import (
     ChunkedDistributedEntropy,
@@ -48,6 +46,7 @@ from aligner.distributed.model_utils.vocab_topk import (
     distributed_vocab_topk,
     gather_logits_at_global_indices,
 )
+from aligner.logprobs.fused import hidden_states_to_logprobs
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_sq2vp, all_to_all_vp2sq
 
@@ -78,5 +77,6 @@ __all__ = [
     "get_distillation_topk_logprobs_from_logits",
     "get_logprobs_from_vocab_parallel_logits",
     "get_next_token_logprobs_from_logits",
+    "hidden_states_to_logprobs",
     "patch_gpt_model_forward_for_linear_ce_fusion",
 ]

@@ -37,7 +37,7 @@ def _compute_distributed_log_softmax(
     Differentiable: each rank gives the gradient of its own columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
-    return _DistributedLogSoftmax.apply(vocab_parallel_logits, shard)
+    return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -46,60 +46,47 @@ def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.Proc
     Differentiable: each rank gives the gradient of its own columns of the output.
     """
     shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
-    return _DistributedSoftmax.apply(vocab_parallel_logits, shard)
-
-
-class _DistributedLogSoftmax(torch.autograd.Function):
-    """``y = l - log Σ exp(l)``; ``dl = g - p · Σ_v g_v``."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
-        normalizer = log_normalizer(logits, shard)
-        ctx.save_for_backward(logits, normalizer)
-        ctx.shard = shard
-        output = torch.empty_like(logits)
-        for rows in sequence_chunks(logits, None):
-            output[..., rows, :] = logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        logits, normalizer = ctx.saved_tensors
-        upstream = grad_outputs[0]
-        total = ctx.shard.sum(upstream.sum(dim=-1, dtype=normalizer.dtype)).unsqueeze(-1)
-        grad = torch.empty_like(logits)
-        for rows in sequence_chunks(logits, None):
-            probability = (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
-            grad[..., rows, :] = upstream[..., rows, :] - probability.mul_(total[..., rows, :])
-        return grad, None
+    return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)
 
 
 class _DistributedSoftmax(torch.autograd.Function):
-    """``p = exp(l - log Σ exp(l))``; ``dl = p · (g - Σ_v p_v g_v)``."""
+    """Softmax or its logarithm, with ``y = l - log Σ exp(l)`` and ``p = exp(y)``.
+
+    The gradients are ``dl = g - p · Σ_v g_v`` of y, and ``dl = p · (g - Σ_v p_v g_v)`` of p.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, shard: VocabShard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard, as_logarithm: bool) -> Tensor:
         normalizer = log_normalizer(logits, shard)
         ctx.save_for_backward(logits, normalizer)
-        ctx.shard = shard
+        ctx.shard, ctx.as_logarithm = shard, as_logarithm
         output = torch.empty_like(logits)
         for rows in sequence_chunks(logits, None):
             shifted = logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)
-            output[..., rows, :] = shifted.exp_()
+            output[..., rows, :] = shifted if as_logarithm else shifted.exp_()
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         logits, normalizer = ctx.saved_tensors
-        upstream, mean = grad_outputs[0], torch.empty_like(normalizer)
-        for rows in sequence_chunks(logits, None):
-            probability = (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
-            mean[..., rows] = probability.mul_(upstream[..., rows, :]).sum(dim=-1)
-        mean = ctx.shard.sum(mean).unsqueeze(-1)
+        upstream, total = grad_outputs[0], torch.empty_like(normalizer)
+
+        def probabilities(rows: slice) -> Tensor:
+            return (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
+
+        # The sum over the vocabulary that the gradient of each logit needs.
+        if ctx.as_logarithm:
+            total = upstream.sum(dim=-1, dtype=normalizer.dtype)
+        else:
+            for rows in sequence_chunks(logits, None):
+                total[..., rows] = probabilities(rows).mul_(upstream[..., rows, :]).sum(dim=-1)
+        total = ctx.shard.sum(total).unsqueeze(-1)
         grad = torch.empty_like(logits)
         for rows in sequence_chunks(logits, None):
-            probability = (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
-            grad[..., rows, :] = probability.mul_(upstream[..., rows, :] - mean[..., rows, :])
-        return grad, None
+            probability, given = probabilities(rows), upstream[..., rows, :]
+            if ctx.as_logarithm:
+                grad[..., rows, :] = given - probability.mul_(total[..., rows, :])
+            else:
+                grad[..., rows, :] = probability.mul_(given - total[..., rows, :])
+        return grad, None, None

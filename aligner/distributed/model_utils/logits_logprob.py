@@ -109,6 +109,13 @@ def take_owned(chunk: Tensor, local: Tensor, owned: Tensor) -> Tensor:
     return torch.where(owned, chunk.gather(-1, local), 0)
 
 
+def target_logprobs(
+    ctx: Any, logits: Tensor, target: Tensor, plan: LogprobPlan, inference_only: bool
+) -> Tensor:
+    """`logprob_forward` of one token per position: ``target`` int64 [..., S] to [..., S]."""
+    return logprob_forward(ctx, logits, target.unsqueeze(-1), plan, inference_only).squeeze(-1)
+
+
 def logprob_backward(ctx: Any, upstream: Tensor) -> Tensor:
     """Gradient of the local logits, in their dtype, from that of the log-probs [..., S, K]."""
     logits, indices, normalizer, thresholds = ctx.saved_tensors
@@ -131,24 +138,33 @@ def logprob_backward(ctx: Any, upstream: Tensor) -> Tensor:
     return grad
 
 
-class PlannedLogprob(torch.autograd.Function):
-    """`logprob_forward` with any plan, for the functions of this package."""
+class _Logprobs(torch.autograd.Function):
+    """Base of the published classes, whose forward passes differ in their arguments only."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S(, K)].
+
+        With top-k or top-p it is exact for a fixed set of kept tokens and 0 outside it.
+        """
+        upstream, indices = grad_outputs[0], ctx.saved_tensors[1]
+        grad = logprob_backward(ctx, upstream.view(indices.shape))
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class PlannedLogprob(_Logprobs):
+    """`target_logprobs` with any plan, for the functions of this package."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, plan: LogprobPlan, inference_only: bool
     ) -> Tensor:
         """float [..., S, V_local], int64 [..., S] → [..., S]."""
-        return logprob_forward(ctx, logits, target.unsqueeze(-1), plan, inference_only).squeeze(-1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits, float [..., S, V_local], from the log-probs' [..., S]."""
-        return logprob_backward(ctx, grad_outputs[0].unsqueeze(-1)), None, None, None
+        return target_logprobs(ctx, logits, target, plan, inference_only)
 
 
-class DistributedLogprob(torch.autograd.Function):
+class DistributedLogprob(_Logprobs):
     """Log-probs of targets; working memory is bounded, the chunk chosen by itself."""
 
     @staticmethod
@@ -168,20 +184,10 @@ class DistributedLogprob(torch.autograd.Function):
         ``target``: int64 [B, S], already shifted. ``inference_only``: keep nothing for backward.
         """
         plan = LogprobPlan(VocabShard.between(vocab_start_index, vocab_end_index, group))
-        indices = target.unsqueeze(-1)
-        return logprob_forward(ctx, vocab_parallel_logits, indices, plan, inference_only).squeeze(
-            -1
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S]."""
-        grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
-        return grad, None, None, None, None, None
+        return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
-class ChunkedDistributedLogprob(torch.autograd.Function):
+class ChunkedDistributedLogprob(_Logprobs):
     """`DistributedLogprob` with the number of positions per step given."""
 
     @staticmethod
@@ -197,20 +203,11 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
     ) -> Tensor:
         """As `DistributedLogprob.forward`; ``chunk_size`` positions of the sequence at a time."""
         shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
-        plan, indices = LogprobPlan(shard, chunk_size), target.unsqueeze(-1)
-        return logprob_forward(ctx, vocab_parallel_logits, indices, plan, inference_only).squeeze(
-            -1
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S]."""
-        grad = logprob_backward(ctx, grad_outputs[0].unsqueeze(-1))
-        return grad, None, None, None, None, None, None
+        plan = LogprobPlan(shard, chunk_size)
+        return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
-class ChunkedDistributedGatherLogprob(torch.autograd.Function):
+class ChunkedDistributedGatherLogprob(_Logprobs):
     """Log-probs of K tokens per position, one log-softmax for all."""
 
     @staticmethod
@@ -232,8 +229,68 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
         plan = LogprobPlan(shard, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 
+
+class DistributedLogprobWithSampling(_Logprobs):
+    """Log-probs of the distribution that top-k and top-p leave; the chunk chosen by itself.
+
+    Each rank sorts the whole rows of its share of the positions; only one limit per position
+    returns, so the softmax and its gradient stay sharded over the vocabulary. The number of
+    positions need not be a multiple of the tensor-parallel size. All columns count: padding must
+    be -inf.
+    """
+
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the local logits, float [B, S, V_local], from the log-probs' [B, S, K]."""
-        return logprob_backward(ctx, grad_outputs[0]), None, None, None, None, None, None
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: dist.ProcessGroup,
+        top_k: int | None,
+        top_p: float,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """Log-probs float32 [B, S] (float64 for float64 logits).
+
+        ``vocab_parallel_logits``: float [B, S, V_local], rank r holding the r-th part of the
+        vocabulary. ``target``: int64 [B, S], already shifted, global ids; -inf where it is outside
+        the filter. ``top_k`` (None, 0 or -1: off), then ``top_p`` (1: off) over what it leaves;
+        equal logits are kept or left out together. ``inference_only``: keep nothing for backward.
+
+        Raises:
+            ConfigError: ``top_k`` below -1 or ``top_p`` outside (0, 1].
+        """
+        plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, None)
+        return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
+
+
+class ChunkedDistributedLogprobWithSampling(_Logprobs):
+    """`DistributedLogprobWithSampling` with the number of positions per step given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: dist.ProcessGroup,
+        top_k: int | None,
+        top_p: float,
+        chunk_size: int,
+        inference_only: bool = False,
+    ) -> Tensor:
+        """As `DistributedLogprobWithSampling.forward`; ``chunk_size`` positions at a time."""
+        plan = _sampling_plan(vocab_parallel_logits, tp_group, top_k, top_p, chunk_size)
+        return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
+
+
+def _sampling_plan(
+    logits: Tensor,
+    group: dist.ProcessGroup | None,
+    top_k: int | None,
+    top_p: float,
+    chunk_size: int | None,
+) -> LogprobPlan:
+    """Plan over logits [B, S, V_local] of which rank r of ``group`` holds the r-th part."""
+    width = logits.shape[-1]
+    start = 0 if group is None else width * dist.get_rank(group)
+    shard = VocabShard.between(start, start + width, group)
+    return LogprobPlan(shard, chunk_size, TrainingSamplingParams(top_k=top_k, top_p=top_p))
