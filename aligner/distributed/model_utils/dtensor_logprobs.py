@@ -94,10 +94,8 @@ def dtensor_from_parallel_logits_to_logprobs(
     Raises:
         LayoutError: ``target`` is sharded over ``cp`` and ``seq_index`` is missing.
     """
-    plan = LogprobPlan(
-        VocabShard.between(vocab_start_index, vocab_end_index, tp_group),
-        chunk_size,
-        sampling_params or TrainingSamplingParams(),
+    plan = LogprobPlan.between(
+        vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
     )
     if not _shards_sequence(target):
         whole = target.full_tensor() if isinstance(target, DTensor) else target

@@ -13,7 +13,7 @@ rank computes alike.
 Shape legend: logits [B, S, V_local] (or [N, V_local]), ``K`` chosen tokens per position.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +31,21 @@ class LogprobPlan:
     """Plan of computing log-probs: over which columns, of which distribution, in which steps."""
 
     shard: VocabShard
-    chunk_size: int | None = None
-    sampling: TrainingSamplingParams = field(default_factory=TrainingSamplingParams)
+    chunk_size: int | None
+    sampling: TrainingSamplingParams
+
+    @classmethod
+    def between(
+        cls,
+        start: int,
+        end: int,
+        group: dist.ProcessGroup | None,
+        chunk_size: int | None = None,
+        sampling: TrainingSamplingParams | None = None,
+    ) -> "LogprobPlan":
+        """The plan over the global ids from ``start`` up to ``end``, default without a filter."""
+        shard = VocabShard.between(start, end, group)
+        return cls(shard, chunk_size, sampling or TrainingSamplingParams())
 
     def chunk(self, logits: Tensor, rows: slice) -> Tensor:
         """Real columns [..., n, columns] of the positions ``rows`` of ``logits`` [..., S, V_local].
@@ -183,7 +196,7 @@ class DistributedLogprob(_Logprobs):
         vocab_start_index`` columns are those global ids (the rest is padding and takes no part).
         ``target``: int64 [B, S], already shifted. ``inference_only``: keep nothing for backward.
         """
-        plan = LogprobPlan(VocabShard.between(vocab_start_index, vocab_end_index, group))
+        plan = LogprobPlan.between(vocab_start_index, vocab_end_index, group)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
@@ -202,8 +215,7 @@ class ChunkedDistributedLogprob(_Logprobs):
         inference_only: bool = False,
     ) -> Tensor:
         """As `DistributedLogprob.forward`; ``chunk_size`` positions of the sequence at a time."""
-        shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
-        plan = LogprobPlan(shard, chunk_size)
+        plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return target_logprobs(ctx, vocab_parallel_logits, target, plan, inference_only)
 
 
@@ -225,8 +237,7 @@ class ChunkedDistributedGatherLogprob(_Logprobs):
 
         The other arguments as for `ChunkedDistributedLogprob`.
         """
-        shard = VocabShard.between(vocab_start_index, vocab_end_index, tp_group)
-        plan = LogprobPlan(shard, chunk_size)
+        plan = LogprobPlan.between(vocab_start_index, vocab_end_index, tp_group, chunk_size)
         return logprob_forward(ctx, vocab_parallel_logits, global_indices, plan, inference_only)
 
 
@@ -292,5 +303,5 @@ def _sampling_plan(
     """Plan over logits [B, S, V_local] of which rank r of ``group`` holds the r-th part."""
     width = logits.shape[-1]
     start = 0 if group is None else width * dist.get_rank(group)
-    shard = VocabShard.between(start, start + width, group)
-    return LogprobPlan(shard, chunk_size, TrainingSamplingParams(top_k=top_k, top_p=top_p))
+    sampling = TrainingSamplingParams(top_k=top_k, top_p=top_p)
+    return LogprobPlan.between(start, start + width, group, chunk_size, sampling)

@@ -14,7 +14,6 @@ from aligner.distributed.model_utils.dtensor_logprobs import get_logprobs_from_v
 from aligner.distributed.model_utils.logits_logprob import LogprobPlan, PlannedLogprob
 from aligner.distributed.model_utils.packed_frame import packed_targets, unpack
 from aligner.errors import LayoutError
-from aligner.logprobs.output_layer import VocabShard
 from aligner.logprobs.top_k_top_p import TrainingSamplingParams
 
 
@@ -41,10 +40,8 @@ def from_parallel_logits_to_logprobs(
     Every rank returns the whole [B, S-1]. The gradient is exact for a loss that the tensor-parallel
     ranks compute alike, and summed over the context-parallel ranks (`AllGatherCPTensor`).
     """
-    plan = LogprobPlan(
-        VocabShard.between(vocab_start_index, vocab_end_index, tp_group),
-        chunk_size,
-        sampling_params or TrainingSamplingParams(),
+    plan = LogprobPlan.between(
+        vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
     )
     shifted = target.to(vocab_parallel_logits.device).roll(-1, dims=-1)
     local = scatter_context(shifted, vocab_parallel_logits.shape[1], cp_group)
@@ -78,10 +75,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     A row holds the log-probs of tokens 1, 2, … of its sequence, those of its padding included, then
     zeros; a sequence longer than ``unpacked_seqlen`` is cut. No number leaves the device.
     """
-    plan = LogprobPlan(
-        VocabShard.between(vocab_start_index, vocab_end_index, group),
-        chunk_size,
-        sampling_params or TrainingSamplingParams(),
+    plan = LogprobPlan.between(
+        vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
     )
     local = target.to(vocab_parallel_logits.device)
     if not target_is_pre_rolled:
