@@ -33,7 +33,7 @@ from aligner.config import (
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset, collate_prompts
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import LayoutError
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel

@@ -105,7 +105,7 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
     from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-    from aligner.distributed.local_cluster import LocalCluster
+    from aligner.distributed.workers import LocalCluster
     from aligner.parallel.groups import initialize_parallel
     from aligner.plan.measure import share_of, without_weights
 

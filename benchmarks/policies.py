@@ -10,7 +10,7 @@ import torch
 
 from aligner.config import ModelConfig, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from benchmarks.common import stdout_reserved

@@ -26,7 +26,7 @@ from aligner.config.load import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.observe.metrics import PhaseTimers
 from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.function.runner import RewardFunction

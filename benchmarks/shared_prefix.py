@@ -28,7 +28,7 @@ from torch import Tensor
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.checkpoint.tiny import random_weights
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalWorkerGroup
+from aligner.distributed.workers import LocalWorkerGroup
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy
 from benchmarks.common import log

@@ -42,7 +42,7 @@ PATHS = {
     "batches.batched_data_dict": "distributed.batched_data_dict",
     "cluster.ray.session": "distributed.ray.session",
     "cluster.ray.virtual_cluster": "distributed.virtual_cluster",
-    "cluster.worker_groups": "distributed.worker_groups distributed.local_cluster",
+    "cluster.worker_groups": "distributed.worker_groups distributed.workers",
     "config.elsewhere.translate": "compat.translate",
     "distributed.accelerator": "device.accelerator",
     "distributed.parallel": "parallel.groups",

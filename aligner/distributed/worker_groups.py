@@ -25,12 +25,12 @@ from aligner.config.layout import ParallelConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import SlicedDataDict
 from aligner.distributed.interfaces import WorkerFuture
-from aligner.distributed.local_cluster import LocalCluster
 from aligner.distributed.named_sharding import NamedSharding
 from aligner.distributed.ray.bundles import Bundle, Room
 from aligner.distributed.ray.calls import WorkerHandle, wait_for
 from aligner.distributed.ray.worker import Seat, TorchWorld, WorkerProcess
 from aligner.distributed.step import current_step
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import AlignerError, WorkerError
 
 if TYPE_CHECKING:

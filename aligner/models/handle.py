@@ -15,8 +15,14 @@ from typing import Any
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.device.accelerator import DeviceInfo, MemoryUse
 from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
-from aligner.distributed.calls import micro_batching, on_all_workers, phase, run_on_all, run_sharded
 from aligner.distributed.interfaces import WorkerGroup
+from aligner.distributed.workers import (
+    micro_batching,
+    on_all_workers,
+    phase,
+    run_on_all,
+    run_sharded,
+)
 from aligner.errors import ConfigError, StorageError
 from aligner.losses.interfaces import LossFunction as PublishedLossFunction
 from aligner.losses.interfaces import as_loss

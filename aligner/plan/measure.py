@@ -20,8 +20,7 @@ from aligner.config import LengthParams, SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from aligner.distributed.calls import micro_batching
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster, micro_batching
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
 from aligner.models.policy.workers import dtensor_policy_worker_v2, megatron_policy_worker

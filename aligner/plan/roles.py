@@ -14,7 +14,7 @@ from aligner.config import (
     VllmConfig,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.models.handle import RoleHandle
 from aligner.types import LossFunction
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from aligner.config import ParallelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalWorkerGroup
 from aligner.distributed.named_sharding import MODEL_AXES
+from aligner.distributed.workers import LocalWorkerGroup
 from aligner.errors import AlignerError, DataError
 
 

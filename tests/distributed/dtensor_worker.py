@@ -22,7 +22,7 @@ from layout_worker import OPTIM, ROWS, RUN, make_batch, model_config, reported
 from aligner.checkpoint.model_source import open_model
 from aligner.config import CriticConfig, LengthParams, ModelConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy

@@ -28,7 +28,7 @@ from aligner.config import (
     SequencePackingConfig,
 )
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings

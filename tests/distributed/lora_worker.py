@@ -17,7 +17,7 @@ from layout_worker import OPTIM, ROWS, RUN, fill_head, make_batch, model_config,
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy

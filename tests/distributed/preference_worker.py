@@ -23,7 +23,7 @@ from aligner.config import DPORunConfig, parse_config
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.labelled import LabelledDataset
 from aligner.data.preferences import PairDataset
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.metrics import PhaseTimers

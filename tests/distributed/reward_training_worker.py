@@ -27,7 +27,7 @@ from aligner.data.ratings import Rated, collate_rated
 from aligner.data.readers import Row
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel

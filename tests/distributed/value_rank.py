@@ -17,7 +17,7 @@ from layout_worker import OPTIM, ROWS, fill_head, make_batch, model_config, weig
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import CriticConfig
 from aligner.device import accelerator
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.value.lm_value import Value

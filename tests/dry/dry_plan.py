@@ -13,7 +13,7 @@ from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config.commands.plan import PlanConfig
 from aligner.config.load import parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.dry.device import DryDevice
 from aligner.parallel.groups import initialize_parallel
 from aligner.plan import measure

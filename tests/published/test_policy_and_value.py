@@ -15,8 +15,8 @@ from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.compat.nemo_rl import published_role
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster, LocalFuture
 from aligner.distributed.named_sharding import AXES, NamedSharding
+from aligner.distributed.workers import LocalCluster, LocalFuture
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner.foreign_keys import IGNORED
 from aligner.models.policy import PolicyConfig

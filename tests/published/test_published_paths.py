@@ -31,7 +31,7 @@ PATHS = {
         "RayVirtualCluster": "aligner.distributed.virtual_cluster",
     },
     "aligner.distributed.worker_groups": {
-        "LocalCluster": "aligner.distributed.local_cluster",
+        "LocalCluster": "aligner.distributed.workers",
         "MultiWorkerFuture": "aligner.distributed.worker_groups",
         "RayWorkerBuilder": "aligner.distributed.worker_groups",
         "RayWorkerGroup": "aligner.distributed.worker_groups",
@@ -90,7 +90,7 @@ PATHS = {
         "RayVirtualCluster": "aligner.distributed.virtual_cluster",
     },
     "aligner.cluster.worker_groups": {
-        "LocalCluster": "aligner.distributed.local_cluster",
+        "LocalCluster": "aligner.distributed.workers",
         "RayWorkerGroup": "aligner.distributed.worker_groups",
     },
     "aligner.config.elsewhere.translate": {"translate": "aligner.compat.translate"},

@@ -26,7 +26,7 @@ from aligner.config import (
 from aligner.data.prompts import PromptBatch
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, DamagedStateError, NonFiniteError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss

@@ -19,7 +19,7 @@ from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, EnvironmentCallError, NonFiniteError, WorkerError
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.policy.lm_policy import Policy

@@ -21,7 +21,7 @@ from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_
 from aligner.config.cli import check_overrides
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy

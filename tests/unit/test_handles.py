@@ -15,8 +15,8 @@ from aligner.config import (
     SequencePackingConfig,
 )
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalFuture
 from aligner.distributed.named_sharding import layout_of
+from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings

@@ -17,8 +17,8 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import SamplingParams, parse_config
 from aligner.data.prompts import PromptBatch
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
 from aligner.distributed.model_utils import hidden_states_to_logprobs
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
 from aligner.models.gpt.decode.sampling import sample_tokens

@@ -25,7 +25,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import CheckpointNotFoundError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

@@ -19,7 +19,7 @@ from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.interfaces import BackgroundGeneration

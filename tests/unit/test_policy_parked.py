@@ -15,7 +15,7 @@ from aligner.config import LengthParams, LoraConfig, ModelConfig, PeftConfig, Po
 from aligner.config.roles.model import ReferenceConfig
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy

@@ -9,7 +9,7 @@ from aligner.algorithms.run.engine import RayEngine
 from aligner.config import parse_config
 from aligner.device import accelerator
 from aligner.device.accelerator import DeviceInfo
-from aligner.distributed.local_cluster import LocalFuture
+from aligner.distributed.workers import LocalFuture
 from aligner.models.handle import RoleHandle
 
 

@@ -10,7 +10,7 @@ from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import PairDataset, collate_pairs
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
 from aligner.parallel.groups import initialize_parallel
 

@@ -10,7 +10,7 @@ from aligner.config import CriticConfig, ModelConfig, OptimConfig, SchedConfig
 from aligner.data.tokenizers.loading import load_tokenizer
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import CheckpointNotFoundError, StorageError, TokenizerError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss

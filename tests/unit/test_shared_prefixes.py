@@ -28,8 +28,8 @@ from aligner.config import (
 )
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.local_cluster import LocalCluster
 from aligner.distributed.sequences import build_prefix_tree
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss

@@ -9,7 +9,7 @@ import pytest
 from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, SamplingParams, VllmConfig, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.local_cluster import LocalFuture
+from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
 from aligner.generation.vllm import engine as vllm_engine
 from aligner.generation.vllm.generation import VllmGeneration

@@ -10,9 +10,8 @@ import torch
 from aligner.config import ParallelConfig
 from aligner.distributed import worker_groups
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.calls import run_on_all
-from aligner.distributed.local_cluster import LocalCluster, LocalWorkerGroup, to_host
 from aligner.distributed.named_sharding import MODEL_AXES
+from aligner.distributed.workers import LocalCluster, LocalWorkerGroup, run_on_all, to_host
 from aligner.errors import ConfigError, WorkerError
 
 PARALLEL = SimpleNamespace(config=ParallelConfig(), rank=0, world_size=1, dp_rank=0, dp_size=1)

@@ -16,7 +16,7 @@ from aligner.data.tokenizers.clock import TEMPLATE_TIME
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.device import accelerator
 from aligner.distributed.interfaces import Cluster
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle

@@ -181,7 +181,7 @@ def _in_step(step: int) -> AbstractContextManager[None]:
 
 
 def _on_host(result: Any) -> Any:
-    from aligner.distributed.local_cluster import to_host
+    from aligner.distributed.workers import to_host
 
     return to_host(result)
 

@@ -10,9 +10,9 @@ from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import SamplingOptions, SamplingRunConfig, VllmConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
-from aligner.distributed.calls import run_on_all, run_sharded, scored_rows, start_on_all
 from aligner.distributed.interfaces import Cluster, WorkerFuture
 from aligner.distributed.named_sharding import layout_of
+from aligner.distributed.workers import run_on_all, run_sharded, scored_rows, start_on_all
 from aligner.errors import ConfigError
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds

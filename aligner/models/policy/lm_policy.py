@@ -16,8 +16,8 @@ from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
-from aligner.distributed.calls import phase, run_sharded, scored_rows
 from aligner.distributed.interfaces import Cluster
+from aligner.distributed.workers import phase, run_sharded, scored_rows
 from aligner.errors import ConfigError, TokenizerError
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener

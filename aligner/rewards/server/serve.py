@@ -10,7 +10,7 @@ from typing import Literal
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ParallelConfig, TrainedModelConfig
-from aligner.distributed.local_cluster import LocalCluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.megatron.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunSettings
