@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from documented import ROOT
 
+from aligner.compat.nemo_rl import PolicyConfig
 from aligner.config.commands.pipeline import PipelineConfig, StageConfig
 from aligner.config.commands.plan import PlanConfig
-from aligner.config.elsewhere.nemo_rl import PolicyConfig
 from aligner.config.parse import arms_of, build, keys_below
 from aligner.errors import ConfigError
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.chat import (
     Message,
@@ -33,6 +32,7 @@ from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 
 
