@@ -18,6 +18,7 @@ PACKAGE = ROOT / "aligner"
 PACKAGES = [
     f"aligner.{name}"
     for name in [
+        "compat.paths",
         "errors",
         "foreign_keys",
         "types",
