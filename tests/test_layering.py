@@ -92,6 +92,7 @@ PUBLISHED_SIGNATURES = {
 # Modules that only one other imports, and why they are no part of it.
 ONE_IMPORTER = {
     "aligner.cluster.ray.virtual_cluster": "a cluster's bundles; published",
+    "aligner.config.base": "hydra's interface to the defaults, which only the loader registers",
     "aligner.config.cli": "the entry of the scripts in examples/",
     "aligner.compat.paths": "the table of published import paths, which importing aligner installs",
     "aligner.losses.policy": "a loss of its own; published",
