@@ -111,7 +111,6 @@ ONE_IMPORTER = {
     "aligner.checkpoint.nemo.artifacts": "small files in an archive",
     "aligner.checkpoint.nemo.connector": "the only file that imports NeMo",
     "aligner.checkpoint.nemo.inflated": "a cache of unpacked archives",
-    "aligner.checkpoint.nemo.mapped_tensors": "torch files in mapped memory",
     "aligner.checkpoint.nemo.weights": "weights of an archive by their names",
     "aligner.checkpoint.nemo.zarr_v2": "a format of files",
     "aligner.cluster.heartbeat": "ranks notice that another died",
