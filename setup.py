@@ -6,14 +6,18 @@ They stand at the top of the repository, where one looks for them, and in the wh
 
 from setuptools import find_packages, setup
 
-SHIPPED = {"aligner.conf": "conf", "aligner.examples": "examples"}
+SHIPPED = {
+    "aligner.conf": "conf",
+    "aligner.examples": "examples",
+    "aligner.examples.tasks": "examples/tasks",
+}
 
 setup(
     packages=[*find_packages(include=["aligner", "aligner.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
         "aligner.conf": ["**/*.yaml"],
-        "aligner.distributed": ["pages.cpp"],
+        "aligner.device": ["pages.cpp"],
         "aligner.dry": ["guard.cpp"],
         "aligner.observe.report": ["templates/*"],
     },

@@ -12,7 +12,7 @@ KNOWN = {
     "checkpoint/nemo/tensor_file.py _load_zip": "torch's weights-only unpickler",
     "checkpoint/nemo/torch_dist.py read_metadata": "classes of a fixed list alone",
     "child_process.py Channel.receive": "the parent's message",
-    "cluster/ray/worker.py _failure": "what this process has just pickled",
+    "distributed/ray/worker.py _failure": "what this process has just pickled",
 }
 
 

@@ -13,16 +13,16 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer import attention as megatron_attention
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.forward.schedule import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, turned
 from aligner.models.gpt.megatron import build
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
 
 LENGTH = 136  # beyond what CPU attention does by itself
 EXPERTS = dataclasses.replace(

@@ -13,8 +13,8 @@ from aligner.checkpoint.nemo import tensor_file
 from aligner.checkpoint.nemo.archive import CHECKSUMS, ArchiveReader
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.nemo.tensor_file import load_tensors
-from aligner.checkpoint.tiny import write_tiny_nemo
 from aligner.errors import CheckpointError
+from aligner.examples.tasks.tiny_model import write_tiny_nemo
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from leftovers import living_actors, processes_of, reserved_groups, session_fold
 from vllm_roles import WIDE
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import random_weights
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.examples.tasks.tiny_model import random_weights
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def write_wide(tmp_path_factory, scale):
 def own_ray():
     """Ray's processes, started once; at the end they and all memory they shared are gone."""
 
-    from aligner.cluster.ray.session import RayNeeds, ray_session
+    from aligner.distributed.ray.session import RayNeeds, ray_session
 
     memory = shared_memory()
     with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):
