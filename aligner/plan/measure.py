@@ -303,6 +303,7 @@ class _RoleRun:
         begin = self._sample(phase, phase.prompt, phase.response)
         late = phase.prompt + max(0, phase.response - _TOKENS)
         end = self._sample(phase, late, phase.prompt + phase.response - late)
+        self.role.release_generator()  # its cache and graphs are counted in this phase only
         with self.device.record() as left:
             worker.finish_generation()
         moved = moved.plus(Amounts.of(left))
