@@ -51,8 +51,13 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
         yield {"model.reference.mode": "swap"}
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         yield {"model.sequence_parallel": True}
-    if saving:
-        return
+    if not saving:
+        yield from _faster_changes(config)
+
+
+def _faster_changes(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
+    """Yield bf16, and each larger tensor-parallel group that a node has devices for."""
+    model = config.model
     if config.trainer.precision == "32":
         yield {"trainer.precision": "bf16"}
     tensor = 2 * model.tensor_model_parallel_size
