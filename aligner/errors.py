@@ -98,3 +98,7 @@ class NativeCodeError(AlignerError, RuntimeError):
 
 class VersionError(AlignerError, ImportError):
     """A library is installed in a version that this one does not work with."""
+
+
+class MissingPackageError(AlignerError, ImportError):
+    """An optional package that a setting or a file needs is not installed."""

@@ -44,9 +44,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Serve until SIGTERM."""
     arguments = parse_arguments()
-    from aligner.rewards.server.serve import ServeOptions, serve_reward_model  # imports torch
-
     try:
+        from aligner.rewards.server.serve import ServeOptions, serve_reward_model  # imports torch
+
         token = read_token(arguments.token_env, arguments.token_file, "the reward server")
         if token is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
             raise ConfigError(

@@ -263,6 +263,7 @@ TABLES = {
     ("topic",): explained("other libraries' formulas; tests/unit has ours"),
     ("what you see",): explained("advice to people"),
     ("package", "with it"): explained("the start-up report; tests/unit/test_observe_startup.py"),
+    ("extra", "for"): explained("tests/unit/test_extras.py compares it with pyproject.toml"),
     ("number", "meaning"): explained("tests/unit has the formulas of mean@k, pass@k and maj@k"),
     ("what", "seen where"): explained("what nobody has run, and what stands in for it"),
     ("campaign", "what it does"): explained("`make campaign` runs each and prints a line of it"),

@@ -20,6 +20,7 @@ PACKAGES = [
     for name in [
         "compat.paths",
         "errors",
+        "packages",
         "foreign_keys",
         "types",
         "architecture",

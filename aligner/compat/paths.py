@@ -71,6 +71,7 @@ PATHS = {
     "config.elsewhere.translate": "compat.translate",
     "distributed.accelerator": "device.accelerator",
     "distributed.parallel": "parallel.groups",
+    "observe.packages": "packages",
 }
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",

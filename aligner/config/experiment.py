@@ -88,10 +88,7 @@ class ExpManagerConfig:
     """Write scalars to `tensorboard/`."""
 
     create_wandb_logger: StrictBool = False
-    """Log to W&B.
-
-    Without the package wandb a warning is all that happens.
-    """
+    """Log to W&B, which needs the extra `wandb`."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     samples_per_step: Count = 4

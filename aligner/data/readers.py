@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from aligner.errors import ConfigError, DataError
 from aligner.importing import load_function
+from aligner.packages import require_extra
 
 Source = str | Path | Sequence[str | Path]
 
@@ -166,6 +167,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def _from_parquet(path: Path) -> Iterator[Row]:
+    require_extra("parquet", str(path))
     import pyarrow
     from pyarrow import parquet
 

@@ -3,7 +3,6 @@
 `PhaseTimers` counts the seconds of each phase of a step.
 """
 
-import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +12,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from aligner.errors import MissingPackageError
 from aligner.observe.jsonl import JsonLines, read_lines
 from aligner.observe.metric_names import check_names
 from aligner.observe.run_lock import RunLock
+from aligner.packages import require_extra
 
 
 class PhaseTimers:
@@ -165,13 +166,13 @@ def make_loggers(
         config: shown by W&B beside the curves.
     """
     loggers: list[Logger] = []
-    if tensorboard and _installed("tensorboard", "TensorBoard curves"):
+    if tensorboard and _has_tensorboard():
         from lightning.fabric.loggers import TensorBoardLogger
 
         purge = None if restored_step is None else restored_step + 1
         board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=purge)
         loggers.append(board)
-    if wandb and _installed("wandb", "W&B logging"):
+    if wandb:
         from lightning.pytorch.loggers import WandbLogger
 
         options = {"save_dir": folder, "id": _wandb_id(folder), "resume": "allow"}
@@ -182,9 +183,11 @@ def make_loggers(
     return loggers
 
 
-def _installed(package: str, purpose: str) -> bool:
-    if importlib.util.find_spec(package) is None:
-        _log.warning("%s is not installed: no %s (pip install %s)", package, purpose, package)
+def _has_tensorboard() -> bool:
+    try:
+        require_extra("tensorboard", "the mirror of metrics.jsonl in TensorBoard")
+    except MissingPackageError as error:
+        _log.warning("%s", error)
         return False
     return True
 

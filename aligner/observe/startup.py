@@ -12,7 +12,7 @@ from rich.text import Text
 from aligner.checkpoint.durable import readable_bytes
 from aligner.device.accelerator import DeviceInfo
 from aligner.observe.memory import RoleMemory
-from aligner.observe.packages import PackageStatus
+from aligner.packages import PackageStatus
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 import threading
 from typing import Any
 
+from aligner.packages import require_extra
+
+require_extra("math", "aligner.rewards.math_verify")
+
 
 def reward(
     prompts: list[str],

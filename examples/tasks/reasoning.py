@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.packages import require_extra
+
+require_extra("tasks", "aligner.examples.tasks.reasoning")
 
 
 def reasoning_gym_prompts(

@@ -10,7 +10,6 @@ import pytest
 from jinja2 import UndefinedError
 
 from aligner.observe.metrics import MetricsWriter
-from aligner.observe.packages import describe_environment
 from aligner.observe.report import page
 from aligner.observe.report.chart import (
     Series,
@@ -30,6 +29,7 @@ from aligner.observe.report.run import (
     write_report,
 )
 from aligner.observe.samples import Sample, SampleWriter
+from aligner.packages import describe_environment
 
 VOID = {"meta", "line", "circle", "path", "br"}
 

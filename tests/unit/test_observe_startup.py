@@ -15,15 +15,6 @@ from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
-from aligner.observe.packages import (
-    SUPPORTED,
-    TRIED,
-    OptionalPackage,
-    PackageStatus,
-    check_versions,
-    find_packages,
-    untried_versions,
-)
 from aligner.observe.startup import (
     BatchPlan,
     Restored,
@@ -33,6 +24,15 @@ from aligner.observe.startup import (
     memory_estimate,
     saving_sentence,
     startup_report,
+)
+from aligner.packages import (
+    SUPPORTED,
+    TRIED,
+    OptionalPackage,
+    PackageStatus,
+    check_versions,
+    find_packages,
+    untried_versions,
 )
 
 
@@ -150,8 +150,9 @@ def test_supported_versions_are_those_of_the_project_file():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     ranges = {**SUPPORTED, **TRIED}
     del ranges["transformer_engine"]  # no dependency
+    lines = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
     for name, (first, end) in ranges.items():
-        (line,) = (each for each in project["dependencies"] if re.match(rf"{name}\b", each))
+        (line,) = (each for each in lines if re.match(rf"{name}\b", each))
         low, high = re.search(r">=([\d.]+),<([\d.]+)$", line).groups()
         assert low.startswith(".".join(map(str, first)))
         assert high == ".".join(map(str, end))

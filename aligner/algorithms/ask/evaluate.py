@@ -22,8 +22,8 @@ from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.device import accelerator
 from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.estimates import Estimate
-from aligner.observe.packages import describe_environment
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
+from aligner.packages import describe_environment
 from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 
 DEFAULT_SET = "prompts"  # what data.prompts is called

@@ -14,10 +14,10 @@ from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.device import accelerator
 from aligner.errors import AlignerError, DataError
 from aligner.observe.metrics import read_metrics
-from aligner.observe.packages import describe_environment
 from aligner.observe.report.chart import short_number
 from aligner.observe.report.comparison import Comparison, Learned, Policy
 from aligner.observe.samples import Sample
+from aligner.packages import describe_environment
 
 _METRICS, _EVALUATION = "metrics.jsonl", "evaluation.json"
 

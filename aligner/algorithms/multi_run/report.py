@@ -9,7 +9,6 @@ from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
 from aligner.device import accelerator
 from aligner.observe.metrics import read_metrics
-from aligner.observe.packages import describe_environment
 from aligner.observe.report.comparison import (
     Comparison,
     Learned,
@@ -18,6 +17,7 @@ from aligner.observe.report.comparison import (
     render_comparison,
 )
 from aligner.observe.samples import read_samples
+from aligner.packages import describe_environment
 
 _REWARD = "val_rollouts/rewards"
 # Metric of a validation, what it is called here, and whether more (1) or less (-1) is better.

@@ -4,6 +4,7 @@ A trainer cannot tell one from the other.
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle
 from aligner.models.policy.lm_policy import Policy
-from aligner.observe.packages import check_versions
+from aligner.packages import check_versions, require_extra
 from aligner.parallel.groups import describe_layout, initialize_parallel
 from aligner.parallel.heartbeat import watched_ranks
 from aligner.parallel.launch import started_processes
@@ -69,13 +70,33 @@ class Engine(Protocol):
 
 
 def open_engine(config: BaseRunConfig, closing: ExitStack) -> Engine:
-    """The configured engine; it ends when ``closing`` closes."""
+    """The configured engine; it ends when ``closing`` closes.
+
+    Raises:
+        VersionError: a library has a version that does not work.
+        MissingPackageError: a setting needs a package that is not installed.
+    """
     check_versions()
+    for extra, setting in _extras_of(config):
+        require_extra(extra, setting)
     if config.trainer.deterministic:
         accelerator.make_deterministic()
     if config.cluster.engine == "ray":
         return RayEngine(config, log_dir(config), closing)
     return LocalEngine(config, closing)
+
+
+def _extras_of(config: BaseRunConfig) -> Iterator[tuple[str, str]]:
+    """Extras of the package that the run needs, each with the setting that needs it."""
+    if config.cluster.engine == "ray":
+        yield "ray", "cluster.engine=ray"
+    if config.exp_manager.create_wandb_logger:
+        yield "wandb", "exp_manager.create_wandb_logger=true"
+    if isinstance(config, SamplingRunConfig):
+        if config.reward.kind == "server":
+            yield "serve", "reward.kind=server"
+        if config.environment.kind == "endpoint":
+            yield "serve", "environment.kind=endpoint"
 
 
 class LocalEngine:

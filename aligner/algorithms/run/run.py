@@ -39,11 +39,11 @@ from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter, make_loggers
-from aligner.observe.packages import describe_environment
 from aligner.observe.report.run import write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter
 from aligner.observe.startup import Restored, StartupSummary, startup_report
+from aligner.packages import describe_environment
 from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero, this_rank
 
 Config = TypeVar("Config", bound=BaseRunConfig)

@@ -29,7 +29,6 @@ from aligner.errors import ConfigError
 from aligner.foreign_keys import IGNORED
 from aligner.logprobs.output_layer import tile_bytes
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
-from aligner.observe.packages import find_packages, untried_versions
 from aligner.observe.startup import (
     BatchPlan,
     StartupSummary,
@@ -37,6 +36,7 @@ from aligner.observe.startup import (
     batch_arithmetic,
     saving_sentence,
 )
+from aligner.packages import find_packages, untried_versions
 
 
 def describe_model_of(config: BaseRunConfig) -> tuple[Tokenizer, GPTArchitecture]:

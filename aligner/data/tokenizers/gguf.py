@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.data.tokenizers.tokenizer import GENERATION_CONFIG, is_tokenizer_file
 from aligner.errors import CheckpointError
+from aligner.packages import require_extra
 
 _ARRAYS = ("tokens", "scores", "token_type", "merges")  # of the tokenizer; long
 # Keys of tokenizer.ggml. that transformers reads, or that say nothing about tokens of a text.
@@ -54,7 +55,9 @@ def gguf_values(path: Path) -> tuple[Any, dict[str, Any]]:
 
     Raises:
         CheckpointError: it is damaged, or no GGUF file.
+        MissingPackageError: the package gguf is not installed.
     """
+    require_extra("gguf", str(path))
     from gguf import GGUFReader
 
     long = {f"tokenizer.ggml.{name}" for name in _ARRAYS}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.errors import ConfigError, WorkerError
+from aligner.packages import require_extra
 
 # Sockets are named below it, and such names are at most 107 bytes long.
 _FOLDER_PREFIX = "aligner-ray-"
@@ -45,8 +46,10 @@ def ray_session(address: str | None, needs: RayNeeds) -> Iterator[None]:
 
     Raises:
         ConfigError: there is no cluster at the address.
+        MissingPackageError: Ray is not installed.
         WorkerError: Ray did not start.
     """
+    require_extra("ray", "a connection to Ray")
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     import ray

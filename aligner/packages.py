@@ -1,4 +1,4 @@
-"""Packages and machine of a run: versions for its records, and the effect of each missing one.
+"""Packages and machine of a run: extras, versions for its records, effects of missing packages.
 
 No environment variables are recorded: they hold secrets.
 """
@@ -14,20 +14,33 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from aligner.errors import VersionError
+from aligner.errors import MissingPackageError, VersionError
 
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """A package the library uses where it is installed."""
+    """A package that the library uses if it is installed."""
 
-    name: str
+    name: str  # under which it is imported
     without: str  # what is different without it
     install: str
     gpu_only: bool = False
     # A submodule that distinguishes the real package from an unrelated one of the same name.
     submodule: str | None = None
     alternative: str | None = None  # another top-level module that proves it is there
+    extra: str | None = None  # of pyproject.toml
+    only_missing: bool = False  # start-up reports do not name it if it is installed
+
+
+def _of_extra(
+    extra: str, without: str, *names: str, reported: bool = False
+) -> list[OptionalPackage]:
+    """Packages of an extra of pyproject.toml."""
+    install = f'pip install "aligner[{extra}]"'
+    return [
+        OptionalPackage(name, without, install, extra=extra, only_missing=not reported)
+        for name in names
+    ]
 
 
 OPTIONAL_PACKAGES = (
@@ -57,15 +70,42 @@ OPTIONAL_PACKAGES = (
         "generation.backend=vllm is not available; the policy generates by itself",
         "pip install vllm in an environment of its own",
     ),
-    OptionalPackage(
-        "wandb", "exp_manager.create_wandb_logger=true has no effect", "pip install wandb"
-    ),
-    OptionalPackage(
+    *_of_extra("wandb", "exp_manager.create_wandb_logger=true is refused", "wandb", reported=True),
+    *_of_extra(
         "tensorboard",
         "no TensorBoard curves; metrics.jsonl has the numbers",
-        "pip install tensorboard",
+        "tensorboard",
+        reported=True,
     ),
+    *_of_extra("ray", "cluster.engine=ray and generation.backend=vllm are refused", "ray"),
+    *_of_extra(
+        "serve",
+        "servers, reward.kind=server and environment.kind=endpoint are refused",
+        *("fastapi", "uvicorn", "httpx", "tenacity"),
+    ),
+    *_of_extra("gguf", "GGUF files are refused", "gguf"),
+    *_of_extra("math", "the verifier aligner.rewards.math_verify is refused", "math_verify"),
+    *_of_extra("parquet", "Parquet files are refused", "pyarrow"),
+    *_of_extra("tasks", "the tasks of reasoning-gym are refused", "reasoning_gym"),
 )
+
+
+def require_extra(extra: str, purpose: str) -> None:
+    """Check that the packages of an extra are installed, without importing them.
+
+    Args:
+        extra: its name in pyproject.toml.
+        purpose: what needs the packages, such as a setting, for the message.
+
+    Raises:
+        MissingPackageError: names the packages that are missing and the command that installs them.
+    """
+    packages = [package for package in OPTIONAL_PACKAGES if package.extra == extra]
+    missing = [package.name for package in packages if not _is_installed(package)]
+    if missing:
+        raise MissingPackageError(
+            f"{purpose} needs {', '.join(missing)}, not installed here; {packages[0].install}"
+        )
 
 
 # First versions that work and first that are not known to; those of pyproject.toml.
@@ -129,9 +169,13 @@ class PackageStatus:
 def find_packages(
     packages: tuple[OptionalPackage, ...] = OPTIONAL_PACKAGES,
 ) -> list[PackageStatus]:
-    """Look for the packages without importing them."""
+    """Look for the packages without importing them; those that a report names."""
     found = [(package, _is_installed(package)) for package in packages]
-    return [PackageStatus(p, there, _version(p.name) if there else None) for p, there in found]
+    return [
+        PackageStatus(package, there, _version(package.name) if there else None)
+        for package, there in found
+        if not (there and package.only_missing)
+    ]
 
 
 def _is_installed(package: OptionalPackage) -> bool:
