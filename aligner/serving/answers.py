@@ -3,8 +3,7 @@
 Log-probs are of every token that was sampled, the one that ended the answer included, as the engine
 computed them: at the sampling temperature, over the tokens that top-k and top-p left. A
 token has the text that it completes: a character of several tokens stands at the last of them, and
-special tokens, skipped, and the one that ended the answer have none. ``token_ids``
-and ``prompt_token_ids`` stand where vLLM has them.
+special tokens, skipped, and the one that ended the answer have none.
 """
 
 import secrets
@@ -18,10 +17,17 @@ from typing import Any
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form
+from aligner.serving.openai_types import (
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    TextLogprobs,
+    TokenLogprob,
+    Usage,
+)
 from aligner.serving.queue import EndKind, Progress
 from aligner.serving.tools import split_calls
-
-Json = dict[str, Any]
 
 
 class Choice:
@@ -144,7 +150,7 @@ class Wants:
 
 
 class Answer(ABC):
-    """Writes the answers to one request."""
+    """Writes the answers to one request, whole or in pieces."""
 
     object: str
     piece_object: str
@@ -156,71 +162,67 @@ class Answer(ABC):
         self._tokenizer, self._wants = tokenizer, wants
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
 
-    def whole(self) -> Json:
-        """The answer, where every choice has ended."""
-        choices = [self._choice(number, one) for number, one in enumerate(self.choices)]
-        return {**self._envelope(self.object), "choices": choices, "usage": self._usage()}
+    def whole(self) -> Completion:
+        """The answer, once every choice has ended."""
+        choices = [self._choice(number, choice) for number, choice in enumerate(self.choices)]
+        return self._completion(self.object, choices, usage=self._usage())
 
-    def first(self) -> list[Json]:
-        """Pieces before anything came."""
+    def first(self) -> list[Completion]:
+        """Pieces before anything was sampled."""
         return []
 
-    def piece(self, progress: Progress) -> list[Json]:
+    def piece(self, progress: Progress) -> list[Completion]:
         """Pieces by which the answer grows."""
-        choice = self.choices[progress.row]
-        text = choice.push(progress)
-        pieces = self._grown(progress, text)
-        return [self._piece(progress.row, one) for one in pieces]
+        text = self.choices[progress.row].push(progress)
+        return [self._piece(progress.row, **fields) for fields in self._grown(progress, text)]
 
-    def last(self) -> list[Json]:
-        """Pieces after everything came."""
+    def last(self) -> list[Completion]:
+        """Pieces after everything was sampled."""
         if not self._wants.usage:
             return []
-        return [{**self._envelope(self.piece_object), "choices": [], "usage": self._usage()}]
+        return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
-    def _choice(self, number: int, choice: Choice) -> Json:
+    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
         """A choice that has ended."""
 
     @abstractmethod
-    def _grown(self, progress: Progress, text: str) -> list[Json]:
-        """Choices of pieces, without their index."""
+    def _grown(self, progress: Progress, text: str) -> list[dict[str, Any]]:
+        """Fields of the choices of pieces, without their index."""
 
     @abstractmethod
-    def _logprobs(self, choice: Choice, begin: int) -> Json:
+    def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs | TextLogprobs:
         """Log-probs of a choice's tokens from number ``begin`` on."""
 
-    def _details(self, choice: Choice, begin: int = 0) -> Json:
-        """Log-probs and ids of a choice's tokens from ``begin`` on, where they are wanted."""
-        details: Json = {"logprobs": None}
+    def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
+        """Log-probs and ids of a choice's tokens from ``begin`` on, as the request wants them."""
+        details: dict[str, Any] = {"logprobs": None}
         if self._wants.logprobs:
             details["logprobs"] = self._logprobs(choice, begin)
         if self._wants.token_ids:
             details["token_ids"] = choice.ids[begin:]
         return details
 
-    def _tells(self, progress: Progress, text: str) -> bool:
-        """Return whether a piece is due."""
-        details = self._wants.logprobs or self._wants.token_ids
-        return bool(text) or (details and bool(progress.ids))
+    def _is_due(self, progress: Progress, text: str) -> bool:
+        """Return whether there is anything to send."""
+        has_details = self._wants.logprobs or self._wants.token_ids
+        return bool(text) or (has_details and bool(progress.ids))
 
-    def _piece(self, index: int, choice: Json) -> Json:
-        piece = {**self._envelope(self.piece_object), "choices": [{"index": index, **choice}]}
+    def _piece(self, index: int, **fields: Any) -> Completion:
+        further = {}
         if self._wants.obfuscation:  # hides the length of a piece from who sees the traffic
-            piece["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
-        return piece
+            further["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
+        choice = CompletionChoice(index=index, **fields)
+        return self._completion(self.piece_object, [choice], **further)
 
-    def _envelope(self, kind: str) -> Json:
-        return {**self._head, "object": kind, "model": self._wants.model}
+    def _completion(self, kind: str, choices: list[CompletionChoice], **further: Any) -> Completion:
+        model = self._wants.model
+        return Completion(**self._head, object=kind, model=model, choices=choices, **further)
 
-    def _usage(self) -> Json:
-        asked = sum(len(choice.prompt) for choice in self.choices[:: self._wants.per_prompt])
-        made = sum(len(choice.ids) for choice in self.choices)
-        return {
-            "prompt_tokens": asked,
-            "completion_tokens": made,
-            "total_tokens": asked + made,
-        }
+    def _usage(self) -> Usage:
+        read = sum(len(choice.prompt) for choice in self.choices[:: self._wants.per_prompt])
+        sampled = sum(len(choice.ids) for choice in self.choices)
+        return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
 
 
 class ChatAnswer(Answer):
@@ -228,66 +230,72 @@ class ChatAnswer(Answer):
 
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def whole(self) -> Json:
-        """The answer, where every choice has ended."""
+    def whole(self) -> Completion:
+        """The answer, once every choice has ended."""
         answer = super().whole()
         if self._wants.token_ids:
-            answer["prompt_token_ids"] = self.choices[0].prompt
+            answer.prompt_token_ids = self.choices[0].prompt
         return answer
 
-    def first(self) -> list[Json]:
+    def first(self) -> list[Completion]:
         """The role of each message, and the prompt's tokens."""
-        said = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        delta = ChatMessage(role="assistant", content="")
         pieces = [
-            self._piece(index, {**said, "finish_reason": None})
+            self._piece(index, delta=delta, finish_reason=None, logprobs=None)
             for index in range(len(self.choices))
         ]
         if self._wants.token_ids:
-            pieces[0]["prompt_token_ids"] = self.choices[0].prompt
+            pieces[0].prompt_token_ids = self.choices[0].prompt
         return pieces
 
-    def _choice(self, number: int, choice: Choice) -> Json:
+    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
         message, finish = self._message(choice)
-        return {
-            "index": number,
-            "message": {"role": "assistant", "refusal": None, **message},
-            "finish_reason": finish,
+        return CompletionChoice(
+            index=number,
+            message=ChatMessage(role="assistant", refusal=None, **message),
+            finish_reason=finish,
             **self._details(choice),
-        }
+        )
 
-    def _grown(self, progress: Progress, text: str) -> list[Json]:
+    def _grown(self, progress: Progress, text: str) -> list[dict[str, Any]]:
         choice = self.choices[progress.row]
-        delta: Json = {"content": text} if text else {}
+        delta: dict[str, Any] = {"content": text} if text else {}
         finish: str | None = choice.finish
         if choice.finish is not None and self._wants.form is not None:
             message, finish = self._message(choice)
             delta = {key: value for key, value in message.items() if value is not None}
             for number, call in enumerate(delta.get("tool_calls", [])):
-                call["index"] = number
-        pieces = []
-        if self._tells(progress, text):
+                call.index = number
+        pieces: list[dict[str, Any]] = []
+        if self._is_due(progress, text):
             details = self._details(choice, len(choice.ids) - len(progress.ids))
-            pieces.append({"delta": delta, "finish_reason": None, **details})
+            pieces.append({"delta": ChatMessage(**delta), "finish_reason": None, **details})
         if finish is not None:
-            pieces.append({"delta": {}, "finish_reason": finish, "logprobs": None})
+            pieces.append({"delta": ChatMessage(), "finish_reason": finish, "logprobs": None})
         return pieces
 
-    def _message(self, choice: Choice) -> tuple[Json, str | None]:
+    def _message(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
+        """Fields of the message that a choice is, and why it ended."""
         if self._wants.form is not None:
             content, calls = split_calls(choice.text, self._wants.form)
             if calls:
                 return {"content": content, "tool_calls": calls}, "tool_calls"
         return {"content": choice.plain_text}, choice.finish
 
-    def _logprobs(self, choice: Choice, begin: int) -> Json:
+    def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs:
         content = []
         for number in range(begin, len(choice.ids)):
             piece, alone = choice.pieces[number], self._tokenizer.decode([choice.ids[number]])
-            # A part of a character, or a token without text, is shown as it is by itself.
-            shown = alone if "�" in alone or not piece else piece
-            found = {"token": shown, "logprob": choice.logprobs[number]}
-            content.append({**found, "bytes": list(piece.encode()), "top_logprobs": []})
-        return {"content": content, "refusal": None}
+            content.append(
+                TokenLogprob(
+                    # A part of a character, or a token without text, is shown as it is by itself.
+                    token=alone if "\ufffd" in alone or not piece else piece,
+                    logprob=choice.logprobs[number],
+                    bytes=list(piece.encode()),
+                    top_logprobs=[],
+                )
+            )
+        return ChatLogprobs(content=content, refusal=None)
 
 
 class CompletionAnswer(Answer):
@@ -295,16 +303,18 @@ class CompletionAnswer(Answer):
 
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
 
-    def _choice(self, number: int, choice: Choice) -> Json:
+    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
         details = self._details(choice)
         if self._wants.token_ids:
             details["prompt_token_ids"] = choice.prompt
-        return {"index": number, "text": choice.text, "finish_reason": choice.finish, **details}
+        return CompletionChoice(
+            index=number, text=choice.text, finish_reason=choice.finish, **details
+        )
 
-    def _grown(self, progress: Progress, text: str) -> list[Json]:
+    def _grown(self, progress: Progress, text: str) -> list[dict[str, Any]]:
         choice = self.choices[progress.row]
-        pieces = []
-        if self._tells(progress, text):
+        pieces: list[dict[str, Any]] = []
+        if self._is_due(progress, text):
             details = self._details(choice, len(choice.ids) - len(progress.ids))
             if self._wants.token_ids and len(choice.ids) == len(progress.ids):
                 details["prompt_token_ids"] = choice.prompt
@@ -313,10 +323,10 @@ class CompletionAnswer(Answer):
             pieces.append({"text": "", "finish_reason": choice.finish, "logprobs": None})
         return pieces
 
-    def _logprobs(self, choice: Choice, begin: int) -> Json:
-        return {
-            "tokens": choice.pieces[begin:],
-            "token_logprobs": choice.logprobs[begin:],
-            "top_logprobs": None,
-            "text_offset": choice.offsets[begin:],
-        }
+    def _logprobs(self, choice: Choice, begin: int) -> TextLogprobs:
+        return TextLogprobs(
+            tokens=choice.pieces[begin:],
+            token_logprobs=choice.logprobs[begin:],
+            top_logprobs=None,
+            text_offset=choice.offsets[begin:],
+        )

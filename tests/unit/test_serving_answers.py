@@ -39,14 +39,14 @@ def test_tokens_offsets_and_bytes_give_the_text(stream, skips):
     choice = answered("the 😀 <|im_start|>é!", stream=stream, skips_special=skips)
     assert choice.text == ("the 😀 é!" if skips else "the 😀 <|im_start|>é!")
     wants = Wants("m", logprobs=True)
-    found = CompletionAnswer(TOKENIZER, wants, [choice]).whole()["choices"][0]["logprobs"]
-    assert len(found["tokens"]) == len(choice.ids) == len(found["token_logprobs"])
-    assert "".join(found["tokens"]) == choice.text
-    bounds = [*found["text_offset"], len(choice.text)]
+    found = CompletionAnswer(TOKENIZER, wants, [choice]).whole().choices[0].logprobs
+    assert len(found.tokens) == len(choice.ids) == len(found.token_logprobs)
+    assert "".join(found.tokens) == choice.text
+    bounds = [*found.text_offset, len(choice.text)]
     cut = [choice.text[a:b] for a, b in pairwise(bounds)]
-    assert cut == found["tokens"]
-    told = ChatAnswer(TOKENIZER, wants, [choice]).whole()["choices"][0]["logprobs"]["content"]
-    assert bytes(byte for one in told for byte in one["bytes"]) == choice.text.encode()
+    assert cut == found.tokens
+    told = ChatAnswer(TOKENIZER, wants, [choice]).whole().choices[0].logprobs.content
+    assert bytes(byte for one in told for byte in one.bytes) == choice.text.encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -76,7 +76,7 @@ def test_parameters_that_are_accepted_are_honoured():
     choice = answered("a")
     for wants in (True, False):
         answer = ChatAnswer(TOKENIZER, Wants("m", obfuscation=wants), [choice])
-        assert all(("obfuscation" in piece) is wants for piece in answer.first())
+        assert all(("obfuscation" in piece.model_fields_set) is wants for piece in answer.first())
 
 
 def history(arguments, **message):

@@ -17,7 +17,7 @@ from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Waiting
+from aligner.serving.queue import row_queue
 from aligner.serving.served import Served
 from aligner.serving.sessions import Sessions
 
@@ -61,7 +61,7 @@ def start_server(config: ServeConfig, closing: ExitStack, say: Say) -> ServingEn
     generation, _ = asked.start(served.positions - 1, say)
     generation.prepare_for_generation()
     closing.callback(generation.finish_generation)
-    waiting = Waiting(config.server.max_waiting)
+    waiting = row_queue(config.server.max_waiting)
     sessions = Sessions(config.server.session_idle_s)
     service = Service(served, waiting, config.server.timeout_s, token, sessions)
 

@@ -29,7 +29,7 @@ from aligner.http.tokens import new_token
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
-from aligner.serving.queue import Waiting
+from aligner.serving.queue import row_queue
 from aligner.serving.served import Request, Served
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class EndpointRollouts(RolloutSource):
         rollout = config.model.rollout
         self._options = SamplingOptions(rollout.length_params, rollout.sampling_params)
         most = max(_MOST_WAITING, 4 * self._config.concurrency)
-        self._waiting = Waiting(most, _GATHER_S)
+        self._waiting = row_queue(most, _GATHER_S)
         served = PolicyServed(
             _NAME,
             tokenizer,
