@@ -9,6 +9,7 @@ never the text that a chat template puts behind the end.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Self
 
 import torch
@@ -194,12 +195,17 @@ def encode_chat(
     return ids[: learned[-1][1]], learned
 
 
+@lru_cache(maxsize=4)  # a tokenizer is asked once, not once a message
+def _end_texts(tokenizer: Tokenizer) -> list[tuple[int, str]]:
+    """End tokens of a tokenizer, with their texts."""
+    return [(end, tokenizer.decode([end])) for end in tokenizer.end_ids]
+
+
 def _without_end(tokenizer: Tokenizer, message: Message) -> Message:
     """Return an assistant's message without the end token that its content ends with."""
     if message["role"] != "assistant":
         return message
-    for end in tokenizer.end_ids:
-        token = tokenizer.decode([end])
+    for end, token in _end_texts(tokenizer):
         if token and message["content"].endswith(token) and tokenizer.encode(token) == [end]:
             return {**message, "content": message["content"].removesuffix(token)}
     return message
@@ -210,8 +216,7 @@ def _refuse_end_tokens(tokenizer: Tokenizer, message: Message, number: int) -> N
     parts = [message["content"], message.get("reasoning_content") or ""]
     if "tool_calls" in message:
         parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
-    for end in tokenizer.end_ids:
-        token = tokenizer.decode([end])
+    for end, token in _end_texts(tokenizer):
         if any(token in part and end in tokenizer.encode(part) for part in parts):
             raise DataError(
                 f"message {number} of the chat spells the end token {token!r}, at which an answer "

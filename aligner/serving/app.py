@@ -220,7 +220,7 @@ class Service:
             if session is None:
                 return
             if not is_whole:
-                session.withdraw([choice.prompt for choice in choices])
+                session.withdraw([row.prompt for row in rows], [row.request for row in rows])
                 return
             for row, choice in zip(rows, choices, strict=True):
                 assert choice.finish is not None
@@ -269,7 +269,7 @@ class Service:
             options = [self.served.options(asked, ids) for ids in prompts]
         except AlignerError:
             if session is not None:
-                session.withdraw([ids for ids in prompts for _ in range(asked.n)])
+                session.withdraw([ids for ids in prompts for _ in range(asked.n)], requests)
             raise
         if session is not None:
             names = session.names(prompts) or names

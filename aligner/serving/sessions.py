@@ -235,13 +235,15 @@ class Session:
             f"{bound} after this; begin another one"
         )
 
-    def withdraw(self, prompts: Sequence[Sequence[int]]) -> None:
+    def withdraw(self, prompts: Sequence[Sequence[int]], requests: Sequence[int | None]) -> None:
         """Expect no more answers to these, one each: they failed, or their client left.
 
         They have taken no tokens; among the answers that the session may ask for they count.
+        ``requests``: the numbers of the answers, from `admit`.
         """
         with self._lock:
             self._pending -= len(prompts)
+            self._expected = {n: key for n, key in self._expected.items() if n not in requests}
             self._open.subtract(map(tuple, prompts))
             self._drop_texts(prompts)
 

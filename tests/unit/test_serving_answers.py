@@ -156,12 +156,14 @@ def test_refused_prompts_are_not_kept():
 def test_prompts_are_kept_until_their_answers_are_there():
     session = Sessions().begin()
     ids = session.encoded("hello", TOKENIZER.encode, TOKENIZER.encode)
-    session.admit([ids], 4, 2)
-    session.withdraw([ids])
+    numbers = session.admit([ids], 4, 2)
+    session.withdraw([ids], numbers[:1])
     assert len(session._texts) == 1
     session.record(ids, [65, ENDS], [-1.0, -1.0], "stop", "A")
     assert session._texts == {}
     assert session.sequences[0].text == "helloA"
+    assert session.requests == [numbers[1]]  # the first was withdrawn
+    assert session._expected == {}
 
 
 def test_sessions_that_nobody_uses_are_forgotten():

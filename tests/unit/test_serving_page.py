@@ -25,7 +25,6 @@ def page(tiny_nemo, tmp_path_factory):
         one for one in commands() if one.page == "docs/serving.md" and "--model" in one.text
     ]
     words = [*command.words[1:], "server.port=0", "server.model_name=tiny"]
-    words.append("sampling.max_length=64")  # the tiny model has 256 positions
     with started(
         [sys.executable, "-m", "aligner.commands", *words],
         r"tiny at (http://[\d.:]+)/v1",

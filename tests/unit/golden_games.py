@@ -1,0 +1,95 @@
+"""Environments and agents whose conversations `test_conversation_golden` compares to a record."""
+
+import json
+import os
+import time
+import urllib.request
+
+from aligner.environments import Start, Turn
+from aligner.environments.tools import ToolEnv, calculator
+
+
+class Game:
+    """A conversation of ``turns`` turns; rewards depend on the policy's text and the seed."""
+
+    def __init__(self, seed, name, turns, trouble=None, marker=None):
+        self.seed, self.name, self.turns = seed, name, turns
+        self.trouble, self.marker, self.said = trouble, marker, 0
+
+    def init(self):
+        return Start([{"role": "user", "content": f"row {self.name}, {self.seed % 10}"}])
+
+    def step(self, message):
+        self.said += 1
+        text = message["content"]
+        if self.trouble and self.said == 2 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            if self.trouble == "raises":
+                raise RuntimeError("not yet")
+            if self.trouble == "dies":
+                os._exit(3)
+            time.sleep(60)
+        if self.trouble == "unscored":
+            return Turn([{"role": "user", "content": "on"}])
+        done = self.said == self.turns
+        reward = {"reward": sum(map(ord, text)) % 7 / 7, "letters": float(len(text))}
+        if done:
+            reward["accuracy"] = float(len(text) % 2)
+        heard = [] if done else [{"role": "user", "content": f"{len(text)}; and {self.said}?"}]
+        steps = [(1, 0.5)] if text and self.said % 2 else []
+        return Turn(heard, reward if self.said != 2 else None, done, {"said": self.said}, steps)
+
+
+class Tools(ToolEnv):
+    """A question with a calculator; whatever is answered ends it."""
+
+    def __init__(self, seed, name, **columns):
+        super().__init__([calculator], "plain")
+        self.name = name
+
+    def question(self):
+        return f"What is {self.name}+1?"
+
+    def answered(self, text):
+        return Turn(reward=float(len(text)), done=True)
+
+
+class Policy:
+    """The policy behind an address."""
+
+    def __init__(self, base_url, api_key):
+        self.base_url, self.api_key = base_url, api_key
+
+    def post(self, path, **body):
+        request = urllib.request.Request(
+            f"{self.base_url}/{path}",
+            json.dumps(body).encode(),
+            {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def ask(self, messages):
+        return self.post("chat/completions", messages=messages)["choices"][0]["message"]
+
+
+def agent(base_url, api_key, seed, name, turns, trouble=None, marker=None):
+    """Ask ``turns`` questions; every second one is a sub-agent's, with a history of its own."""
+    policy = Policy(base_url, api_key)
+    messages = []
+    for number in range(turns):
+        question = {"role": "user", "content": f"row {name}, {seed % 10}: {number}?"}
+        if number % 2:
+            answer = policy.ask([question])
+        else:
+            messages.append(question)
+            answer = policy.ask(messages)
+            messages.append(answer)
+        if trouble and number == 1 and not os.path.exists(marker):
+            open(marker, "w").close()
+            if trouble == "raises":
+                raise RuntimeError("not yet")
+            time.sleep(60)
+        if number % 3 == 0:
+            policy.post("reward", reward=sum(map(ord, answer["content"])) % 7 / 7)
+    return {"reward": 1.0 / turns, "accuracy": turns % 2} if trouble != "unscored" else None
