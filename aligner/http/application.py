@@ -41,7 +41,7 @@ class Bodies:
     async def read(
         self, request: Request, parse: Callable[[bytearray], Parsed]
     ) -> AsyncIterator[Parsed]:
-        """What ``parse`` makes of a request's body; its bytes count until the block ends.
+        """Parse a request's body with ``parse``; its bytes count until the block ends.
 
         Raises:
             HTTPException: 400, 411, 413 or 503, for the sender.

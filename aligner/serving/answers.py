@@ -160,7 +160,10 @@ class Answer(ABC):
         """``choices``: as they will be filled."""
         self.choices = choices
         self._tokenizer, self._wants = tokenizer, wants
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+        }
 
     def whole(self) -> Completion:
         """The answer, once every choice has ended."""

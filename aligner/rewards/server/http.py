@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -55,7 +56,10 @@ class RewardService:
 
     def serving(self, address: tuple[str, int]) -> AbstractContextManager[tuple[str, int]]:
         """Answer requests until the block ends; see `aligner.http.application.http_server`."""
-        routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
+        routes: dict[str, Callable[..., Any]] = {
+            f"GET {HEALTH}": self.health,
+            f"POST {SCORE}": self.score,
+        }
         return http_server(address, routes, self.queue)
 
     def _sequences(self, samples: Sequence[WireSample]) -> list[Ids]:
