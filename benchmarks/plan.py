@@ -47,10 +47,10 @@ MARKS = {"static_bytes": 0.001, "peak_bytes": 0.10, "flops": 0.0, "wire_bytes": 
 
 def planned(model: str, layout: str, batches: str) -> Any:
     """The role of a fine-tuning run: `PlannedRole`, and its one phase."""
-    from aligner.checkpoint.tiny import TINY_ARCHITECTURE
     from aligner.config.commands.plan import PlanConfig, varied
     from aligner.config.load import parse_config
     from aligner.config.run import SFTRunConfig
+    from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
     from aligner.plan.estimate import planned_run
     from aligner.plan.roles import Train
 

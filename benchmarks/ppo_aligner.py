@@ -20,7 +20,6 @@ from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import random_weights
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import RunConfig
 from aligner.config.load import parse_config
@@ -28,6 +27,7 @@ from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.distributed.parallel import initialize_parallel
+from aligner.examples.tasks.tiny_model import random_weights
 from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward

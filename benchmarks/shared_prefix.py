@@ -27,8 +27,8 @@ from torch import Tensor
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import random_weights
 from aligner.cluster.worker_groups import LocalWorkerGroup
+from aligner.examples.tasks.tiny_model import random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy
 from benchmarks.common import log

@@ -3,7 +3,7 @@
     python -m benchmarks.turn_credit [--model models/tiny.nemo] [--seeds 1 2 3 4 5] [--steps 100]
 
 A conversation names eight numbers, each to be answered with the next larger one
-(`aligner.environments.games.NextNumber`). A turn earns its own reward, and no turn depends on
+(`aligner.examples.tasks.games.NextNumber`). A turn earns its own reward, and no turn depends on
 another. RLOO compares what conversations earned from a turn on with ``credit=turn``, and all that
 they earned with ``credit=trajectory``: there the rewards of earlier turns are in the advantage of a
 turn, too, whose mean over conversations is 0 and whose variance is not. All else is the same. The
@@ -29,7 +29,7 @@ from benchmarks.common import ROOT, log, stdout_reserved
 CREDITS = ("turn", "trajectory")
 LAST = 5  # steps whose mean is the end of a curve
 Curves = Mapping[str, Sequence[Sequence[float]]]  # by credit: of every seed, by step
-_GAMES = "aligner.environments.games"
+_GAMES = "aligner.examples.tasks.games"
 # Messages and nothing around them: two tokens a turn, and a number stands before its answer.
 _TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _SETTINGS = (

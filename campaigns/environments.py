@@ -90,7 +90,7 @@ _FAULTS: dict[str, tuple[str, str | None]] = {
 }
 _HEAD = """import ctypes, os, signal, subprocess, sys, threading, time
 from aligner.environments import Start, Turn
-from aligner.environments.games import GuessingGame
+from aligner.examples.tasks.games import GuessingGame
 
 BAD, AT, MARKER = {bad}, {at}, {marker!r}
 

@@ -11,7 +11,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from aligner.checkpoint.tiny import write_tiny_nemo
+from aligner.examples.tasks.tiny_model import write_tiny_nemo
 from campaigns.harness import TINY, Campaign, Run, learned
 
 _KILLS = 3

@@ -6,8 +6,9 @@ import uuid
 from pathlib import Path
 
 from aligner.child_process import kill_tree
-from aligner.environments.interpreter import Interpreter, Isolation, check_isolation
+from aligner.environments.sandbox import Isolation, check_isolation
 from aligner.errors import ConfigError
+from aligner.examples.tasks.python_tool import Interpreter
 from campaigns.harness import Campaign, end_marked, python
 
 _TIMEOUT_S = 3.0
@@ -68,7 +69,7 @@ def _answered(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
 def _killed(campaign: Campaign, code: str, folder: Path) -> tuple[bool, str]:
     """SIGKILL to a process that asks for the program, at a moment of chance."""
     asks = (
-        "from aligner.environments.interpreter import Interpreter\n"
+        "from aligner.examples.tasks.python_tool import Interpreter\n"
         f"tool = Interpreter(timeout_s={_TIMEOUT_S}, isolation={_isolation()!r})\n"
         f"while True: tool.python({code!r})"
     )

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from aligner.environments import Turn
-from aligner.environments.games import GuessingGame
+from aligner.examples.tasks.games import GuessingGame
 
 
 class SlowGame(GuessingGame):

@@ -26,7 +26,7 @@ def interrupts() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_nemo(tmp_path_factory) -> Path:
     """The tiny random model of the tiny recipes."""
-    from aligner.checkpoint.tiny import write_tiny_nemo
+    from aligner.examples.tasks.tiny_model import write_tiny_nemo
 
     path = tmp_path_factory.mktemp("models") / "tiny.nemo"
     write_tiny_nemo(path)
@@ -36,7 +36,7 @@ def tiny_nemo(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory) -> Path:
     """The teacher that the header of the distillation recipe makes."""
-    from aligner.checkpoint.tiny import write_tiny_nemo
+    from aligner.examples.tasks.tiny_model import write_tiny_nemo
 
     path = tmp_path_factory.mktemp("models") / "tiny_teacher.nemo"
     write_tiny_nemo(path, seed=1, hidden_size=128, scale=0.06)

@@ -104,8 +104,8 @@ def test_an_installed_wheel_needs_no_checkout(tmp_path):
     }
     job = aligner("train-ppo", "--config-name", "recipes/ppo_tiny_cpu", "--cfg", "job")
     assert "restore_from_path: models/tiny.nemo" in job
-    code = "from aligner.checkpoint.tiny import write_tiny_nemo; write_tiny_nemo('tiny.nemo')"
-    assert ran(sys.executable, "-c", code, cwd=away, env=environment).returncode == 0
+    made = ("-m", "aligner.checkpoint.tiny", "--output", "tiny.nemo")  # its published path
+    assert ran(sys.executable, *made, cwd=away, env=environment).returncode == 0
     line = aligner("convert", "--input", "tiny.nemo", "--output", "hf")
     assert re.fullmatch(r"wrote hf: \w+, .* parameters, .* vocabulary \d+ \(.*iB\)\n", line)
     assert (away / "hf" / "model.safetensors").exists()

@@ -69,7 +69,8 @@ def values_of(key):
                 build(hint_of(root, key), value, key)
                 if key == "reward.function":
                     module, function = value.split(":")
-                    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+                    file = module.replace("aligner.examples", "examples").replace(".", "/")
+                    source = (ROOT / f"{file}.py").read_text()
                     assert re.search(rf"^(async )?def {function}\(", source, re.MULTILINE), value
             except (AlignerError, AssertionError, OSError) as error:
                 problems.append(f"{table.place}: {error}")

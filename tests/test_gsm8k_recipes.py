@@ -44,7 +44,7 @@ def test_they_are_what_the_reference_documents_state():
     assert config.model.ppo.ppo_epochs == 1
     assert (config.trainer.num_nodes, config.trainer.devices) == (1, 8)
     assert config.reward.function == "aligner.rewards.math_verify:reward"
-    assert config.data.train.source == "aligner.data.gsm8k:gsm8k_prompts"
+    assert config.data.train.source == "aligner.examples.tasks.gsm8k:gsm8k_prompts"
     assert config.data.train.arguments["suffix"] == config.data.validation.arguments["suffix"]
 
 

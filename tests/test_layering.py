@@ -93,7 +93,6 @@ PUBLISHED_SIGNATURES = {
 ONE_IMPORTER = {
     "aligner.cluster.ray.virtual_cluster": "a cluster's bundles; published",
     "aligner.config.cli": "the entry of the scripts in examples/",
-    "aligner.compat.paths": "the table of published import paths, which importing aligner installs",
     "aligner.losses.policy": "a loss of its own; published",
     "aligner.models.policy.workers.dtensor_policy_worker_v2": "a worker, named by its path",
     "aligner.algorithms.rollout.agents": "processes and clocks, which know nothing of engines",
@@ -125,6 +124,7 @@ ONE_IMPORTER = {
     "aligner.config.rules.examples": "rules of one kind of run",
     "aligner.user_files": "modules of users' files, found by name in every process",
     "aligner.config.rules.unused": "a table of options that a run does not read",
+    "aligner.data.tokenizers.byte_tokenizer": "a tokenizer without files; tasks have it too",
     "aligner.data.tokenizers.sentencepiece": "a kind of tokenizer",
     "aligner.distributed.megatron_substitutes": "patches of megatron-core",
     "aligner.dry.device": "the device, which tests and benchmarks enter",

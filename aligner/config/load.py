@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from aligner.compat.paths import current_path
 from aligner.config.commands.ask import AskConfig
 from aligner.config.parse import build, field_types
 from aligner.config.rules.batches import derive_batches
@@ -20,10 +21,10 @@ Run = TypeVar("Run", bound=BaseRunConfig)
 Section = TypeVar("Section")
 DATA, REWARD = "data.train.source", "reward.function"
 _TASK = {
-    DATA: "aligner.data.arithmetic:arithmetic_prompts",
+    DATA: "aligner.examples.tasks.arithmetic:arithmetic_prompts",
     "data.validation.arguments": {"split": "validation", "size": 128},
-    "data.validation.source": "aligner.data.arithmetic:arithmetic_prompts",
-    REWARD: "aligner.rewards.exact_number:reward",
+    "data.validation.source": "aligner.examples.tasks.arithmetic:arithmetic_prompts",
+    REWARD: "aligner.examples.tasks.exact_number:reward",
 }
 
 
@@ -47,7 +48,7 @@ def with_built_in_task(config: DictConfig) -> str:
     """
     plain = OmegaConf.to_container(config)  # interpolations as they stand
     given = {key: reduce(_below, key.split("."), plain) for key in _TASK}
-    if given[REWARD] != "???" or given[DATA] not in ("???", _TASK[DATA]):
+    if given[REWARD] != "???" or current_path(str(given[DATA])) not in ("???", _TASK[DATA]):
         return ""
     validates = given["data.validation.source"] not in (None, "???")
     for key, value in _TASK.items():

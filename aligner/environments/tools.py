@@ -1,19 +1,18 @@
-"""Tools: Python functions that a policy may call, and the calculator.
+"""Tools: Python functions that a policy may call.
 
 A call is read from the policy's text in one of the forms of `aligner.environments.calls`, and its
 result goes back as the next messages.
 """
 
-import ast
 import inspect
 import json
-import operator
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from aligner.compat.paths import published
 from aligner.data.chat import Message
 from aligner.environments.calls import FORMS, Form, ToolCall, parse_calls
 from aligner.environments.protocol import Start, Turn
@@ -129,6 +128,11 @@ class ToolEnv:
         return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
+def __getattr__(name: str) -> Any:
+    """The calculator, which was published in this module."""
+    return published(__name__, name)
+
+
 def described(schema: Mapping[str, Any]) -> str:
     """Line by which the plain form describes a tool: a call of it, and its description.
 
@@ -146,96 +150,6 @@ def tools_in_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]
     lines = [described(tool) for tool in tools]
     text = "\n".join([*lines, HOW_TO_CALL, messages[0]["content"]])
     return [{**messages[0], "content": text}, *messages[1:]]
-
-
-def calculator(expression: str) -> str:
-    """Compute the value of an arithmetic expression.
-
-    Args:
-        expression: Numbers with + - * / // % ** and parentheses.
-    """
-    if len(expression) > 200:
-        raise ValueError("the expression is longer than 200 characters")
-    value = _value(ast.parse(expression.strip(), mode="eval").body)
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-class Calculation(ToolEnv):
-    """Arithmetic with a calculator: 1 for the right number at the end of the answer, 0 else.
-
-    Reads the columns ``prompt``, the question, and ``ground_truth``, the number, as those of
-    `aligner.data.arithmetic`.
-    """
-
-    def __init__(
-        self,
-        *,
-        seed: int,
-        prompt: str,
-        ground_truth: str,
-        form: Form = "hermes",
-        call_reward: float | None = None,
-        **columns: Any,
-    ) -> None:
-        """``call_reward``: of a message with a call that gave a number; None: it is not scored."""
-        del seed, columns
-        super().__init__(self.tools(), form)
-        self._prompt, self._truth, self._call_reward = prompt, ground_truth, call_reward
-
-    def tools(self) -> Sequence[Callable[..., Any]]:
-        """The functions that are offered."""
-        return [calculator]
-
-    def question(self) -> str:
-        """The row's question."""
-        return self._prompt
-
-    def answered(self, text: str) -> Turn:
-        """Compare the last number of the answer."""
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
-        right = bool(numbers) and float(numbers[-1]) == float(self._truth)
-        return Turn(reward={"reward": float(right), "accuracy": float(right)}, done=True)
-
-    def call_reward(self, calls: Sequence[ToolCall], results: Sequence[str]) -> float | None:
-        """The configured reward where every call gave a number."""
-        del calls
-        if self._call_reward is None or any(each.startswith("error") for each in results):
-            return None
-        return self._call_reward
-
-
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_LARGEST = 10**50
-
-
-def _value(node: ast.expr) -> int | float:
-    """Value of an arithmetic expression; whatever else Python has is refused."""
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            value = number
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = -_value(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            value = _value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            base, power = _value(left), _value(right)
-            if abs(power) > 100 or abs(base) > 10**6:
-                raise ValueError("the power is too large")
-            value = base**power
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            value = _BINARY[type(op)](_value(left), _value(right))
-        case _:
-            raise ValueError("only numbers, + - * / // % ** and parentheses")
-    if isinstance(value, complex) or abs(value) > _LARGEST:
-        raise ValueError("the value is too large, or no real number")
-    return value
 
 
 def _docstring(function: Callable[..., Any], name: str) -> tuple[str, dict[str, str]]:

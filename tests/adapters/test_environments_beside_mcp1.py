@@ -152,7 +152,7 @@ def test_a_server_of_mcp_1(folder):
     )
     kwargs = {
         "command": ["python", "server.py"],
-        "reward": "aligner.rewards.exact_number:reward",
+        "reward": "aligner.examples.tasks.exact_number:reward",
         "form": "plain",
     }
     with Game(MCP, kwargs, {"prompt": "q", "ground_truth": 42}) as game:

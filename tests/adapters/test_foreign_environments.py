@@ -143,7 +143,7 @@ def test_schemas_of_a_server_and_one_that_hangs(folder):
     )
     kwargs = {
         "command": ["python", "slow.py"],
-        "reward": "aligner.rewards.exact_number:reward",
+        "reward": "aligner.examples.tasks.exact_number:reward",
         "tools": ["wait"],
         "variables": {"MARK": "here"},
     }

@@ -25,7 +25,8 @@ from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.environments.calls import FORMS, form_of, parse_calls
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
-from aligner.environments.tools import calculator, json_schema
+from aligner.environments.tools import json_schema
+from aligner.examples.tasks.calculator import calculator
 
 pytestmark = pytest.mark.extended
 COUNT = 1000

@@ -33,7 +33,10 @@ def configuration(model: str, teacher: str, layout: str) -> DistillRunConfig:
 
     def problems(split: str, size: int) -> dict[str, object]:
         arguments = {"split": split, "size": size, "shots": 1}
-        return {"source": "aligner.data.arithmetic:arithmetic_examples", "arguments": arguments}
+        return {
+            "source": "aligner.examples.tasks.arithmetic:arithmetic_examples",
+            "arguments": arguments,
+        }
 
     return parse_config(
         {

@@ -38,7 +38,7 @@ def configuration(model: str, layout: str) -> DPORunConfig:
 
     def problems(split: str, size: int) -> dict[str, object]:
         arguments = {"split": split, "size": size, "shots": 1, "wrong_by": [1, 2000]}
-        return {"source": f"aligner.data.arithmetic:{source}", "arguments": arguments}
+        return {"source": f"aligner.examples.tasks.arithmetic:{source}", "arguments": arguments}
 
     return parse_config(
         {

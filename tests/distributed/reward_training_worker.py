@@ -23,12 +23,12 @@ from aligner.config import (
     SequencePackingConfig,
     TrainedModelConfig,
 )
-from aligner.data.form_pairs import form_pairs
 from aligner.data.preferences import collate_pairs, make_pair
 from aligner.data.ratings import Rated, collate_rated
 from aligner.data.readers import Row
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel

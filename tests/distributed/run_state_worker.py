@@ -29,12 +29,12 @@ from aligner.checkpoint.run_state.worker_state import (
     StatefulWorker,
     load_worker_state,
 )
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.collectives import gather_objects
 from aligner.distributed.parallel import shutdown_parallel
 from aligner.errors import DamagedStateError, StorageError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from aligner.observe.metrics import read_metrics
 
 SCRIPT = Path(__file__).with_name("engine_error_rank.py")
-GAME = "aligner.environments.games"
+GAME = "aligner.examples.tasks.games"
 OPTIONS = [
     *("reward=environment", f"environment.factory={GAME}:GuessingGame"),
     *("+environment.kwargs={high: 3, guesses: 3}", "environment.max_tokens=128"),

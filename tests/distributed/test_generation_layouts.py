@@ -13,8 +13,8 @@ from generation_worker import END_TOKENS, RUNS, generate_all
 from ranks import run_ranks
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 WORKER = Path(__file__).with_name("generation_worker.py")
 ONE = "1,1,1,0"

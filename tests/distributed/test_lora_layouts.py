@@ -14,7 +14,7 @@ from ranks import run_ranks
 from test_layouts import TOLERANCE, difference
 
 from aligner.checkpoint.adapters import Adapters, adapter_shapes, save_adapters
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
 WORKER = Path(__file__).with_name("lora_worker.py")
 ONE = "1,1,1,0"

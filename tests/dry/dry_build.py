@@ -9,13 +9,13 @@ from dry_roles import facts
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions, LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.layers.layer_spec import GroupedExperts

@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LoraConfig, ParallelConfig, PeftConfig, TrainedModelConfig, check_layout
 from aligner.config.roles.policy import check_policy_backend
 from aligner.errors import AlignerError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
 FACTORS = {
     "role": (

@@ -25,12 +25,12 @@ import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.dry.device import DryDevice
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss

@@ -7,7 +7,7 @@
 
 import pytest
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
 LAYERS = TINY_ARCHITECTURE.num_layers
 # Kernels that each layer saves: SwiGLU's, and the rotation's of query and key.

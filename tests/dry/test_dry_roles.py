@@ -9,7 +9,7 @@
 
 import pytest
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 
 CASES = {
     "actor": {"role": "actor", "precision": "bf16"},

@@ -16,10 +16,10 @@ if __name__ == "__main__" and sys.argv[1] == "dry":
 import torch
 
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed import accelerator
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.reward import BradleyTerryLoss
 from aligner.losses.value import PPOValueLoss

@@ -10,16 +10,16 @@ from hydra import compose, initialize_config_dir
 from ranks import run_ranks
 
 from aligner.config import RSRunConfig, RunConfig, load_config
-from aligner.environments.games import guessing_games
+from aligner.examples.tasks.games import guessing_games
 from aligner.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/ppo_tiny_guessing_cpu"
 # The same game for scripts that have no recipe of it.
 GAME = [
-    *("reward=environment", "environment.factory=aligner.environments.games:GuessingGame"),
+    *("reward=environment", "environment.factory=aligner.examples.tasks.games:GuessingGame"),
     *("+environment.kwargs={high: 3, guesses: 3}", "environment.max_tokens=128"),
-    *("data.train.source=aligner.environments.games:guessing_games", "environment.concurrency=4"),
+    *("data.train.source=aligner.examples.tasks.games:guessing_games", "environment.concurrency=4"),
 ]
 
 

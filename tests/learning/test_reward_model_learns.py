@@ -1,6 +1,7 @@
 """Reward models learn, and what learns from them gets better by a verifier's count.
 
-The tiny model is random. The better answer begins with a digit (`aligner.data.form_pairs`).
+The tiny model is random. The better answer begins with a digit
+(`aligner.examples.tasks.form_pairs`).
 """
 
 import subprocess
@@ -16,9 +17,9 @@ from hydra import compose, initialize_config_dir
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.reward_model.build import train_reward_model
 from aligner.config import RewardRunConfig, load_config
-from aligner.data.form_pairs import form_pairs
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import RewardServerError
+from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.megatron.reward import SequenceForm
 from aligner.observe.metrics import read_metrics

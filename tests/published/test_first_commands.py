@@ -14,7 +14,7 @@ from aligner.config.run import RSRunConfig, RunConfig
 from aligner.errors import CheckpointNotFoundError, ConfigError
 
 ROOT = Path(__file__).parents[2]
-REWARD = "aligner.rewards.exact_number:reward"
+REWARD = "aligner.examples.tasks.exact_number:reward"
 MODEL = "model.restore_from_path=m.nemo"
 
 
@@ -33,7 +33,7 @@ def test_a_model_alone_learns_the_built_in_task(name, root):
     assert "data.train.source=FILE.jsonl reward.function=FILE.py:FUNCTION" in note
     run = load_config(config, root)
     assert run.reward.function == REWARD
-    assert run.data.train.source == "aligner.data.arithmetic:arithmetic_prompts"
+    assert run.data.train.source == "aligner.examples.tasks.arithmetic:arithmetic_prompts"
     assert run.data.validation.arguments["split"] == "validation"
 
 

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt_ppo.py"
 # Kills the process that started it, rank 0's, at the 45th message of all.
 KILLS = """
 import os, signal
-from aligner.environments.games import GuessingGame
+from aligner.examples.tasks.games import GuessingGame
 
 class Kills(GuessingGame):
     def __init__(self, *, count="", **given):

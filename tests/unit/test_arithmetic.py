@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from aligner.data.arithmetic import (
+from aligner.errors import ConfigError
+from aligner.examples.tasks.arithmetic import (
     Problem,
     _shuffled,
     arithmetic_examples,
@@ -13,7 +14,6 @@ from aligner.data.arithmetic import (
     arithmetic_prompts,
     split_problems,
 )
-from aligner.errors import ConfigError
 
 
 def parse(line):

@@ -193,7 +193,7 @@ def test_runs_and_evaluations_side_by_side(tmp_path, prompts, models, capsys):
     held_out = {"validation": {"source": prompts}}
     one = trained_run(tmp_path / "one", models["nemo"], prompts, data=held_out)
     two = trained_run(tmp_path / "two", models["nemo"], prompts, data=held_out, seed=7)
-    asked = {"function": "aligner.rewards.exact_number:reward"}
+    asked = {"function": "aligner.examples.tasks.exact_number:reward"}
     evaluate(
         parse_config(
             {

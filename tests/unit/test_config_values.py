@@ -7,7 +7,6 @@ from hydra import compose, initialize_config_dir
 
 from aligner.algorithms.distill.build import check_teacher
 from aligner.checkpoint.adapters import adapter_shapes
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import (
     DistillRunConfig,
     EvaluateConfig,
@@ -20,6 +19,7 @@ from aligner.config import (
 from aligner.config.fields import MOST_SECONDS, Fraction, NonNegative
 from aligner.config.parse import build
 from aligner.errors import CheckpointNotFoundError, ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.rewards.function.runner import RewardFunction
 
 CONF = str((Path(__file__).parents[2] / "conf").resolve())

@@ -12,10 +12,10 @@ import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.model_source import open_model
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, LayoutError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo

@@ -9,7 +9,6 @@ from aligner.algorithms.run.startup import describe_model
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import LengthParams, ModelConfig, PolicyPPOConfig, SamplingParams
 from aligner.config.validation import ValidationConfig
 from aligner.data.supervised import encode_chat
@@ -18,6 +17,7 @@ from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.loading import tokenizer_from_files
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import TokenizerError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings

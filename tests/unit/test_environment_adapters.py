@@ -371,7 +371,9 @@ def test_servers_without_a_command_or_a_reward_are_refused(monkeypatch):
         MCPEnv.check_kwargs({"command": "python s.py"})
     with pytest.raises(ConfigError, match=r"environment.kwargs.reward is not set"):
         MCPEnv.check_kwargs({"command": ["python"]})
-    MCPEnv.check_kwargs({"command": ["python"], "reward": "aligner.rewards.exact_number:reward"})
+    MCPEnv.check_kwargs(
+        {"command": ["python"], "reward": "aligner.examples.tasks.exact_number:reward"}
+    )
 
 
 def test_a_name_of_skyrl_gym_is_needed():

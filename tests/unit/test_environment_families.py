@@ -15,7 +15,8 @@ from aligner.data.supervised import encode_chat
 from aligner.environments.calls import FORMS, form_of, parse_calls
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
-from aligner.environments.tools import calculator, json_schema
+from aligner.environments.tools import json_schema
+from aligner.examples.tasks.calculator import calculator
 
 WORDS = ["two", "and", "four", "ab", "é", "7+", "a\nb", '"q"']
 TOOLS = [json_schema(calculator)]

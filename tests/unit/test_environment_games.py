@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from aligner.environments.games import (
+from aligner.errors import ConfigError
+from aligner.examples.tasks.games import (
     NextNumber,
     SlidingPuzzle,
     next_numbers,
     sliding_puzzles,
 )
-from aligner.errors import ConfigError
 
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from reward_cases import gone
 
-from aligner.environments import interpreter, sandbox
-from aligner.environments.interpreter import Interpreter, Programming
+from aligner.environments import sandbox, sandbox_process
 from aligner.environments.pool import Call, EnvironmentPool, Failure
 from aligner.errors import ConfigError
+from aligner.examples.tasks.python_tool import Interpreter, Programming
 
 # Asked of the kernel here too, so that a layer that fails to close is no skipped test.
 HAS_LAYERS = (
@@ -203,7 +203,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
 @both
 def test_files_and_folders_are_bounded(isolation, code, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(interpreter, "_MOST_ENTRIES", 500)  # disks take their time for folders
+    monkeypatch.setattr(sandbox, "_MOST_ENTRIES", 500)  # disks take their time for folders
     found = run(isolation, code)
     assert found == "error: stopped at 500 files, or 100 nested folders"
     deadline = time.monotonic() + 60  # removed meanwhile, not within the answer's time
@@ -214,7 +214,7 @@ def test_files_and_folders_are_bounded(isolation, code, tmp_path, monkeypatch):
 
 def test_a_program_ends_with_the_process_that_asked():
     code = (
-        "from aligner.environments.interpreter import Interpreter as I; I(timeout_s=60.0, "
+        "from aligner.examples.tasks.python_tool import Interpreter as I; I(timeout_s=60.0, "
         "isolation='python').python('open(\\'ready\\', \\'w\\'); import time; time.sleep(60)')"
     )
     asking = subprocess.Popen([sys.executable, "-c", code])
@@ -236,12 +236,12 @@ def test_settings_and_kernels_that_cannot_work_are_refused(monkeypatch):
     for settings in ({"isolation": "none"}, {"timeout_s": 0}, {"memory_mb": 10}):
         with pytest.raises(ConfigError, match=f"interpreter: .*{next(iter(settings))}="):
             Interpreter(**settings)
-    monkeypatch.setitem(interpreter._LAYERS, "python", "python and more")
-    interpreter.check_isolation.cache_clear()
+    monkeypatch.setitem(sandbox._LAYERS, "python", "python and more")
+    sandbox.check_isolation.cache_clear()
     with pytest.raises(ConfigError, match=r"cannot be had here \(layers that hold: python\)"):
         Interpreter(isolation="python")
     with pytest.raises(ValueError, match="longer than"):
-        interpreter.Interpreter.python(object.__new__(Interpreter), "x" * 20_001)
+        Interpreter.python(object.__new__(Interpreter), "x" * 20_001)
 
 
 HEADERS = {
@@ -259,7 +259,8 @@ FORBIDDEN = (
 
 @pytest.mark.parametrize("column", HEADERS)
 def test_numbers_are_those_of_the_system(column):
-    ours = sandbox.numbers(sandbox._CALLS, column) | sandbox.numbers(sandbox._CHECKED, column)
+    numbers = sandbox_process.numbers
+    ours = numbers(sandbox_process._CALLS, column) | numbers(sandbox_process._CHECKED, column)
     assert ours.keys() & set(FORBIDDEN) == set()
     if not HEADERS[column].exists():
         pytest.skip("no header of the system calls")
@@ -286,7 +287,7 @@ def test_problems_with_an_interpreter():
 def test_a_program_is_killed_with_its_environment(isolation):
     kwargs = {"form": "plain", "isolation": isolation, "timeout_s": 60.0}
     columns = {"prompt": "1+1=", "ground_truth": "2"}
-    name = "aligner.environments.interpreter:Programming"
+    name = "aligner.examples.tasks.python_tool:Programming"
     pool = EnvironmentPool(name, kwargs, list(columns))
 
     def call(name, argument, limit_s=60.0):

@@ -284,7 +284,7 @@ def test_what_environments_return_is_checked():
 def test_child_processes_stay_light():
     program = (
         "import sys, aligner.environments.worker, aligner.environments.tools;"
-        "import aligner.environments.games;"
+        "import aligner.examples.tasks.games;"
         "heavy = {'torch', 'numpy', 'transformers'} & set(sys.modules);"
         "assert not heavy, heavy"
     )

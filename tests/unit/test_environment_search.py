@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from aligner.environments.search import Corpus, Document, Lookup, load_corpus, normalised
 from aligner.errors import ConfigError, DataError
+from aligner.examples.tasks.search import Corpus, Document, Lookup, load_corpus, normalised
 
 ROWS = [
     {"title": "Oslo", "text": "Oslo is the capital of Norway."},

@@ -14,15 +14,11 @@ from aligner.environments.calls import (
     parse_calls,
     structured,
 )
-from aligner.environments.games import GuessingGame, guessing_games
-from aligner.environments.tools import (
-    Calculation,
-    ToolEnv,
-    calculator,
-    json_schema,
-)
+from aligner.environments.tools import ToolEnv, json_schema
 from aligner.environments.worker import load_factory
 from aligner.errors import ConfigError
+from aligner.examples.tasks.calculator import Calculation, calculator
+from aligner.examples.tasks.games import GuessingGame, guessing_games
 
 
 def search(query: str, top: int = 3, exact: bool | None = None, tags: list[str] = []) -> str:  # noqa: B006
@@ -289,7 +285,7 @@ def test_calls_stand_apart_from_the_text_where_a_template_wants_it():
 
 
 def test_a_class_is_given_the_form_of_the_template_unless_it_is_told_another():
-    name = "aligner.environments.tools:Calculation"
+    name = "aligner.examples.tasks.calculator:Calculation"
     row = {"seed": 0, "prompt": "1+1=", "ground_truth": "2"}
     columns = ["prompt", "ground_truth"]
     assert load_factory(name, {}, columns, "plain")(**row).init().tools is None

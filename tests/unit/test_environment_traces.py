@@ -5,9 +5,9 @@ import json
 import pytest
 
 from aligner.data.chat import parse_conversation
-from aligner.environments.tools import Calculation, calculator, json_schema
-from aligner.environments.traces import calculation_traces
+from aligner.environments.tools import json_schema
 from aligner.errors import ConfigError
+from aligner.examples.tasks.calculator import Calculation, calculation_traces, calculator
 
 ASKED = {"size": 200, "low": 100, "high": 120, "operators": ["*"], "shots": 0}
 

@@ -14,7 +14,7 @@ from aligner.errors import ConfigError
 from aligner.observe.metrics import read_metrics
 from aligner.rewards.answers import final_answer
 
-GAMES = "aligner.environments.games"
+GAMES = "aligner.examples.tasks.games"
 ROWS = {"source": f"{GAMES}:guessing_games", "arguments": {"split": "validation", "size": 6}}
 GAME = {
     "factory": f"{GAMES}:GuessingGame",

@@ -13,10 +13,10 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer import attention as megatron_attention
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LayerOptions
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.forward.schedule import bypassed_output_layer
 from aligner.models.gpt.layers import layer_spec
 from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, turned

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from loaded import load_set
 
-from aligner.data.gsm8k import final_number, gsm8k_prompts
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
 from aligner.errors import DataError
+from aligner.examples.tasks.gsm8k import final_number, gsm8k_prompts
 from aligner.rewards.math_verify import reward
 
 SHARED = Path(os.environ.get("ALIGNER_SHARED", Path(__file__).parents[3] / "shared"))
@@ -81,7 +81,7 @@ def test_it_is_a_source_of_a_run(tmp_path, tiny_nemo):
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     prompts = load_set(
         PromptDataset,
-        "aligner.data.gsm8k:gsm8k_prompts",
+        "aligner.examples.tasks.gsm8k:gsm8k_prompts",
         tokenizer,
         arguments={"path": str(path), "prefix": "Q: ", "suffix": " A:"},
     )

@@ -15,10 +15,10 @@ from aligner.checkpoint.adapters import (
 )
 from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (

@@ -23,11 +23,11 @@ from aligner.checkpoint.convert import convert
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointNotFoundError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy

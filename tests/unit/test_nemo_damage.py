@@ -12,8 +12,8 @@ from aligner.checkpoint.nemo import torch_dist
 from aligner.checkpoint.nemo.archive import CHECKSUMS, ArchiveReader
 from aligner.checkpoint.nemo.mapped_tensors import load_mapped
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.checkpoint.tiny import write_tiny_nemo
 from aligner.errors import CheckpointError
+from aligner.examples.tasks.tiny_model import write_tiny_nemo
 
 
 @pytest.fixture(scope="module")

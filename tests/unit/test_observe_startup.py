@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from aligner.algorithms.run.startup import training_memory
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
 from aligner.distributed.accelerator import DeviceInfo
 from aligner.errors import VersionError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import (
     SUPPORTED,

@@ -19,10 +19,10 @@ from test_observe_report import Document, sample
 
 from aligner.algorithms.multi_run.stages import plan, run_pipeline
 from aligner.config.commands.pipeline import load_pipeline
-from aligner.data.gsm8k import gsm8k_examples
-from aligner.data.gsm8k_solutions import solution_pairs
 from aligner.data.preferences import length_accuracy
 from aligner.errors import CheckpointNotFoundError, ConfigError, DataError, WorkerError
+from aligner.examples.tasks.gsm8k import gsm8k_examples
+from aligner.examples.tasks.gsm8k_solutions import solution_pairs
 from aligner.observe.estimates import wilson_interval
 from aligner.observe.report.comparison import (
     Comparison,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config.commands.changes import overrides_of
 from aligner.config.commands.plan import PlanConfig, plan_request, trainer_keys, varied
 from aligner.config.load import parse_config
@@ -16,6 +15,7 @@ from aligner.config.rules.lengths import longest_lengths
 from aligner.config.run import DistillRunConfig, RunConfig, SFTRunConfig
 from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.errors import AlignerError, ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.plan.amounts import Amounts, Measured, extrapolated, time_of, total
 from aligner.plan.command import read_architecture
 from aligner.plan.devices import (

@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 import torch
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.gpt.role.settings import RoleSettings

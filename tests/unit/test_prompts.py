@@ -87,7 +87,7 @@ def test_generators(tokenizer):
     by_file = load_set(PromptDataset, f"{__file__}:generate", tokenizer, arguments={"start": 7})
     assert [prompt.text for prompt in by_file] == ["say 7", "say 8"]
     assert len(load_set(PromptDataset, f"{__file__}:endless", tokenizer, limit=5)) == 5
-    name = "aligner.data.arithmetic:arithmetic_prompts"
+    name = "aligner.examples.tasks.arithmetic:arithmetic_prompts"
     dataset = load_set(PromptDataset, name, tokenizer, arguments={"split": "validation", "size": 9})
     assert len(dataset) == 9
     assert dataset.column_names == {"a", "b", "operator"}

@@ -16,7 +16,7 @@ from aligner.models.policy.lm_policy import Policy
 
 
 def configuration(nemo, size=5, precision="32"):
-    source = "aligner.data.arithmetic:arithmetic_pairs"
+    source = "aligner.examples.tasks.arithmetic:arithmetic_pairs"
     data = {"source": source, "arguments": {"size": size, "shots": 1, "wrong_by": [1, 999]}}
     model = {"restore_from_path": str(nemo), "micro_batch_size": 2, "global_batch_size": 4}
     trainer = {"precision": precision}

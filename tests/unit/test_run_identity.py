@@ -26,8 +26,8 @@ def composed(*overrides):
     with initialize_config_dir(config_dir=str(ROOT / "conf"), version_base="1.3"):
         common = [
             "model.restore_from_path=models/tiny.nemo",
-            "reward.function=aligner.rewards.exact_number:reward",
-            "data.train.source=aligner.data.arithmetic:arithmetic_prompts",
+            "reward.function=aligner.examples.tasks.exact_number:reward",
+            "data.train.source=aligner.examples.tasks.arithmetic:arithmetic_prompts",
         ]
         return load_config(compose("gpt_reinforce", overrides=[*common, *overrides]), RunConfig)
 

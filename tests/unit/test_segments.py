@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.distributed.context_parallel import holder, local_position
 from aligner.distributed.parallel import initialize_parallel
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.layers import varlen
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.segments import build_segments

@@ -18,7 +18,6 @@ from aligner.architecture import RopeScaling
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.batches.sequences import build_prefix_tree
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     DynamicBatchingConfig,
@@ -31,6 +30,7 @@ from aligner.config import (
 )
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.distributed.parallel import initialize_parallel
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.preference import DPOLoss

@@ -15,8 +15,8 @@ from role_models import gradients, load_role
 
 from aligner.architecture import RopeScaling
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.config import OptimConfig
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import (

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE, random_weights
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.loading import load_tokenizer, tokenizer_from_files
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import AlignerError, CheckpointNotFoundError, DataError, TokenizerError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 
 CORPUS = [f"{a}+{b}={a + b}\nHello there, wörld number {a}." for a in range(20) for b in range(5)]
 TEMPLATE = (

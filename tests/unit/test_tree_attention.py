@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.distributed.context_parallel import local_position
 from aligner.distributed.parallel import initialize_parallel
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.layers import attention
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.segments import build_segments

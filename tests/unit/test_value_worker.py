@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -17,6 +16,7 @@ from aligner.config import (
 from aligner.distributed import accelerator
 from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.megatron import build, critic
 from aligner.models.gpt.role.optimizer_step import learning_rate

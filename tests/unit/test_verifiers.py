@@ -6,7 +6,8 @@ from loaded import load_set
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.errors import ConfigError, RewardError
-from aligner.rewards import exact_number, math_verify, reasoning_gym, regex_format
+from aligner.examples.tasks import exact_number, reasoning
+from aligner.rewards import math_verify, regex_format
 from aligner.rewards.function.runner import RewardFunction
 
 
@@ -71,7 +72,7 @@ def test_exact_number_with_a_prefix():
 
 def test_exact_number_needs_a_number_to_compare_with():
     with (
-        RewardFunction.load("aligner.rewards.exact_number:reward") as function,
+        RewardFunction.load("aligner.examples.tasks.exact_number:reward") as function,
         pytest.raises(RewardError, match=r"'two' is not a plainly spelt number .* on sample 1"),
     ):
         function(["a", "b"], ["1\n", "2\n"], ["1", "two"], {"is_end": [True, True]})
@@ -138,7 +139,7 @@ def test_math_verify_refuses_an_unreadable_ground_truth():
 def test_reasoning_gym_from_prompt_to_reward():
     dataset = load_set(
         PromptDataset,
-        "aligner.data.reasoning_gym:reasoning_gym_prompts",
+        "aligner.examples.tasks.reasoning:reasoning_gym_prompts",
         byte_level_tokenizer(),
         arguments={"task": "simple_equations", "size": 3, "seed": 1, "suffix": " Answer:"},
     )
@@ -147,7 +148,7 @@ def test_reasoning_gym_from_prompt_to_reward():
     columns = {name: [prompt.columns[name] for prompt in dataset] for name in ("task", "entry")}
     right = [prompt.ground_truth for prompt in dataset]
     texts = [prompt.text for prompt in dataset]
-    with RewardFunction.load("aligner.rewards.reasoning_gym:reward") as function:
+    with RewardFunction.load("aligner.examples.tasks.reasoning:reward") as function:
         output = function(texts, [right[0], f"{right[1]}1", ""], right, columns)
     assert output.rewards[0] == 1.0
     assert output.rewards[1] < 1.0
@@ -158,7 +159,7 @@ def test_reasoning_gym_from_prompt_to_reward():
 def test_reasoning_gym_answer_in_a_tag():
     entry = {"question": "?", "answer": "13", "metadata": {"source_dataset": "simple_equations"}}
     responses = ["<answer>13</answer>", "13", "<answer>13</answer><answer>4</answer>"]
-    scores = reasoning_gym.reward(
+    scores = reasoning.reward(
         [""] * 3,
         responses,
         ["13"] * 3,
@@ -174,7 +175,7 @@ def test_reasoning_gym_refusals(arguments):
     with pytest.raises(ConfigError, match="nope"):
         load_set(
             PromptDataset,
-            "aligner.data.reasoning_gym:reasoning_gym_prompts",
+            "aligner.examples.tasks.reasoning:reasoning_gym_prompts",
             byte_level_tokenizer(),
             arguments=arguments,
         )

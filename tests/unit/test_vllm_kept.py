@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
 from aligner.errors import ConfigError, WorkerError
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.generation.vllm import engine as vllm_engine
 from aligner.generation.vllm.kept import add_sets, kept_rows
 from aligner.generation.vllm.sampling import sampling_arguments

@@ -10,9 +10,9 @@ import torch
 
 from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.checkpoint.tiny import TINY_ARCHITECTURE
 from aligner.cluster.ray.worker_group import RayWorkerGroup
 from aligner.config import parse_config
+from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.observe.nonfinite import current_step
 
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.checkpoint.fingerprint import fingerprint_of, model_fingerprint
+from aligner.compat.paths import current_path
 from aligner.config import BaseRunConfig
 from aligner.config.run import Algorithm, algorithm_of
 from aligner.data.readers import Source, source_files
@@ -173,13 +174,19 @@ def _may_change(key: str) -> bool:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings by dotted key."""
+    """Leaves of nested mappings by dotted key; an earlier path of a task is its present one."""
     if not isinstance(tree, Mapping):
-        return {prefix: tree}
+        return {prefix: _current(tree)}
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
     return leaves
+
+
+def _current(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_current, value))
+    return current_path(value) if isinstance(value, str) else value
 
 
 def _is_below(key: str, section: str) -> bool:
@@ -200,7 +207,8 @@ def _same_content(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     if None in (now["content"], before["content"]):
         return ends[0] == ends[1]
     functions = [[name.partition(":")[2] for name in names] for names in ends]
-    return now["content"] == before["content"] and functions[0] == functions[1]
+    contents = [_current(each["content"]) for each in (now, before)]
+    return contents[0] == contents[1] and functions[0] == functions[1]
 
 
 def _ends(source: Any) -> list[str]:

@@ -90,7 +90,7 @@ class MCPEnv(PromptedTools):
         elif cls.answered is MCPEnv.answered:
             raise ConfigError(
                 "environment.kwargs.reward is not set, and MCP servers score nothing; name a "
-                "reward function, such as aligner.rewards.exact_number:reward"
+                "reward function, such as aligner.examples.tasks.exact_number:reward"
             )
 
     def answered(self, text: str) -> Turn:

@@ -54,7 +54,7 @@ _ABSENT = {
     "GPTSteerLMModel": "train a reward model on ratings (examples/train_gpt_reward.py) and sample "
     "against it (examples/train_gpt_rs.py)",
     "MegatronGPTSPINModel": "use trainer.dpo with pairs of given and own responses "
-    "(python -m aligner.data.form_pairs)",
+    "(python -m aligner.examples.tasks.form_pairs)",
 }
 
 

@@ -7,7 +7,7 @@ A prompt shows a few solved problems and the question of the next one::
     12+9=
 
 and the response is right when it is exactly ``21``, ended by a newline or the end-of-sequence
-token (:mod:`aligner.rewards.exact_number`).
+token (:mod:`aligner.examples.tasks.exact_number`).
 
 * Training and validation *problems* are disjoint. A problem and its mirror image (``3+4`` and
   ``4+3``) always fall on the same side, so commutativity leaks nothing either.

@@ -1,6 +1,6 @@
 """A small random model, the same bytes every time.
 
-``python -m aligner.checkpoint.tiny --output models/tiny.nemo`` writes it.
+``python -m aligner.examples.tasks.tiny_model --output models/tiny.nemo`` writes it.
 Layers, heads, groups, widths and vocabulary divide by 2 and by 4, so every layout can be tried.
 """
 

@@ -1,7 +1,8 @@
 """Answers of the right form against others: a preference that an untrained model can learn.
 
-The prompts are those of `aligner.data.arithmetic`. An answer that begins with a digit is better
-than one that does not, whatever follows; so the tiny recipes have something to learn in seconds.
+The prompts are those of `aligner.examples.tasks.arithmetic`. An answer that begins with a digit is
+better than one that does not, whatever follows; so the tiny recipes have something to learn in
+seconds.
 """
 
 import random
@@ -9,7 +10,7 @@ import string
 from collections.abc import Iterator
 from typing import Any
 
-from aligner.data.arithmetic import arithmetic_prompts
+from aligner.examples.tasks.arithmetic import arithmetic_prompts
 
 # Output of a model that samples bytes at random, broken characters included.
 _OTHERS = (
