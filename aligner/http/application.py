@@ -13,11 +13,12 @@ from starlette.exceptions import HTTPException
 
 from aligner.errors import AlignerError
 from aligner.http import MAX_BYTES
-from aligner.http.listening import Refusal, listening, plain_refusal
+from aligner.http.listening import Refusal, listening
 from aligner.http.queue import JobQueue
 from aligner.http.results import ENDING
 
 Parsed = TypeVar("Parsed")
+Routes = Mapping[str, Callable[..., Any]]  # from, for instance, ``GET /health`` to the endpoint
 MOST_BYTES_IN_FLIGHT = 4 * MAX_BYTES  # of the bodies of all requests that are worked on
 
 
@@ -84,11 +85,8 @@ def blame_sender(function: Callable[..., Parsed], *arguments: Any) -> Parsed:
         raise HTTPException(400, f"the request cannot be encoded: {cause}") from error
 
 
-def application(routes: Mapping[str, Callable[..., Any]], refusal: Refusal) -> FastAPI:
-    """Application with an endpoint for each of ``routes``, such as ``GET /health``.
-
-    ``refusal`` writes the body of a refusal.
-    """
+def application(routes: Routes, refusal: Refusal) -> FastAPI:
+    """Application of ``routes``; ``refusal`` writes the body of a refusal."""
     known = ", ".join(route for route in routes if "{" not in route)
 
     async def refuse(request: Request, error: Exception) -> Response:
@@ -114,20 +112,21 @@ def application(routes: Mapping[str, Callable[..., Any]], refusal: Refusal) -> F
 @contextlib.contextmanager
 def http_server(
     address: tuple[str, int],
-    routes: Mapping[str, Callable[..., Any]],
+    routes: Routes,
     queue: JobQueue[Any],
     *,
-    refusal: Refusal = plain_refusal,
+    refusal: Refusal = lambda status, cause: {"error": cause},
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
     """Answer requests in a thread until the block ends; the host and port that it listens on.
 
     Args:
         address: host and port; port 0: any that is free.
-        routes: see `application`.
+        routes: its endpoints.
         queue: its jobs fail when the block ends.
-        refusal: writes the body of a refusal.
-        connections: most at a time; see `listening`.
+        refusal: writes the body of a refusal; by default ``{"error": cause}``.
+        connections: most at a time, as far as the process may open files; None:
+            `aligner.http.listening.MOST_CONNECTIONS`.
 
     Raises:
         OSError: it cannot listen at ``address``.

@@ -35,21 +35,11 @@ _OTHER_FILES = 512  # that a process has open beside its connections
 Refusal = Callable[[int, str], Any]
 
 
-def plain_refusal(status: int, cause: str) -> dict[str, Any]:
-    """``{"error": cause}``."""
-    del status
-    return {"error": cause}
-
-
 class _Connection(H11Protocol):
     """One request and its answer in bounded time; uvicorn by itself waits for a request forever."""
 
-    most = MOST_CONNECTIONS
-
-    @staticmethod
-    def refusal(status: int, cause: str) -> Any:
-        """Body of a refusal; a server may have another one."""
-        return plain_refusal(status, cause)
+    most: int  # connections
+    refusal: Refusal
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request; where there are too many the oldest without one gives way."""
@@ -119,21 +109,10 @@ class _Connection(H11Protocol):
 def listening(
     app: FastAPI,
     address: tuple[str, int],
-    refusal: Refusal = plain_refusal,
+    refusal: Refusal,
     connections: int | None = None,
 ) -> Iterator[tuple[str, int]]:
-    """Answer requests in a thread until the block ends; the host and port that it listens on.
-
-    Args:
-        app: answers them.
-        address: host and port; port 0: any that is free.
-        refusal: body of what is refused before the application sees it.
-        connections: at most so many at once, as far as the process may open files; default
-            `MOST_CONNECTIONS`.
-
-    Raises:
-        OSError: it cannot listen at ``address``.
-    """
+    """Answer requests with ``app``; see `aligner.http.application.http_server`."""
     most = _within_open_files(connections or MOST_CONNECTIONS)
     config = uvicorn.Config(
         app,

@@ -4,7 +4,6 @@ A request becomes a job with an item for each result. Threads share all of it: t
 jobs, the model's thread takes their items and reports results.
 """
 
-import sys
 import threading
 import time
 from collections import deque
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
-GATHER_S = 0.005
 
 
 @dataclass
@@ -76,13 +74,14 @@ class Slot(Generic[Item]):
 class JobQueue(Generic[Item]):
     """Jobs that wait for a model; they take turns."""
 
-    def __init__(self, max_items: int, gather_s: float = GATHER_S, turn: int = sys.maxsize) -> None:
+    def __init__(self, max_items: int, gather_s: float = 0.005, turn: int = 1) -> None:
         """Make an empty queue.
 
         Args:
             max_items: as many may wait; further jobs are turned away.
             gather_s: a batch waits so long for more of them.
-            turn: most items that a job gives to a batch before the next job's turn.
+            turn: most items that a job gives to a batch before the next job's turn; a large job
+                delays no other.
         """
         self.max_items, self._gather_s, self._turn = max_items, gather_s, turn
         self._jobs: deque[Job[Item]] = deque()

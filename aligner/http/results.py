@@ -66,8 +66,13 @@ class Results(Generic[Result]):
             while missing:
                 async with asyncio.timeout_at(deadline):
                     event = await self._events.get()
+                if isinstance(event, HTTPException):
+                    raise event
+                if isinstance(event, ConnectionAbortedError):
+                    raise HTTPException(503, str(event))
                 if isinstance(event, Exception):
-                    raise _as_refusal(event)
+                    cause = f"{type(event).__name__}: {event}"
+                    raise HTTPException(500, f"the model failed: {cause}")
                 missing -= is_last(event)
                 yield event
         except TimeoutError as error:
@@ -76,11 +81,3 @@ class Results(Generic[Result]):
             raise HTTPException(503, ENDING) from error
         finally:
             job.is_left = True
-
-
-def _as_refusal(error: Exception) -> HTTPException:
-    if isinstance(error, HTTPException):
-        return error
-    if isinstance(error, ConnectionAbortedError):
-        return HTTPException(503, str(error))
-    return HTTPException(500, f"the model failed: {type(error).__name__}: {error}")

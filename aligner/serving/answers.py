@@ -10,8 +10,8 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
@@ -27,6 +27,7 @@ from aligner.serving.openai_types import (
     Usage,
 )
 from aligner.serving.queue import EndKind, Progress
+from aligner.serving.requests import ChatRequest, CompletionRequest
 from aligner.serving.tools import split_calls
 
 
@@ -133,41 +134,34 @@ class Choice:
         return plain + sum(length for place, length in self._spelt if place <= plain)
 
 
-@dataclass(frozen=True)
-class Wants:
-    """Contents of the answers that a request wants.
-
-    ``per_prompt``: answers to each prompt. ``form``: of calls; None: it offers no tools.
-    """
-
-    model: str
-    per_prompt: int = 1
-    logprobs: bool = False
-    token_ids: bool = False
-    usage: bool = False
-    obfuscation: bool = False
-    form: Form | None = None
-
-
 class Answer(ABC):
-    """Writes the answers to one request, whole or in pieces."""
+    """Writes the answers to one request, whole or in pieces; ``nothing``: content of the last."""
 
     object: str
     piece_object: str
     prefix: str
+    nothing: Mapping[str, Any]
 
-    def __init__(self, tokenizer: Tokenizer, wants: Wants, choices: Sequence[Choice]) -> None:
-        """``choices``: as they will be filled."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model: str,
+        request: ChatRequest | CompletionRequest,
+        choices: Sequence[Choice],
+        form: Form | None = None,
+    ) -> None:
+        """``choices``: as they will be filled. ``form``: of calls; None: there are no tools."""
         self.choices = choices
-        self._tokenizer, self._wants = tokenizer, wants
-        self._head: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-        }
+        self._tokenizer, self._request, self._form = tokenizer, request, form
+        unique = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": unique, "created": int(time.time()), "model": model}
 
     def whole(self) -> Completion:
         """The answer, once every choice has ended."""
-        choices = [self._choice(number, choice) for number, choice in enumerate(self.choices)]
+        choices = [
+            CompletionChoice(index=number, **self._content(choice), **self._details(choice))
+            for number, choice in enumerate(self.choices)
+        ]
         return self._completion(self.object, choices, usage=self._usage())
 
     def first(self) -> list[Completion]:
@@ -176,22 +170,32 @@ class Answer(ABC):
 
     def piece(self, progress: Progress) -> list[Completion]:
         """Pieces by which the answer grows."""
-        text = self.choices[progress.row].push(progress)
-        return [self._piece(progress.row, **fields) for fields in self._grown(progress, text)]
+        choice = self.choices[progress.row]
+        text = choice.push(progress)
+        content, finish = self._growth(choice, text)
+        pieces = []
+        has_details = self._request.wants_logprobs or self._request.return_token_ids
+        if text or (has_details and progress.ids):
+            details = self._details(choice, len(choice.ids) - len(progress.ids))
+            pieces.append(self._piece(progress.row, **content, finish_reason=None, **details))
+        if finish is not None:
+            ending = {**self.nothing, "finish_reason": finish, "logprobs": None}
+            pieces.append(self._piece(progress.row, **ending))
+        return pieces
 
     def last(self) -> list[Completion]:
         """Pieces after everything was sampled."""
-        if not self._wants.usage:
+        if not self._request.stream_options.include_usage:
             return []
         return [self._completion(self.piece_object, [], usage=self._usage())]
 
     @abstractmethod
-    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
-        """A choice that has ended."""
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        """Content of a choice that has ended, and why it ended."""
 
     @abstractmethod
-    def _grown(self, progress: Progress, text: str) -> list[dict[str, Any]]:
-        """Fields of the choices of pieces, without their index."""
+    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+        """Content of a piece by which a choice grows by ``text``; and why the choice ended."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, begin: int) -> ChatLogprobs | TextLogprobs:
@@ -200,30 +204,24 @@ class Answer(ABC):
     def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
         """Log-probs and ids of a choice's tokens from ``begin`` on, as the request wants them."""
         details: dict[str, Any] = {"logprobs": None}
-        if self._wants.logprobs:
+        if self._request.wants_logprobs:
             details["logprobs"] = self._logprobs(choice, begin)
-        if self._wants.token_ids:
+        if self._request.return_token_ids:
             details["token_ids"] = choice.ids[begin:]
         return details
 
-    def _is_due(self, progress: Progress, text: str) -> bool:
-        """Return whether there is anything to send."""
-        has_details = self._wants.logprobs or self._wants.token_ids
-        return bool(text) or (has_details and bool(progress.ids))
-
     def _piece(self, index: int, **fields: Any) -> Completion:
-        further = {}
-        if self._wants.obfuscation:  # hides the length of a piece from who sees the traffic
+        further, options = {}, self._request.stream_options
+        if options.include_obfuscation:  # hides the length of a piece from who sees the traffic
             further["obfuscation"] = secrets.token_urlsafe(16)[: 1 + secrets.randbelow(20)]
         choice = CompletionChoice(index=index, **fields)
         return self._completion(self.piece_object, [choice], **further)
 
     def _completion(self, kind: str, choices: list[CompletionChoice], **further: Any) -> Completion:
-        model = self._wants.model
-        return Completion(**self._head, object=kind, model=model, choices=choices, **further)
+        return Completion(**self._head, object=kind, choices=choices, **further)
 
     def _usage(self) -> Usage:
-        read = sum(len(choice.prompt) for choice in self.choices[:: self._wants.per_prompt])
+        read = sum(len(choice.prompt) for choice in self.choices[:: self._request.n])
         sampled = sum(len(choice.ids) for choice in self.choices)
         return Usage(prompt_tokens=read, completion_tokens=sampled, total_tokens=read + sampled)
 
@@ -232,11 +230,12 @@ class ChatAnswer(Answer):
     """Answers of ``/v1/chat/completions``."""
 
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    nothing = MappingProxyType({"delta": ChatMessage()})
 
     def whole(self) -> Completion:
         """The answer, once every choice has ended."""
         answer = super().whole()
-        if self._wants.token_ids:
+        if self._request.return_token_ids:
             answer.prompt_token_ids = self.choices[0].prompt
         return answer
 
@@ -247,40 +246,29 @@ class ChatAnswer(Answer):
             self._piece(index, delta=delta, finish_reason=None, logprobs=None)
             for index in range(len(self.choices))
         ]
-        if self._wants.token_ids:
+        if self._request.return_token_ids:
             pieces[0].prompt_token_ids = self.choices[0].prompt
         return pieces
 
-    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
+    def _content(self, choice: Choice) -> dict[str, Any]:
         message, finish = self._message(choice)
-        return CompletionChoice(
-            index=number,
-            message=ChatMessage(role="assistant", refusal=None, **message),
-            finish_reason=finish,
-            **self._details(choice),
-        )
+        whole = ChatMessage(role="assistant", refusal=None, **message)
+        return {"message": whole, "finish_reason": finish}
 
-    def _grown(self, progress: Progress, text: str) -> list[dict[str, Any]]:
-        choice = self.choices[progress.row]
+    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
         delta: dict[str, Any] = {"content": text} if text else {}
         finish: str | None = choice.finish
-        if choice.finish is not None and self._wants.form is not None:
+        if choice.finish is not None and self._form is not None:
             message, finish = self._message(choice)
             delta = {key: value for key, value in message.items() if value is not None}
             for number, call in enumerate(delta.get("tool_calls", [])):
                 call.index = number
-        pieces: list[dict[str, Any]] = []
-        if self._is_due(progress, text):
-            details = self._details(choice, len(choice.ids) - len(progress.ids))
-            pieces.append({"delta": ChatMessage(**delta), "finish_reason": None, **details})
-        if finish is not None:
-            pieces.append({"delta": ChatMessage(), "finish_reason": finish, "logprobs": None})
-        return pieces
+        return {"delta": ChatMessage(**delta)}, finish
 
     def _message(self, choice: Choice) -> tuple[dict[str, Any], str | None]:
         """Fields of the message that a choice is, and why it ended."""
-        if self._wants.form is not None:
-            content, calls = split_calls(choice.text, self._wants.form)
+        if self._form is not None:
+            content, calls = split_calls(choice.text, self._form)
             if calls:
                 return {"content": content, "tool_calls": calls}, "tool_calls"
         return {"content": choice.plain_text}, choice.finish
@@ -305,26 +293,19 @@ class CompletionAnswer(Answer):
     """Answers of ``/v1/completions``."""
 
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
+    nothing = MappingProxyType({"text": ""})
 
-    def _choice(self, number: int, choice: Choice) -> CompletionChoice:
-        details = self._details(choice)
-        if self._wants.token_ids:
+    def _content(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text, "finish_reason": choice.finish}
+
+    def _growth(self, choice: Choice, text: str) -> tuple[dict[str, Any], str | None]:
+        return {"text": text}, choice.finish
+
+    def _details(self, choice: Choice, begin: int = 0) -> dict[str, Any]:
+        details = super()._details(choice, begin)
+        if self._request.return_token_ids and begin == 0:
             details["prompt_token_ids"] = choice.prompt
-        return CompletionChoice(
-            index=number, text=choice.text, finish_reason=choice.finish, **details
-        )
-
-    def _grown(self, progress: Progress, text: str) -> list[dict[str, Any]]:
-        choice = self.choices[progress.row]
-        pieces: list[dict[str, Any]] = []
-        if self._is_due(progress, text):
-            details = self._details(choice, len(choice.ids) - len(progress.ids))
-            if self._wants.token_ids and len(choice.ids) == len(progress.ids):
-                details["prompt_token_ids"] = choice.prompt
-            pieces.append({"text": text, "finish_reason": None, **details})
-        if choice.finish is not None:
-            pieces.append({"text": "", "finish_reason": choice.finish, "logprobs": None})
-        return pieces
+        return details
 
     def _logprobs(self, choice: Choice, begin: int) -> TextLogprobs:
         return TextLogprobs(

@@ -6,7 +6,8 @@ Every wait ends: a request's at `Service.timeout_s`, and `aligner.http.listening
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,15 +18,15 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from aligner.data.tokenizers.tokenizer import encode_fragment
-from aligner.environments.calls import Form
 from aligner.errors import AlignerError
-from aligner.http.application import Bodies, blame_sender, check_bearer, http_server
+from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
 from aligner.http.listening import MOST_CONNECTIONS
 from aligner.http.queue import JobQueue
-from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Wants
+from aligner.http.results import Results
+from aligner.serving.answers import Answer, ChatAnswer, Choice, CompletionAnswer
 from aligner.serving.exchange import Exchange, refusal
 from aligner.serving.openai_types import ModelInfo, ModelList, SessionKey, Tokens
-from aligner.serving.queue import Row, sample_id
+from aligner.serving.queue import Progress, Row, RowJob, sample_id
 from aligner.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -39,6 +40,7 @@ from aligner.serving.served import Served
 from aligner.serving.sessions import Session, Sessions
 
 Kind = TypeVar("Kind", bound=BaseModel)
+_Sampled = ChatRequest | CompletionRequest
 
 
 @dataclass
@@ -64,14 +66,14 @@ class Service:
 
     async def models(self, request: Request) -> ModelList:
         """The models that are served, which is one."""
-        self._authorised(request)
-        return ModelList(data=[self._model()])
+        return ModelList(data=[await self.model(request, self.served.name)])
 
     async def model(self, request: Request, name: str) -> ModelInfo:
         """The model of this name."""
         self._authorised(request)
         self._check_model(name)
-        return self._model()
+        name, positions = self.served.name, self.served.positions
+        return ModelInfo(id=name, created=self._started, max_model_len=positions)
 
     async def tokenize(self, request: Request) -> Tokens:
         """Tokens of a text or a chat."""
@@ -96,31 +98,11 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-
-        def prompts(asked: ChatRequest) -> list[list[int]]:
-            text = self.served.chat(asked.messages, asked.offered_tools, asked.chat_template_kwargs)
-            return [self._tokens(text, session)]
-
-        session = self._authorised(request)
-        began = time.monotonic()
-        async with self._read(request, ChatRequest) as asked:
-            self._check_size(asked.n)
-            ids = await run_in_threadpool(blame_sender, prompts, asked)
-            form = self.served.form if asked.offered_tools else None
-        return await self._answered(request, asked, ids, ChatAnswer, form, session, began)
+        return await self._completed(request, ChatRequest, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-
-        def prompts(asked: CompletionRequest) -> list[list[int]]:
-            return [self._tokens(one, session) for one in asked.prompts]
-
-        session = self._authorised(request)
-        began = time.monotonic()
-        async with self._read(request, CompletionRequest) as asked:
-            self._check_size(asked.n * len(blame_sender(lambda: asked.prompts)))
-            ids = await run_in_threadpool(blame_sender, prompts, asked)
-        return await self._answered(request, asked, ids, CompletionAnswer, None, session, began)
+        return await self._completed(request, CompletionRequest, CompletionAnswer)
 
     # Sessions ---------------------------------------------------------------------------------
 
@@ -180,20 +162,18 @@ class Service:
             self._check_model(getattr(asked, "model", None))
             yield asked
 
-    async def _answered(
-        self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        kind: type[Answer],
-        form: Form | None,
-        session: Session | None,
-        began: float,
+    async def _completed(
+        self, request: Request, kind: type[_Sampled], writer: type[Answer]
     ) -> Response:
-        """``began``: when the request was connected; what came before counts against its time."""
+        """Answer a request of ``kind``; the time to read and encode it counts against its time."""
+        session = self._authorised(request)
+        began = time.monotonic()
+        async with self._read(request, kind) as asked:
+            prompts = await run_in_threadpool(blame_sender, self._prompts, asked, session)
+        has_tools = isinstance(asked, ChatRequest) and asked.offered_tools
+        tokenizer, form = self.served.tokenizer, self.served.form if has_tools else None
         asked = self.served.taken(asked)
         rows = blame_sender(self._rows, asked, prompts, session)
-        tokenizer = self.served.tokenizer
         choices = [
             Choice(
                 tokenizer,
@@ -205,16 +185,7 @@ class Service:
             )
             for row in rows
         ]
-        wants = Wants(
-            self.served.name,
-            asked.n,
-            asked.wants_logprobs,
-            asked.return_token_ids,
-            asked.stream_options.include_usage,
-            asked.stream_options.include_obfuscation,
-            form,
-        )
-        answer = kind(tokenizer, wants, choices)
+        answer = writer(tokenizer, self.served.name, asked, choices, form)
 
         def ended(is_whole: bool) -> None:
             if session is None:
@@ -227,31 +198,38 @@ class Service:
                 tokens = choice.prompt, choice.ids, choice.logprobs
                 session.record(*tokens, choice.finish, choice.whole_text, row.request)
 
-        exchange = Exchange(rows, answer, self.timeout_s, began, ended)
+        results = Results[Progress]()
+        job = RowJob(rows, results.put)
         if session is not None:
-            session.follow(exchange.job)
+            session.follow(job)
+        exchange = Exchange(job, results, answer, self.timeout_s, began, ended)
         return await exchange.response(self.queue, request, stream=asked.stream)
 
-    def _check_size(self, answers: int) -> None:
-        most = self.queue.max_items
+    def _prompts(self, asked: _Sampled, session: Session | None) -> list[list[int]]:
+        """Tokens of each prompt of a request."""
+        prompts = asked.prompts if isinstance(asked, CompletionRequest) else [asked]
+        answers, most = asked.n * len(prompts), self.queue.max_items
         if answers > most:
             raise HTTPException(413, f"{answers} answers, at most {most} are taken in a request")
+        return [self._tokens(prompt, session) for prompt in prompts]
 
-    def _tokens(self, prompt: str | list[int], session: Session | None) -> list[int]:
-        """Tokens of a prompt that is text or tokens."""
+    def _tokens(self, prompt: ChatRequest | str | list[int], session: Session | None) -> list[int]:
+        """Tokens of a prompt that is a chat, text or tokens."""
+        served = self.served
+        if isinstance(prompt, ChatRequest):
+            tools, kwargs = prompt.offered_tools, prompt.chat_template_kwargs
+            prompt = served.chat(prompt.messages, tools, kwargs)
         if not isinstance(prompt, str):
             return prompt
-        prompt = self.served.shortened(prompt)  # to be refused by its length
-        begin = self.served.encoded
-        return (
-            begin(prompt)
-            if session is None
-            else session.encoded(prompt, begin, partial(encode_fragment, self.served.tokenizer))
-        )
+        prompt = served.shortened(prompt)  # to be refused by its length
+        if session is None:
+            return served.encoded(prompt)
+        go_on = partial(encode_fragment, served.tokenizer)
+        return session.encoded(prompt, served.encoded, go_on)
 
     def _rows(
         self,
-        asked: ChatRequest | CompletionRequest,
+        asked: _Sampled,
         prompts: Sequence[list[int]],
         session: Session | None,
     ) -> list[Row]:
@@ -281,24 +259,21 @@ class Service:
             for sample in range(asked.n)
         ]
 
-    def _model(self) -> ModelInfo:
-        name, positions = self.served.name, self.served.positions
-        return ModelInfo(id=name, created=self._started, max_model_len=positions)
-
     def _check_model(self, name: str | None) -> None:
         known = self.served.name
         if name is not None and not self.served.is_called(name):
             raise HTTPException(404, f"model: there is no {name[:80]!r}; {known!r} is served")
 
 
-@contextlib.contextmanager
-def policy_server(address: tuple[str, int], service: Service) -> Iterator[tuple[str, int]]:
+def policy_server(
+    address: tuple[str, int], service: Service
+) -> AbstractContextManager[tuple[str, int]]:
     """Answer requests in a thread until the block ends; the host and port that it listens on.
 
     Raises:
         OSError: it cannot listen at ``address``.
     """
-    routes: dict[str, Callable[..., Any]] = {
+    routes: Routes = {
         "GET /health": service.health,
         "GET /v1/models": service.models,
         "GET /v1/models/{name:path}": service.model,
@@ -312,5 +287,4 @@ def policy_server(address: tuple[str, int], service: Service) -> Iterator[tuple[
         "POST /v1/reward": service.reward,
     }
     most = max(MOST_CONNECTIONS, service.queue.max_items)  # each waits on its own connection
-    with http_server(address, routes, service.queue, refusal=refusal, connections=most) as place:
-        yield place
+    return http_server(address, routes, service.queue, refusal=refusal, connections=most)

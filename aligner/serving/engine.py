@@ -81,7 +81,9 @@ class ServingEngine:
         failed.
         """
         self._generation, self._queue, self._settings = generation, queue, settings
-        self._survives = survives or self._is_alone
+        self._survives = survives or (
+            lambda error: not (settings.has_peers or isinstance(error, WorkerError))
+        )
 
     def serve(self, is_stopping: Callable[[], bool]) -> None:
         """Answer until ``is_stopping`` on rank 0; collective.
@@ -121,9 +123,6 @@ class ServingEngine:
         else:
             for number, slot in enumerate(slots):
                 _finish(slot, output, number)
-
-    def _is_alone(self, error: Exception) -> bool:
-        return not (self._settings.has_peers or isinstance(error, WorkerError))
 
     def _generated(
         self, batch: _Batch, slots: list[_RowSlot], is_stopping: Callable[[], bool]

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
@@ -31,31 +32,22 @@ def refusal(status: int, cause: str) -> dict[str, Any]:
     return {"error": {"message": cause, "type": kind, "param": param, "code": _CODES.get(status)}}
 
 
+@dataclass
 class Exchange:
     """Has a request answered; made within the event loop.
 
-    Args:
-        rows: what is asked, a row for each choice of ``answer``.
-        answer: writes what comes.
-        timeout_s: the answer must be complete within so long, from ``began`` on.
-        began: when the request had arrived, by the event loop's clock.
-        ended: called once, with True when it is, with False when it never will be.
-
-    ``job``: the request as the engine sees it.
+    ``answer`` writes the progress of ``job``, with a choice for each row; ``results`` brings it.
+    The answer must be complete within ``timeout_s`` from ``began`` on, by the event loop's clock.
+    ``ended`` is called once: with True when it is, with False when it never will be.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        answer: Answer,
-        timeout_s: float,
-        began: float,
-        ended: Callable[[bool], None],
-    ) -> None:
-        self._answer, self._timeout_s, self._began = answer, timeout_s, began
-        self._ended, self._is_over = ended, False
-        self._results = Results[Progress]()
-        self.job = RowJob(rows, self._results.put)
+    job: RowJob
+    results: Results[Progress]
+    answer: Answer
+    timeout_s: float
+    began: float
+    ended: Callable[[bool], None]
+    _is_over: bool = False
 
     async def response(self, queue: JobQueue[Row], request: Request, *, stream: bool) -> Response:
         """The answer, whole or as server-sent events.
@@ -68,16 +60,16 @@ class Exchange:
             raise HTTPException(429, "too many requests are waiting; try again later")
         if stream:
             return _Events(self._pieces(), media_type="text/event-stream")
-        with self._results.needing(request):
+        with self.results.needing(request):
             async for progress in self._progress():
-                self._answer.choices[progress.row].push(progress)
-        return Response(self._answer.whole().to_json(), media_type=JSON_TYPE)
+                self.answer.choices[progress.row].push(progress)
+        return Response(self.answer.whole().to_json(), media_type=JSON_TYPE)
 
     async def _progress(self) -> AsyncIterator[Progress]:
         """Progress of the rows until all have ended."""
-        deadline = self._began + self._timeout_s
-        too_late = f"the answer was not complete within {self._timeout_s:g} s"
-        results = self._results.of(
+        deadline = self.began + self.timeout_s
+        too_late = f"the answer was not complete within {self.timeout_s:g} s"
+        results = self.results.of(
             self.job, deadline, too_late, lambda progress: progress.end is not None
         )
         try:
@@ -92,17 +84,17 @@ class Exchange:
         self.job.is_left = True
         if not self._is_over:
             self._is_over = True
-            self._ended(is_whole)
+            self.ended(is_whole)
 
     async def _pieces(self) -> AsyncIterator[str]:
         """Server-sent events; an error is the last of them."""
         try:
-            for piece in self._answer.first():
+            for piece in self.answer.first():
                 yield _event(piece.to_json())
             async for progress in self._progress():
-                for piece in self._answer.piece(progress):
+                for piece in self.answer.piece(progress):
                     yield _event(piece.to_json())
-            for piece in self._answer.last():
+            for piece in self.answer.last():
                 yield _event(piece.to_json())
             yield _event("[DONE]")
         except HTTPException as error:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from aligner.config import LengthParams, SamplingOptions
 from aligner.environments.pool import Failure
-from aligner.http.queue import GATHER_S, Job, JobQueue
+from aligner.http.queue import Job
 
 EndKind = Literal["stop", "length"]
 
@@ -53,11 +53,6 @@ class RowJob(Job[Row]):
     def is_open(self) -> bool:
         """True as long as somebody waits for the engine."""
         return not self.is_left and self.failure is None and self.ended < self.size
-
-
-def row_queue(max_rows: int, gather_s: float = GATHER_S) -> JobQueue[Row]:
-    """Queue in which requests take turns row by row, so that a large one delays no other."""
-    return JobQueue(max_rows, gather_s, turn=1)
 
 
 def fit_together(rows: Sequence[Row], positions: int) -> bool:

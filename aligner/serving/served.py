@@ -77,28 +77,20 @@ class Served:
             DataError: the messages are none, or the template ignores a part of them.
             TokenizerError: there is no chat template.
         """
-        try:
-            return self._chat(given, tools, template_kwargs or {})
-        except TokenizerError as error:
-            advice = "a model without a chat template completes text: ask /v1/completions"
-            raise TokenizerError(f"{error}; {advice}") from error
-
-    def _chat(
-        self,
-        given: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
-        template_kwargs: Mapping[str, Any],
-    ) -> str:
         messages = with_system(parse_messages(chat_messages(given)), self.system_prompt)
         speaks_of_tools = tools or any(
             message["role"] == "tool" or "tool_calls" in message for message in messages
         )
         shown = tools or None
-        if speaks_of_tools and self.form == "plain":
-            messages, shown = in_text(messages, tools), None
-        tokenizer = self.tokenizer.with_template_kwargs(template_kwargs)
-        check_all_used(tokenizer, messages, shown)
-        return render(tokenizer, messages, shown)
+        try:
+            if speaks_of_tools and self.form == "plain":
+                messages, shown = in_text(messages, tools), None
+            tokenizer = self.tokenizer.with_template_kwargs(template_kwargs or {})
+            check_all_used(tokenizer, messages, shown)
+            return render(tokenizer, messages, shown)
+        except TokenizerError as error:
+            advice = "a model without a chat template completes text: ask /v1/completions"
+            raise TokenizerError(f"{error}; {advice}") from error
 
     def options(
         self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]

@@ -48,7 +48,7 @@ def serving():
                 raise TypeError("of a tokenizer")
             return [len(sample.prompt), len(sample.response)]
 
-        queue = JobQueue(max_waiting)
+        queue = JobQueue(max_waiting, turn=BATCH)
         service = RewardService((), encode, queue, timeout_s, None)
         _, state.port = running.enter_context(service.serving(("127.0.0.1", 0)))
         state.url = f"http://127.0.0.1:{state.port}"

@@ -8,16 +8,14 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from aligner.http import JSON_TYPE
-from aligner.http.application import Bodies, blame_sender, check_bearer, http_server
-from aligner.http.messages import parse
+from aligner.http.application import Bodies, Routes, blame_sender, check_bearer, http_server
+from aligner.http.messages import parse_json, validated
 from aligner.http.queue import Job, JobQueue
 from aligner.http.results import Results
 from aligner.rewards.server.wire import HEALTH, SCORE, HealthAnswer, ScoreRequest, WireSample
@@ -47,7 +45,9 @@ class RewardService:
     async def score(self, request: Request) -> Response:
         """Rewards of the samples."""
         check_bearer(request, self.token)
-        async with self._bodies.read(request, partial(parse, ScoreRequest)) as asked:
+        async with self._bodies.read(
+            request, lambda body: validated(ScoreRequest, parse_json(body))
+        ) as asked:
             sequences = await run_in_threadpool(blame_sender, self._sequences, asked.samples)
             rewards = await self._rewards(request, sequences) if sequences else []
         plain = [row[0] if len(row) == 1 else row for row in rewards]
@@ -56,10 +56,7 @@ class RewardService:
 
     def serving(self, address: tuple[str, int]) -> AbstractContextManager[tuple[str, int]]:
         """Answer requests until the block ends; see `aligner.http.application.http_server`."""
-        routes: dict[str, Callable[..., Any]] = {
-            f"GET {HEALTH}": self.health,
-            f"POST {SCORE}": self.score,
-        }
+        routes: Routes = {f"GET {HEALTH}": self.health, f"POST {SCORE}": self.score}
         return http_server(address, routes, self.queue)
 
     def _sequences(self, samples: Sequence[WireSample]) -> list[Ids]:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType
 from typing import Literal
 
 from aligner.checkpoint.nemo.model_file import open_nemo
@@ -53,13 +52,15 @@ def serve_reward_model(options: ServeOptions, ready: Callable[[str], None] = pri
     parallel = initialize_parallel(parallel_config)
     model, encoder = _load(options, parallel)
     model.prepare_for_inference()
-    stopping = _stop_on_signals()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: stopping.set())
 
     def score(sequences: list[Ids]) -> list[list[float]]:
         scores = model.get_rewards(encoder.collate(sequences), options.micro_batch_size)
         return scores["rewards"].float().reshape(len(sequences), -1).tolist()
 
-    queue = JobQueue[Ids](options.max_waiting)
+    queue = JobQueue[Ids](options.max_waiting, turn=options.batch_size)
     closing = ExitStack()
 
     def listen() -> str:
@@ -137,15 +138,3 @@ def score_until(
         else:
             for slot, numbers in zip(slots, rewards, strict=False):
                 slot.report(numbers)
-
-
-def _stop_on_signals() -> threading.Event:
-    stopping = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return stopping
