@@ -17,7 +17,7 @@ setup(
     package_dir=SHIPPED,
     package_data={
         "aligner.conf": ["**/*.yaml"],
-        "aligner.distributed": ["pages.cpp"],
+        "aligner.device": ["pages.cpp"],
         "aligner.dry": ["guard.cpp"],
         "aligner.observe.report": ["templates/*"],
     },

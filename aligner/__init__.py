@@ -1,6 +1,8 @@
 """Align language models with reinforcement learning on megatron-core GPT models."""
 
-from aligner.compat.paths import install
+from aligner import foreign_keys
+from aligner.compat import nemo_aligner, paths
 
 __version__ = "0.1.0"
-install()
+paths.install()
+foreign_keys.register(nemo_aligner)

@@ -27,10 +27,10 @@ from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, SamplingParams
-from aligner.distributed.parallel import initialize_parallel
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.models.gpt.decode.generator import GenerationOutput, Generator
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.groups import initialize_parallel
 from benchmarks.shapes import SMOLLM2
 
 MODEL = Path("models/smollm2-135m-instruct.nemo")

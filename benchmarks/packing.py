@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import SequencePackingConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy

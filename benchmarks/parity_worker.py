@@ -19,8 +19,6 @@ from aligner.algorithms.ppo.build import make_policy_loss, start_roles
 from aligner.algorithms.ppo.trainer import PPOTrainer
 from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     CriticConfig,
     DataConfig,
@@ -34,9 +32,11 @@ from aligner.config import (
 )
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset, collate_prompts
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import LayoutError
 from aligner.observe.metrics import PhaseTimers
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward
 from tests.distributed.layout_worker import OPTIM, ROWS, actor, critic, fill_head, model_config

@@ -104,9 +104,9 @@ def measured(model: str, layout: str, batches: str) -> dict[str, float]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-    from aligner.cluster.worker_groups import LocalCluster
     from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-    from aligner.distributed.parallel import initialize_parallel
+    from aligner.distributed.workers import LocalCluster
+    from aligner.parallel.groups import initialize_parallel
     from aligner.plan.measure import share_of, without_weights
 
     role, train = planned(model, layout, batches)
@@ -161,7 +161,7 @@ def formula(registered: Any) -> Any:
 
 def counting_allocator() -> Any:
     """Count what torch's allocator gives out from now on: `allocations.cpp`."""
-    from aligner.distributed.native import compiled
+    from aligner.device.native import compiled
 
     source = Path(__file__).with_name("allocations.cpp")
     library = ctypes.CDLL(str(compiled(source)))

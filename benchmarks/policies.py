@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ModelConfig, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from benchmarks.common import stdout_reserved
 
 

@@ -20,15 +20,15 @@ from aligner.algorithms.run.engine import Clusters, Workers
 from aligner.algorithms.run.startup import describe_model
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import RunConfig
 from aligner.config.load import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.hf import HuggingFaceTokenizer
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.observe.metrics import PhaseTimers
+from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.function.runner import RewardFunction
 from aligner.rewards.interface import Reward
 from benchmarks.common import stdout_reserved

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.cluster.worker_groups import LocalWorkerGroup
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalWorkerGroup
 from aligner.examples.tasks.tiny_model import random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.policy.lm_policy import Policy

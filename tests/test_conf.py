@@ -1,4 +1,4 @@
-"""Every configuration in conf/ composes and validates, and agrees with the dataclasses."""
+"""Every configuration in conf/ composes and validates, and contains overrides only."""
 
 import dataclasses
 import re
@@ -8,13 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from aligner.algorithms.run.directory import config_changes
 from aligner.catalog import ALGORITHMS
 from aligner.config import (
     BaseRunConfig,
     EvaluateConfig,
     GenerateConfig,
-    RunConfig,
     ServeConfig,
     load_config,
 )
@@ -104,50 +102,6 @@ def test_every_group_option_composes(group, option):
     needed = [*required, *NEEDS.get((group, option), [])]
     tree = composed(name, [f"{GROUPS[group]}={option}", *needed])
     assert isinstance(load_config(tree, root), root)
-
-
-def test_yaml_defaults_equal_dataclass_defaults():
-    """A default stands in two places, so that both can be read; they must not drift apart."""
-    from_yaml = load_config(composed("gpt_ppo", ROOTS["gpt_ppo"][1]))
-    sparse = RunConfig(
-        model=type(from_yaml.model)(restore_from_path="m.nemo"),
-        reward=type(from_yaml.reward)(function="a.b:reward"),
-        data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
-    )
-    names = {**from_yaml.as_dict()["exp_manager"], "explicit_log_dir": "results/aligner"}
-    assert from_yaml.exp_manager.explicit_log_dir == "results/ppo"  # each script has its own
-    assert {**from_yaml.as_dict(), "exp_manager": names} == sparse.as_dict()
-
-
-# What a supervised run has no better default for than its own.
-DIFFERS = {
-    "trainer.{}.val_check_interval",
-    "trainer.{}.save_interval",
-    "exp_manager.monitor",
-    "exp_manager.explicit_log_dir",
-}
-SUPERVISED = {
-    "gpt_sft": {*DIFFERS, "model.optim.lr", "model.dropout", "exp_manager.mode"},
-    "gpt_dpo": DIFFERS,
-    "gpt_distill": {*DIFFERS, "model.optim.lr", "exp_manager.mode"},
-}
-
-
-@pytest.mark.parametrize("name", SUPERVISED)
-def test_defaults_of_a_supervised_run(name):
-    root, required = ROOTS[name]
-    from_yaml = load_config(composed(name, required), root)
-    taught = {"teacher": from_yaml.teacher} if name == "gpt_distill" else {}
-    sparse = root(
-        **taught,
-        model=type(from_yaml.model)(restore_from_path="m.nemo"),
-        data=type(from_yaml.data)(train=type(from_yaml.data.train)(source="train.jsonl")),
-    )
-    changes = config_changes(from_yaml.as_dict(), sparse.as_dict())
-    section = {"gpt_reward": "reward_model"}.get(name, name.removeprefix("gpt_"))
-    assert {change.split(":")[0] for change in changes} == {
-        key.format(section) for key in SUPERVISED[name]
-    }
 
 
 def test_default_directories_differ():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.plan.devices import DEVICES, READ_SECONDS, WIRE_REACHED
 from benchmarks.common import with_repository
 from benchmarks.gpu import machine

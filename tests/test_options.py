@@ -1,4 +1,4 @@
-"""Options are described once, below their fields; conf/ and docs/ say the same."""
+"""Options are described once, below their fields; the tables in docs/ say the same."""
 
 import re
 import runpy
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from documented import ROOT
 
+from aligner.compat.nemo_rl import PolicyConfig
 from aligner.config.commands.pipeline import PipelineConfig, StageConfig
 from aligner.config.commands.plan import PlanConfig
-from aligner.config.elsewhere.nemo_rl import PolicyConfig
 from aligner.config.parse import arms_of, build, keys_below
 from aligner.errors import ConfigError
 
@@ -17,7 +17,7 @@ TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "options.py"))
 KINDS = [*TOOL["ROOTS"].values(), PlanConfig, PipelineConfig, StageConfig]
 
 
-def test_files_say_of_options_what_the_dataclasses_say():
+def test_pages_say_of_options_what_the_sections_say():
     stale = [path.relative_to(ROOT).as_posix() for path in TOOL["stale"]()]
     assert stale == [], "run: python -m docs.tools.options --write"
 
@@ -32,16 +32,6 @@ def test_every_option_is_described_with_its_choices(cls):
             if not re.search(rf"\b{choice}\b", option.meaning):
                 lacking.append(f"{option.key}: does not say what {choice} is")
     assert lacking == []
-
-
-def test_a_comment_is_the_first_paragraph_behind_the_choices():
-    known = {one.key: one for one in TOOL["options"](TOOL["ROOTS"]["gpt_ppo"])}
-    text = '# of this file\nlr: 1.0  # old\nname: "a # b"  # old\nother: 1  # kept\nsched:\n'
-    assert TOOL["settings"](text, known, "model.optim") == (
-        "# of this file\nlr: 1.0  # peak learning rate\n"
-        'name: "a # b"  # adam (AdamW, decoupled weight decay) or sgd\nother: 1  # kept\nsched:\n'
-    )
-    assert TOOL["in_yaml"](known["cluster.engine"]).startswith("local | ray: workers in the run's")
 
 
 def test_a_table_has_all_keys_below_a_section():

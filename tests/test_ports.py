@@ -9,12 +9,12 @@ from ranks import run_ranks
 from servers import bound_port
 from torch.distributed import TCPStore
 
-from aligner.cluster.ray.worker import WorkerProcess
+from aligner.distributed.ray.worker import WorkerProcess
 
 ROOT = Path(__file__).parents[1]
 # Files in which a socket tells its port, and keeps it.
 ASKING = {
-    *("aligner/cluster/ray/worker.py", "aligner/http/listening.py", "benchmarks/plan.py"),
+    *("aligner/distributed/ray/worker.py", "aligner/http/listening.py", "benchmarks/plan.py"),
     *("tests/servers.py", "tests/adapters/test_environments_beside_mcp1.py", "tests/test_ports.py"),
 }
 MEETING = """

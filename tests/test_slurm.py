@@ -139,7 +139,7 @@ TASK = """
 import os, sys
 import torch.distributed as dist
 from aligner.config import TrainerConfig
-from aligner.cluster.launch import started_processes
+from aligner.parallel.launch import started_processes
 with started_processes(TrainerConfig(devices=2), 60.0):
     print(os.environ.get("LOCAL_RANK", "0"), dist.get_rank(), dist.get_world_size())
 """

@@ -11,7 +11,7 @@ _MODULES = {"pickle", "cloudpickle", "_pickle", "dill", "marshal", "torch", "job
 KNOWN = {
     "checkpoint/nemo/torch_dist.py read_metadata": "classes of a fixed list alone",
     "child_process.py Channel.receive": "the parent's message",
-    "cluster/ray/worker.py _failure": "what this process has just pickled",
+    "distributed/ray/worker.py _failure": "what this process has just pickled",
 }
 
 

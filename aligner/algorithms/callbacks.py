@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from aligner.config.algorithms.trainer import CallbackConfig
-from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import AlignerError, CallbackError, ConfigError
 from aligner.importing import check_call, describe_exception, load_function
+from aligner.parallel.collectives import on_rank_zero
 
 KEY = "trainer.callbacks"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import AlignerError
 
 _ALIGNMENT = 64  # bytes; of any dtype, and of the processor's cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import OUTPUT_LAYER, REWARD_HEAD, expected_shapes, merge
 from aligner.checkpoint.gpt_weights import merging, model_parameters
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -24,7 +24,7 @@ from aligner.checkpoint.canonical import (
     merge,
     split,
 )
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Names of the libraries that people come from."""
+"""Names and configuration keys of NeMo-Aligner and NeMo-RL."""

@@ -44,21 +44,7 @@ PATHS = {
     "algorithms.logits_sampling_utils": "logprobs.top_k_top_p",
     "algorithms.loss.interfaces": "losses.interfaces",
     "algorithms.loss.loss_functions": "losses.value losses.policy",
-    "algorithms.losses.interfaces": "losses.interfaces",
-    "algorithms.losses.policy": "losses.policy",
-    "algorithms.losses.value": "losses.value",
-    "distributed.batched_data_dict": "batches.batched_data_dict batches.sharding",
-    "distributed.model_utils": """
-        logprobs.fused logprobs.published.context_shard logprobs.published.distillation
-        logprobs.published.distributed_softmax logprobs.published.dtensor_logprobs
-        logprobs.published.hidden_logprobs logprobs.published.linear_ce_patch
-        logprobs.published.logits_logprob logprobs.published.parallel_logprobs
-        logprobs.published.sampling_logprob logprobs.published.vocab_entropy
-        logprobs.published.vocab_topk logprobs.top_k_top_p logprobs.vocab_sequence_exchange
-    """,
-    "distributed.named_sharding": "cluster.named_sharding",
-    "distributed.virtual_cluster": "cluster.ray.virtual_cluster cluster.ray.bundles",
-    "distributed.worker_groups": "cluster.worker_groups cluster.named_sharding cluster.interfaces",
+    "data.packing": "distributed.packing",
     "models.automodel.setup": "",  # nemo_automodel's
     "models.generation.interfaces": "models.interfaces",
     "models.nlp.gpt.megatron_gpt_critic": "models.gpt",
@@ -71,9 +57,20 @@ PATHS = {
     "models.policy.megatron_policy_worker": "models.policy.workers.megatron_policy_worker",
     "models.policy.workers.base_policy_worker": "models.worker",
     "models.policy.workers.dtensor_policy_worker": "models.policy.workers.dtensor_policy_worker_v2",
-    "models.value.config": "config.elsewhere.nemo_rl",
+    "models.value.config": "compat.nemo_rl",
     "models.value.interfaces": "models.interfaces",
     "utils.utils": "models.gpt",
+    # Of earlier versions of this library.
+    "algorithms.losses.interfaces": "losses.interfaces",
+    "algorithms.losses.policy": "losses.policy",
+    "algorithms.losses.value": "losses.value",
+    "batches.batched_data_dict": "distributed.batched_data_dict",
+    "cluster.ray.session": "distributed.ray.session",
+    "cluster.ray.virtual_cluster": "distributed.virtual_cluster",
+    "cluster.worker_groups": "distributed.worker_groups distributed.workers",
+    "config.elsewhere.translate": "compat.translate",
+    "distributed.accelerator": "device.accelerator",
+    "distributed.parallel": "parallel.groups",
 }
 _OTHER_NAMES = {
     "AbstractPolicyWorker": "RoleWorker",

@@ -21,12 +21,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from aligner.catalog import imported
-from aligner.config.elsewhere.nemo_aligner import is_inert, remedy
-from aligner.config.elsewhere.nemo_rl_values import table
 from aligner.config.load import Root, load_config, with_built_in_task
 from aligner.config.parse import field_types, keys_below, section_in, type_below, unknown_key
 from aligner.config.run import RunConfig
 from aligner.errors import AlignerError, ConfigError
+from aligner.foreign_keys import is_inert, remedy, table
 
 # Options of hydra whose value is the argument after them.
 OPTIONS_WITH_VALUE = (

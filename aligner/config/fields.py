@@ -32,6 +32,8 @@ def _default_for_null(value: Any) -> Any:
 # A number that may be null in a run's configuration, which then works it out. Its default is what a
 # section built by hand has.
 DERIVED = BeforeValidator(_default_for_null)
+# A value that may be null, but that a script requires unless a group sets it to null.
+ASKED_FOR = "asked for"
 
 
 def aliases(others: Mapping[str, Any]) -> BeforeValidator:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import aligner.config.base  # noqa: F401  (hydra finds the defaults of conf/ by it)
 from aligner.compat.paths import current_path
 from aligner.config.commands.ask import AskConfig
 from aligner.config.parse import build, field_types

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import StrictBool, StrictFloat, StrictStr
 
-from aligner.config.fields import Count, FilePath, Function, ModelPath, Seconds, not_empty
+from aligner.config.fields import (
+    ASKED_FOR,
+    Count,
+    FilePath,
+    Function,
+    ModelPath,
+    Seconds,
+    not_empty,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class RewardConfig:
     `environment`: that of the section `environment` (docs/environments.md).
     """
 
-    function: Function | None = None
+    function: Annotated[Function | None, ASKED_FOR] = None
     """Function that scores, `package.module:function` or `path/to/file.py:function`; null: none.
 
     Called as `reward(prompts, responses, ground_truths, **columns)`; returns one float per sample,

@@ -12,12 +12,12 @@ from typing import Self
 
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import PreferenceDataConfig, PromptSourceConfig
 from aligner.data.dataset import Dataset, read_items
 from aligner.data.readers import Row
 from aligner.data.supervised import Example, check_section, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
 MISMATCHED = "mismatched_"  # begins the columns of prompts with mismatched responses

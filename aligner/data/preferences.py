@@ -12,12 +12,12 @@ from typing import ClassVar, Self
 
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import PairDataConfig, PromptSourceConfig
 from aligner.data.dataset import Dataset, read_items
 from aligner.data.readers import Row, finite_number
 from aligner.data.supervised import Example, check_section, collate_examples, make_example
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
 

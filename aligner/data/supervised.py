@@ -9,13 +9,11 @@ never the text that a chat template puts behind the end.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ExampleDataConfig, PairDataConfig, PromptSourceConfig
 from aligner.data.chat import (
     Message,
@@ -33,6 +31,7 @@ from aligner.data.prompts import check_plain_text, pad_right
 from aligner.data.readers import Row, take
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.data.tokenizers.tokenizer import encode_after as _encode_after
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 
 
@@ -164,7 +163,8 @@ def encode_chat(
             earlier reasoning); learn the last message only. Or its opening has no place before
             the answer. Or an answer spells an end token before its end.
     """
-    messages = [_without_end(tokenizer, message) for message in messages]
+    ends = {end: tokenizer.decode([end]) for end in tokenizer.end_ids}
+    messages = [_without_end(tokenizer, message, ends) for message in messages]
     answers = [
         n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= context
     ]
@@ -172,7 +172,7 @@ def encode_chat(
     ids: list[int] = []
     learned: list[tuple[int, int]] = []
     for number in answers if learn == "all" else answers[-1:]:
-        _refuse_end_tokens(tokenizer, messages[number], number)
+        _refuse_end_tokens(tokenizer, messages[number], number, ends)
         opening = render(tokenizer, messages[:number], tools)
         closed = render(tokenizer, messages[: number + 1], tools, open_answer=False)
         is_kept = closed.startswith(opening)
@@ -195,28 +195,24 @@ def encode_chat(
     return ids[: learned[-1][1]], learned
 
 
-@lru_cache(maxsize=4)  # a tokenizer is asked once, not once a message
-def _end_texts(tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """End tokens of a tokenizer, with their texts."""
-    return [(end, tokenizer.decode([end])) for end in tokenizer.end_ids]
-
-
-def _without_end(tokenizer: Tokenizer, message: Message) -> Message:
+def _without_end(tokenizer: Tokenizer, message: Message, ends: Mapping[int, str]) -> Message:
     """Return an assistant's message without the end token that its content ends with."""
     if message["role"] != "assistant":
         return message
-    for end, token in _end_texts(tokenizer):
+    for end, token in ends.items():
         if token and message["content"].endswith(token) and tokenizer.encode(token) == [end]:
             return {**message, "content": message["content"].removesuffix(token)}
     return message
 
 
-def _refuse_end_tokens(tokenizer: Tokenizer, message: Message, number: int) -> None:
+def _refuse_end_tokens(
+    tokenizer: Tokenizer, message: Message, number: int, ends: Mapping[int, str]
+) -> None:
     """Refuse an answer that spells an end token: what follows the token would not be learned."""
     parts = [message["content"], message.get("reasoning_content") or ""]
     if "tool_calls" in message:
         parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
-    for end, token in _end_texts(tokenizer):
+    for end, token in ends.items():
         if any(token in part and end in tokenizer.encode(part) for part in parts):
             raise DataError(
                 f"message {number} of the chat spells the end token {token!r}, at which an answer "

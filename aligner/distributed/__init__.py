@@ -1,1 +1,1 @@
-"""Devices, process groups and collectives; batches and workers under NeMo-RL's names."""
+"""Global batches, worker groups and log-probs of sharded logits; module names are NeMo-RL's."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.dry.driver import RememberedKernel, gpu_replacements
 from aligner.dry.files import file_calls
 from aligner.dry.graphs import Capturing

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from aligner.checkpoint.run_state import tree as state_tree
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.dry.known import KnownValues
 from aligner.dry.streams import Order
 

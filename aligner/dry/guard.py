@@ -7,7 +7,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-from aligner.distributed.native import compiled, torch_home
+from aligner.device.native import compiled, torch_home
 from aligner.errors import DryDeviceError, NativeCodeError
 
 _SOURCE = Path(__file__).with_name("guard.cpp")

@@ -55,8 +55,8 @@ _ALLOCATING: dict[str, tuple[str | None, Kind]] = {
     "aligner/models/gpt/forward/token_logprobs.py": (None, Kind.LOGITS),
     "aligner/models/gpt/decode/model.py": ("logits", Kind.LOGITS),
     "aligner/logprobs/fused.py": (None, Kind.LOGITS),
-    "aligner/logprobs/published/vocab_entropy.py": (None, Kind.LOGITS),
-    "aligner/logprobs/published/vocab_topk.py": (None, Kind.LOGITS),
+    "aligner/distributed/model_utils/vocab_entropy.py": (None, Kind.LOGITS),
+    "aligner/distributed/model_utils/vocab_topk.py": (None, Kind.LOGITS),
 }
 
 

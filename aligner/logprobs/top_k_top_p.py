@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.distributed.collectives import gather_first
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import wide_mm
 from aligner.kernels.running_sum import running_sum
 from aligner.logprobs.output_layer import Tiles, VocabShard
 from aligner.logprobs.vocab_sequence_exchange import all_to_all_vp2sq
+from aligner.parallel.collectives import gather_first
 
 # Of the logits that exist at a time; sorting them takes several times as much.
 _CHUNK_BYTES = {"cpu": 64 * 2**20}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aligner import types
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError
 from aligner.types import Denominators, TokenOutputs
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aligner.batches.batched_data_dict import BatchedDataDict, check_columns
-from aligner.cluster.interfaces import WorkerGroup
-from aligner.cluster.worker_groups import (
+from aligner.config import CriticConfig, TrainedModelConfig
+from aligner.device.accelerator import DeviceInfo, MemoryUse
+from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
+from aligner.distributed.interfaces import WorkerGroup
+from aligner.distributed.workers import (
     micro_batching,
     on_all_workers,
     phase,
     run_on_all,
     run_sharded,
 )
-from aligner.config import CriticConfig, TrainedModelConfig
-from aligner.distributed.accelerator import DeviceInfo, MemoryUse
 from aligner.errors import ConfigError, StorageError
 from aligner.losses.interfaces import LossFunction as PublishedLossFunction
 from aligner.losses.interfaces import as_loss

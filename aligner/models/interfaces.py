@@ -14,9 +14,9 @@ from torch import Tensor
 from aligner.errors import DataError
 
 if TYPE_CHECKING:
-    from aligner.batches.batched_data_dict import BatchedDataDict
-    from aligner.cluster.interfaces import WorkerFuture
     from aligner.config import SamplingOptions
+    from aligner.distributed.batched_data_dict import BatchedDataDict
+    from aligner.distributed.interfaces import WorkerFuture
     from aligner.losses.interfaces import LossFunction as PublishedLossFunction
     from aligner.types import LossFunction
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.checkpoint.adapters import adapters_beside
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.model_source import open_model
@@ -27,19 +26,20 @@ from aligner.checkpoint.run_state.worker_state import (
     load_worker_state,
     save_worker_state,
 )
-from aligner.cluster.named_sharding import NamedSharding
+from aligner.compat.nemo_rl import PublishedRole, published_role
 from aligner.config import ParallelConfig
-from aligner.config.elsewhere.nemo_rl import PublishedRole, published_role
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import gather_objects, on_rank_zero
-from aligner.distributed.parallel import ParallelState, initialize_parallel
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError, LayoutError, TokenizerError
 from aligner.losses.interfaces import LossFunction as PublishedLossFunction
 from aligner.losses.interfaces import as_loss
 from aligner.models.gpt.forward.schedule import MicroBatches
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.offload import ModelOffload
+from aligner.parallel.collectives import gather_objects, on_rank_zero
+from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import LossFunction
 
 Served = TypeVar("Served", bound=RoleModel)

@@ -1,9 +1,7 @@
 """Evidence of a loss or gradient that is NaN or infinite: which samples, at which step."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +10,7 @@ from torch import Tensor
 
 from aligner.checkpoint.durable import storage_error, unused_path, write_json
 from aligner.checkpoint.run_state.tree import normalise, write_tree
-
-_step: ContextVar[int] = ContextVar("training step", default=0)
-
-
-@contextlib.contextmanager
-def training_step(step: int) -> Iterator[None]:
-    """Attribute errors raised inside the block to step ``step`` of the run.
-
-    The models that find a non-finite number know their own updates only.
-    """
-    token = _step.set(step)
-    try:
-        yield
-    finally:
-        _step.reset(token)
-
-
-def current_step() -> int:
-    """The step at hand; 0 outside of a run."""
-    return _step.get()
+from aligner.distributed.step import current_step
 
 
 def nonfinite_names(scalars: Mapping[str, float | Tensor]) -> list[str]:
@@ -68,7 +47,7 @@ def write_nonfinite(
     ``<folder>/nonfinite/step_000012_policy_update_000_rank_00000.json`` holds the scalars and, for
     each offending row, its index, its per-sample numbers and its text; the ``.pt`` beside it holds
     all tensors of those rows (``torch.load(..., weights_only=True)``). Every rank writes its own.
-    The step is the run's (`training_step`).
+    The step is the run's (`aligner.distributed.step`).
 
     Args:
         folder: directory of the run.

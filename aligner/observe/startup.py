@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aligner.checkpoint.durable import readable_bytes
-from aligner.distributed.accelerator import DeviceInfo
+from aligner.device.accelerator import DeviceInfo
 from aligner.observe.memory import RoleMemory
 from aligner.observe.packages import PackageStatus
 

@@ -10,9 +10,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import BaseRunConfig, SamplingRunConfig, check_layout
 from aligner.config.commands.plan import PlanConfig, with_length
 from aligner.config.roles.model import STAGE_KEYS
-from aligner.distributed.parallel import describe_layout
 from aligner.dry.record import Kind
 from aligner.errors import LayoutError
+from aligner.parallel.groups import describe_layout
 from aligner.plan.amounts import Amounts, Kinds, Measured, Time, time_of, total
 from aligner.plan.devices import DeviceRates
 from aligner.plan.measure import MeasuredRole

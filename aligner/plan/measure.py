@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict, SlicedDataDict
 from aligner.checkpoint.canonical import expected_shapes
-from aligner.cluster.worker_groups import LocalCluster, micro_batching
 from aligner.config import LengthParams, SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from aligner.distributed.workers import LocalCluster, micro_batching
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
 from aligner.models.policy.workers import dtensor_policy_worker_v2, megatron_policy_worker
 from aligner.models.reward.workers import megatron_reward_worker
 from aligner.models.value.workers import dtensor_value_worker_v2, megatron_value_worker
+from aligner.parallel.groups import initialize_parallel
 from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
 from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
 

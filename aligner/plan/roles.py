@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aligner.architecture import GPTArchitecture
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     BaseRunConfig,
     CriticConfig,
@@ -15,6 +14,7 @@ from aligner.config import (
     VllmConfig,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.workers import LocalCluster
 from aligner.models.handle import RoleHandle
 from aligner.types import LossFunction
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import WorkerError
 
 

@@ -14,8 +14,8 @@ budget. Names and shapes are those of a Hugging Face state dict.
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from aligner.cluster.interfaces import WorkerFuture, WorkerGroup
-from aligner.cluster.worker_groups import on_all_workers, phase, run_on_all, start_on_all
+from aligner.distributed.interfaces import WorkerFuture, WorkerGroup
+from aligner.distributed.workers import on_all_workers, phase, run_on_all, start_on_all
 from aligner.refit.ends import RefitEnd
 from aligner.refit.worker import RefitWorker
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import ConfigError
 
 _REMEDY = (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import WorkerError
 
 _ALIGNMENT = 64  # bytes; so that no tensor begins within a cache line of another

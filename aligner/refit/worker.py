@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import ParallelState
+from aligner.device import accelerator
 from aligner.errors import WorkerError
+from aligner.parallel.groups import ParallelState
 from aligner.refit.broadcast import WeightBroadcast, open_rendezvous, own_address
 from aligner.refit.ends import RefitEnd
 from aligner.refit.segments import Offer, aligned_bytes

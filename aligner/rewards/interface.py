@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import is_rank_zero, on_rank_zero
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import RewardError
+from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.rewards.function.runner import RewardFunction, RewardOutput
 from aligner.rewards.protocol import Samples
 from aligner.rewards.sequences import response_texts

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.worker_groups import on_all_workers, phase, run_on_all, scored_rows
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import on_all_workers, phase, run_on_all, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import REWARD_COLUMNS, RewardModel
 from aligner.models.reward.workers.reward_worker import RewardScorer

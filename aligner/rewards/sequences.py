@@ -10,12 +10,12 @@ sampling cannot.
 
 from collections.abc import Sequence
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import NemoCheckpoint
 from aligner.data.prompts import pad_right
 from aligner.data.supervised import encode_pair
 from aligner.data.tokenizers.decoding import common_prefix, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, TokenizerError
 from aligner.models.gpt.megatron.reward import SequenceForm
 

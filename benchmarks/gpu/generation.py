@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import torch
 
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.models.gpt import MegatronGPTActorModel
 from benchmarks.gpu import rates, roles
 from benchmarks.shapes import SHAPES

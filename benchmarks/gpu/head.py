@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import torch
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.distributed.model_utils import hidden_states_to_logprobs
 from benchmarks.gpu import rates
 from benchmarks.shapes import SHAPES

@@ -61,7 +61,7 @@ class Machine:
     @contextlib.contextmanager
     def running(self) -> Iterator["Machine"]:
         """The block in which models are built and measured."""
-        from aligner.distributed import accelerator
+        from aligner.device import accelerator
 
         if self.device == "dry":
             from aligner.dry.device import DryDevice
@@ -171,7 +171,7 @@ class Machine:
 
     def wait(self) -> None:
         """Wait until the device has done all its work."""
-        from aligner.distributed import accelerator
+        from aligner.device import accelerator
 
         accelerator.synchronize()
 
@@ -208,7 +208,7 @@ def report(options: argparse.Namespace, benchmark: str, **found: Any) -> dict[st
     """
     import torch
 
-    from aligner.distributed import accelerator
+    from aligner.device import accelerator
 
     given = {k: v for k, v in vars(options).items() if k not in ("device", "repeats", "warmup")}
     name = "dry" if options.device == "dry" else accelerator.description()

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import torch
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 
 # Dense bfloat16 TFLOP/s and bytes of memory per second of the makers' data sheets, by name.
 CARDS = {

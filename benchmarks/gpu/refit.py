@@ -22,10 +22,10 @@ if __name__ == "__main__":
 
 from aligner.config import ModelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
 from aligner.models.gpt import MegatronGPTActorModel
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from aligner.parallel.groups import initialize_parallel
 from aligner.refit.controller import group_by_bytes
 from benchmarks.common import ROOT, with_repository
 from benchmarks.gpu import roles
@@ -33,7 +33,7 @@ from benchmarks.shapes import SHAPES
 
 RECEIVER = """
     import pickle, sys
-    from aligner.distributed import accelerator
+    from aligner.device import accelerator
     from aligner.refit.segments import accept
 
     accelerator.activate()

@@ -9,7 +9,7 @@ from torch import Tensor
 from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.models.gpt import MegatronGPTModel
 from aligner.models.gpt.role.settings import RoleSettings
 

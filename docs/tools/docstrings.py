@@ -20,7 +20,7 @@ from griffe import (
     Parameters,
 )
 
-# Of `aligner.cluster.worker_groups`: each makes a method of a handle from a method of its workers.
+# Of `aligner.distributed.workers`: each makes a method of a handle from a method of its workers.
 DECLARATIONS = ("on_all_workers", "phase", "scored_rows")
 RULE = re.compile(r"(=+)(?: +=+)+")
 DRAWN = re.compile(r"[─│►▲▼◄┘└┐┌┬┴├]|\S {4,}\S")

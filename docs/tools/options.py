@@ -1,17 +1,15 @@
-"""Write what conf/ and docs/ say of options, from the docstrings of fields in aligner/config.
+"""Write the tables of options in docs/, from the docstrings of fields in aligner/config.
 
-    python -m docs.tools.options           name the files that say something else
+    python -m docs.tools.options           name the pages that say something else
     python -m docs.tools.options --write   write them
 
-A field's first paragraph becomes the comment behind its value in conf/; comments on lines of their
-own speak of a file's choice and stay as they are. In docs/ a table of options is what stands
-between two marks::
+A table of options is what stands between two marks::
 
     <!-- options of gpt_ppo: model -model.ppo critic critic.optim=model.optim -->
     <!-- end of options -->
 
 The configuration whose defaults are shown, then keys, each with all below it; ``-`` leaves a key
-out, ``A=B`` refers its rows to those of ``B``. tests/test_options.py holds the files to this.
+out, ``A=B`` refers its rows to those of ``B``. tests/test_options.py holds the pages to this.
 """
 
 import argparse
@@ -27,7 +25,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -45,9 +42,7 @@ ROOTS: dict[str, type] = {
     "gpt_serve": ServeConfig,
 }
 TABLE = re.compile(r"(<!-- options of (\w+): ([^>]*?) -->\n)(.*?)(<!-- end of options -->)", re.S)
-LINE = re.compile(r'( *)(\w+):((?:"[^"]*"|[^"#])*?)(?: +#.*)?')
 PAGE = re.compile(r"\bdocs/(\w+\.md)(#[\w-]+)?")
-LONGEST_CHOICES = 60  # characters of a list of choices in a comment
 
 
 class Option(NamedTuple):
@@ -116,9 +111,6 @@ def options(cls: type) -> list[Option]:
     return [one for one in every_field(cls) if one.section is None or one.default is None]
 
 
-# Tables in docs/
-
-
 def table(name: str, asked: str) -> str:
     """The table that a mark asks for: ``name`` of a configuration, its keys."""
     words = asked.split()
@@ -174,89 +166,16 @@ def page(text: str) -> str:
     return TABLE.sub(lambda mark: f"{mark[1]}\n{table(mark[2], mark[3])}\n\n{mark[5]}", text)
 
 
-# Comments in conf/
-
-
-def in_yaml(option: Option) -> str:
-    """Comment behind an option's value: its choices, and the first paragraph of its meaning."""
-    text = " ".join(option.meaning.split("\n\n")[0].split()).replace("`", "").removesuffix(".")
-    text = re.sub(r"(\.md)#[\w-]+", r"\1", text)
-    if re.match(r"[A-Z][^A-Z ]*( |$)", text):  # no name in capitals
-        text = text[0].lower() + text[1:]
-    choices = " | ".join(option.choices)
-    named = all(re.search(rf"\b{choice}\b", text) for choice in option.choices)
-    return text if named or len(choices) > LONGEST_CHOICES else f"{choices}: {text}"
-
-
-def settings(text: str, known: dict[str, Option], package: str) -> str:
-    """A YAML file described anew; ``package`` is its section, ``known`` has the options."""
-    lines: list[str] = []
-    path: list[tuple[int, str]] = []  # indentations and names down to the line
-    for line in text.split("\n"):
-        match = LINE.fullmatch(line)
-        if match is not None:
-            while path and path[-1][0] >= len(match[1]):
-                path.pop()
-            path.append((len(match[1]), match[2]))
-            option = known.get(".".join([package, *(name for _, name in path)]).lstrip("."))
-            if match[3].strip() and option is not None:
-                line = f"{match[1]}{match[2]}:{match[3].rstrip()}  # {in_yaml(option)}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def groups() -> dict[Path, tuple[str, str]]:
-    """Configuration and section of every file of conf/: the first that has its keys."""
-    places: dict[str, list[tuple[str, str]]] = {}  # of a group: where it is used
-    for name in ROOTS:
-        for entry in yaml.safe_load((CONF / f"{name}.yaml").read_text())["defaults"]:
-            for group in entry if isinstance(entry, dict) else ():
-                folder, _, package = group.partition("@")
-                places.setdefault(folder, []).append((name, package or folder))
-    found = {CONF / f"{name}.yaml": (name, "") for name in ROOTS}
-    for folder in sorted(places.keys() - {"launch"}):
-        for path in sorted((CONF / folder).glob("*.yaml")):
-            keys = yaml.safe_load(path.read_text()).keys() - {"defaults"}
-            found[path] = next(
-                (name, package)
-                for name, package in places[folder]
-                if keys <= {one.key.rsplit(".", 1)[-1] for one in fields_at(name, package).values()}
-            )
-    return found
-
-
-def fields_at(name: str, package: str) -> dict[str, Option]:
-    """The fields of a configuration's section by their dotted keys."""
-    cls = ROOTS[name]
-    for part in package.split("."):
-        found = section_in(field_types(cls)[part])
-        assert found is not None, (name, package)
-        cls = found
-    return {one.key: one for one in fields_of(cls, f"{package}.")}
-
-
-def written() -> dict[Path, str]:
-    """Every file that says something of options, as it should be."""
-    found = {path: page(path.read_text()) for path in sorted(DOCS.glob("*.md"))}
-    for path, (name, package) in groups().items():
-        text = path.read_text()
-        head, mark, rest = text.partition("\nhydra:")  # of hydra's own
-        known = {one.key: one for one in every_field(ROOTS[name])}
-        described = settings(head, known, package) + mark + rest
-        assert yaml.safe_load(described) == yaml.safe_load(text), path
-        found[path] = described
-    return found
-
-
 def stale() -> dict[Path, str]:
-    """Files that say something else of options than the dataclasses, as they should be."""
-    return {path: text for path, text in written().items() if path.read_text() != text}
+    """Pages that say something else of options than the sections, as they should be."""
+    texts = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+    return {path: page(text) for path, text in texts.items() if page(text) != text}
 
 
 def main() -> None:
-    """Name the files that say something else; with ``--write`` write them."""
+    """Name the pages that say something else; with ``--write`` write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="write the files anew")
+    parser.add_argument("--write", action="store_true", help="write the pages anew")
     write = parser.parse_args().write
     found = stale()
     for path, text in found.items():
@@ -264,7 +183,7 @@ def main() -> None:
         if write:
             path.write_text(text)
     if not found:
-        print("conf/ and docs/ say what aligner/config says")
+        print("docs/ says what aligner/config says")
 
 
 if __name__ == "__main__":

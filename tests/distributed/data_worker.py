@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.named_sharding import MODEL_AXES
-from aligner.cluster.worker_groups import LocalWorkerGroup
 from aligner.config import ParallelConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import MODEL_AXES
+from aligner.distributed.workers import LocalWorkerGroup
 from aligner.errors import AlignerError, DataError
 
 

@@ -13,11 +13,11 @@ from run_state_worker import make_batch, worker_of
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.worker_state import load_worker_state, save_worker_state
 from aligner.config import OptimConfig, ParallelConfig
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import shutdown_parallel
+from aligner.device import accelerator
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import shutdown_parallel
 
 
 def built(folder, sequence_parallel, dropout):

@@ -14,16 +14,16 @@ torch.set_num_threads(1)
 
 from aligner.algorithms.distill.build import TeacherTargets, distill_task, teacher_config
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DistillRunConfig, parse_config
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import PromptDataset
 from aligner.data.supervised import ExampleDataset
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.metrics import PhaseTimers
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 ROWS, TOP_K = 8, 12
 

@@ -19,15 +19,15 @@ torch.set_num_threads(1)
 
 from layout_worker import OPTIM, ROWS, RUN, make_batch, model_config, reported
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.model_source import open_model
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, LengthParams, ModelConfig
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 Seen = dict[str, object]
 

@@ -17,9 +17,7 @@ import torch
 
 torch.set_num_threads(1)
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -29,12 +27,14 @@ from aligner.config import (
     SamplingParams,
     SequencePackingConfig,
 )
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 ROWS, WIDTH = 8, 40
 RUN = RunSettings(gradient_clip_val=0.0)

@@ -16,13 +16,13 @@ torch.set_num_threads(1)
 from layout_worker import OPTIM, ROWS, RUN, fill_head, make_batch, model_config, reported
 
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
 LEARNING = OptimConfig(lr=1e-3, eps=OPTIM.eps)

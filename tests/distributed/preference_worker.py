@@ -19,15 +19,15 @@ from aligner.algorithms.preference.build import preference_task
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.algorithms.supervised.trainer import SupervisedTrainer
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.labelled import LabelledDataset
 from aligner.data.preferences import PairDataset
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.metrics import PhaseTimers
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 ROWS = 12
 

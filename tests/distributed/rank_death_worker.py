@@ -13,12 +13,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from aligner.cluster import heartbeat as liveness
-from aligner.cluster.heartbeat import watched_ranks
-from aligner.cluster.launch import started_processes
 from aligner.config import ProcessConfig
 from aligner.config.layout import ParallelConfig
-from aligner.distributed.parallel import ParallelState
+from aligner.parallel import heartbeat as liveness
+from aligner.parallel.groups import ParallelState
+from aligner.parallel.heartbeat import watched_ranks
+from aligner.parallel.launch import started_processes
 
 torch.set_num_threads(1)
 TIMEOUT_S = 300.0

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ModelConfig
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.device import accelerator
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 from aligner.refit.controller import group_by_bytes
 from aligner.refit.segments import accept
 

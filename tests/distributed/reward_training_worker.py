@@ -13,8 +13,6 @@ import torch
 
 torch.set_num_threads(1)
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     OptimConfig,
     PairDataConfig,
@@ -27,11 +25,13 @@ from aligner.data.preferences import collate_pairs, make_pair
 from aligner.data.ratings import Rated, collate_rated
 from aligner.data.readers import Row
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.examples.tasks.form_pairs import form_pairs
 from aligner.losses.reward import AttributeRegressionLoss, BradleyTerryLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 ATTRIBUTES = ("form", "length", "nothing")
 PAIRS = 6

@@ -12,9 +12,9 @@ import torch
 torch.set_num_threads(1)
 
 from aligner.config import ParallelConfig
-from aligner.distributed.parallel import shutdown_parallel
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import shutdown_parallel
 
 
 def rewards(model: str, layout: str) -> torch.Tensor:

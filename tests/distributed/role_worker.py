@@ -20,14 +20,14 @@ torch.set_num_threads(1)
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from aligner.config import LengthParams, OptimConfig, ParallelConfig, SamplingParams
-from aligner.distributed.collectives import gather_objects
-from aligner.distributed.parallel import shutdown_parallel
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.gpt.megatron import optimizer
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.groups import shutdown_parallel
 
 ROWS, WIDTH = 8, 16
 

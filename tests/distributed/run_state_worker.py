@@ -31,8 +31,6 @@ from aligner.checkpoint.run_state.worker_state import (
 )
 from aligner.config import OptimConfig, ParallelConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.collectives import gather_objects
-from aligner.distributed.parallel import shutdown_parallel
 from aligner.errors import DamagedStateError, StorageError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
@@ -41,6 +39,8 @@ from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, lo
 from aligner.models.gpt.megatron import state as sharded_state
 from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.groups import shutdown_parallel
 
 ROWS, WIDTH = 4, 12
 LLAMA = dataclasses.replace(TINY_ARCHITECTURE, num_layers=2)

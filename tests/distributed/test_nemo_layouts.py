@@ -24,8 +24,8 @@ from test_nemo_kinds import GPT, LLAMA, distinct_weights
 from aligner.checkpoint import gpt_weights
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.distributed.parallel import ParallelConfig, initialize_parallel, shutdown_parallel
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.groups import ParallelConfig, initialize_parallel, shutdown_parallel
 
 RANKS = 4
 MODELS = {

@@ -15,9 +15,9 @@ from ranks import run_ranks
 
 from aligner.config import LengthParams, ParallelConfig, SamplingParams
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import shutdown_parallel
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import shutdown_parallel
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct.nemo"
 TEXTS = (

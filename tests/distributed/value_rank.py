@@ -15,14 +15,14 @@ torch.set_num_threads(1)
 from layout_worker import OPTIM, ROWS, fill_head, make_batch, model_config, weights_of
 
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import gather_objects
-from aligner.distributed.parallel import initialize_parallel, shutdown_parallel
+from aligner.device import accelerator
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.value.lm_value import Value
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.groups import initialize_parallel, shutdown_parallel
 
 DATA, TENSOR = "1,1,1,0,padded", "2,1,1,1,padded"
 

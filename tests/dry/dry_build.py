@@ -11,8 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from aligner.config import LayerOptions, LengthParams, OptimConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
 from aligner.dry.device import DryDevice
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
@@ -22,6 +21,7 @@ from aligner.models.gpt.layers.layer_spec import GroupedExperts
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
 from benchmarks.shapes import SHAPES
 
 ROWS, LENGTH = 8, 48

@@ -9,7 +9,7 @@ from dry_roles import ROWS, build, rollout, settings_of, share_of_batch
 
 import aligner.models.gpt.decode.model as incremental
 from aligner.config import LengthParams
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
 from aligner.logprobs import top_k_top_p as kept_set

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from aligner.config import LengthParams, SamplingParams, VllmConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.dry.device import DryDevice
 from aligner.dry.streams import Process
 from aligner.errors import DryDeviceError

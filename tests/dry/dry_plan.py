@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from aligner.catalog import BY_SCRIPT
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config.commands.plan import PlanConfig
 from aligner.config.load import parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.dry.device import DryDevice
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
+from aligner.parallel.groups import initialize_parallel
 from aligner.plan import measure
 from aligner.plan.amounts import total
 from aligner.plan.devices import DEVICES

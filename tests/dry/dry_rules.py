@@ -8,7 +8,7 @@ import dry_roles
 import torch
 
 from aligner.config import LayerOptions
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.dry.device import DryDevice
 from aligner.dry.known import tensors_in
 from aligner.errors import DryDeviceError

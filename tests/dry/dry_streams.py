@@ -3,7 +3,7 @@
 import torch
 
 from aligner.checkpoint.background import CopyMemory
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.dry.device import DryDevice
 from aligner.errors import DryDeviceError
 

@@ -9,7 +9,7 @@ import gc
 import pytest
 import torch
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 
 
 def pytest_generate_tests(metafunc):

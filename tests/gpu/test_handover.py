@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.refit.segments import Offer
 
 OFFERS = 50
@@ -18,7 +18,7 @@ ELEMENTS = 4 << 20  # 16 MiB of float32: what leaks 50 times is seen
 READER = """
     import gc, os, pickle, sys
     import torch
-    from aligner.distributed import accelerator
+    from aligner.device import accelerator
     from aligner.refit.segments import accept
 
     accelerator.activate()

@@ -7,10 +7,10 @@ from test_losses import ROWS, NLLOfLogprobs, batch, nll_of_logits
 
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import ModelConfig, OptimConfig
-from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 LAYOUTS = {
     "tp": {"tensor_model_parallel_size": 2},

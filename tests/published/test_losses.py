@@ -18,12 +18,12 @@ from aligner.config import (
     SequencePackingConfig,
 )
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.parallel import initialize_parallel
 from aligner.distributed.worker_groups import LocalCluster
 from aligner.errors import ConfigError, DataError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import initialize_parallel
 from aligner.types import Denominators, TokenOutputs
 
 ROWS, WIDTH = 4, 9

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from aligner.config.elsewhere.nemo_rl import published_role, read_role
+from aligner.compat.nemo_rl import published_role, read_role
 from aligner.errors import ConfigError
 
 WARM_UP = [

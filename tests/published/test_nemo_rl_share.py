@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.elsewhere.nemo_rl import read_role
+from aligner.compat.nemo_rl import read_role
 from aligner.config.roles.policy import check_policy_backend
 from aligner.errors import ConfigError
 

@@ -13,19 +13,19 @@ from transformers import PreTrainedTokenizerFast
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import PPOValueLoss
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.config.elsewhere import IGNORED
-from aligner.config.elsewhere.nemo_rl import published_role
+from aligner.compat.nemo_rl import published_role
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.named_sharding import NamedSharding
-from aligner.distributed.parallel import initialize_parallel
-from aligner.distributed.worker_groups import AXES, LocalCluster, LocalFuture
+from aligner.distributed.named_sharding import AXES, NamedSharding
+from aligner.distributed.workers import LocalCluster, LocalFuture
 from aligner.errors import ConfigError, DataError, LayoutError
+from aligner.foreign_keys import IGNORED
 from aligner.models.policy import PolicyConfig
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.policy.workers.megatron_policy_worker import MegatronPolicyWorker
 from aligner.models.value import ValueConfig
 from aligner.models.value.lm_value import Value
 from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
+from aligner.parallel.groups import initialize_parallel
 
 MEGATRON = {
     "enabled": True,

@@ -11,7 +11,6 @@ from aligner.algorithms.logits_sampling_utils import TrainingSamplingParams
 from aligner.algorithms.losses.value import MseValueLossFn, PPOValueLoss
 from aligner.checkpoint.model_source import open_model
 from aligner.distributed import model_utils
-from aligner.distributed.parallel import initialize_parallel
 from aligner.models import gpt
 from aligner.models.gpt import (
     MegatronGPTActorModel,
@@ -36,6 +35,7 @@ from aligner.models.value.workers.megatron_value_worker import (
     _ValueOutputLayerBypass,
     forward_step_value,
 )
+from aligner.parallel.groups import initialize_parallel
 
 LENGTHS = torch.tensor([9, 5, 12, 7])
 COUNTS = {"global_valid_seqs": torch.tensor(4.0), "global_valid_toks": torch.tensor(29.0)}

@@ -18,23 +18,23 @@ PATHS = {
     },
     "aligner.algorithms.loss.loss_functions": {"MseValueLossFn": "aligner.losses.value"},
     "aligner.distributed.batched_data_dict": {
-        "BatchedDataDict": "aligner.batches.batched_data_dict",
-        "SlicedDataDict": "aligner.batches.batched_data_dict",
-        "DynamicBatchingArgs": "aligner.batches.sharding",
-        "SequencePackingArgs": "aligner.batches.sharding",
+        "BatchedDataDict": "aligner.distributed.batched_data_dict",
+        "SlicedDataDict": "aligner.distributed.batched_data_dict",
+        "DynamicBatchingArgs": "aligner.distributed.sharding",
+        "SequencePackingArgs": "aligner.distributed.sharding",
     },
     "aligner.distributed.model_utils": {
-        "DistributedLogprob": "aligner.logprobs.published.logits_logprob",
+        "DistributedLogprob": "aligner.distributed.model_utils.logits_logprob",
     },
-    "aligner.distributed.named_sharding": {"NamedSharding": "aligner.cluster.named_sharding"},
+    "aligner.distributed.named_sharding": {"NamedSharding": "aligner.distributed.named_sharding"},
     "aligner.distributed.virtual_cluster": {
-        "RayVirtualCluster": "aligner.cluster.ray.virtual_cluster",
+        "RayVirtualCluster": "aligner.distributed.virtual_cluster",
     },
     "aligner.distributed.worker_groups": {
-        "LocalCluster": "aligner.cluster.worker_groups",
-        "MultiWorkerFuture": "aligner.cluster.ray.calls",
-        "RayWorkerBuilder": "aligner.cluster.ray.worker_group",
-        "RayWorkerGroup": "aligner.cluster.ray.worker_group",
+        "LocalCluster": "aligner.distributed.workers",
+        "MultiWorkerFuture": "aligner.distributed.worker_groups",
+        "RayWorkerBuilder": "aligner.distributed.worker_groups",
+        "RayWorkerGroup": "aligner.distributed.worker_groups",
     },
     "aligner.models.automodel.setup": {},
     "aligner.models.generation.interfaces": {
@@ -45,7 +45,7 @@ PATHS = {
     "aligner.models.nlp.gpt.megatron_gpt_rs_actor": {
         "MegatronGPTRSModel": "aligner.models.gpt.megatron.actor",
     },
-    "aligner.models.policy": {"PolicyConfig": "aligner.config.elsewhere.nemo_rl"},
+    "aligner.models.policy": {"PolicyConfig": "aligner.compat.nemo_rl"},
     "aligner.models.policy.dtensor_policy_worker": {
         "DTensorPolicyWorker": (
             "aligner.models.policy.workers.dtensor_policy_worker_v2:DTensorPolicyWorkerV2"
@@ -66,7 +66,7 @@ PATHS = {
     "aligner.models.policy.workers.dtensor_policy_worker_v2": {
         "DTensorPolicyWorkerV2": "aligner.models.policy.workers.dtensor_policy_worker_v2",
     },
-    "aligner.models.value.config": {"ValueConfig": "aligner.config.elsewhere.nemo_rl"},
+    "aligner.models.value.config": {"ValueConfig": "aligner.compat.nemo_rl"},
     "aligner.models.value.interfaces": {"ValueOutputSpec": "aligner.models.interfaces"},
     "aligner.models.value.lm_value": {"Value": "aligner.models.value.lm_value"},
     "aligner.models.value.workers.dtensor_value_worker_v2": {
@@ -76,7 +76,26 @@ PATHS = {
         "MegatronValueWorker": "aligner.models.value.workers.megatron_value_worker",
     },
     "aligner.utils.utils": {"load_from_nemo": "aligner.models.gpt.megatron.loading"},
+    "aligner.data.packing": {
+        "PackingAlgorithm": "aligner.distributed.packing",
+        "SequencePacker": "aligner.distributed.packing",
+        "get_packer": "aligner.distributed.packing",
+    },
     # Of earlier versions of this library, and the worker's names without a version.
+    "aligner.batches.batched_data_dict": {
+        "BatchedDataDict": "aligner.distributed.batched_data_dict",
+    },
+    "aligner.cluster.ray.session": {"ray_session": "aligner.distributed.ray.session"},
+    "aligner.cluster.ray.virtual_cluster": {
+        "RayVirtualCluster": "aligner.distributed.virtual_cluster",
+    },
+    "aligner.cluster.worker_groups": {
+        "LocalCluster": "aligner.distributed.workers",
+        "RayWorkerGroup": "aligner.distributed.worker_groups",
+    },
+    "aligner.config.elsewhere.translate": {"translate": "aligner.compat.translate"},
+    "aligner.distributed.accelerator": {"device": "aligner.device.accelerator"},
+    "aligner.distributed.parallel": {"initialize_parallel": "aligner.parallel.groups"},
     "aligner.algorithms.losses.interfaces": {"LossFunction": "aligner.losses.interfaces"},
     "aligner.algorithms.losses.policy": {"PPOPolicyLoss": "aligner.losses.policy"},
     "aligner.algorithms.losses.value": {"MseValueLossFn": "aligner.losses.value"},
@@ -88,7 +107,7 @@ PATHS = {
     "aligner.models.policy.workers.megatron_policy_worker": {
         "MegatronPolicyWorker": "aligner.models.policy.workers.megatron_policy_worker",
     },
-    "aligner.models.value": {"ValueConfig": "aligner.config.elsewhere.nemo_rl"},
+    "aligner.models.value": {"ValueConfig": "aligner.compat.nemo_rl"},
 }
 
 

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from test_nemo_rl_sections import section
 
 from aligner.catalog import ALGORITHMS
+from aligner.compat.translate import translate
 from aligner.config.cli import check_overrides
-from aligner.config.elsewhere.translate import translate
 from aligner.config.load import load_config
 from aligner.errors import ConfigError
 

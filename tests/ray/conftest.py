@@ -18,7 +18,7 @@ def own_ray():
     """A Ray of four CPUs, started as a run starts it; gone with all its processes afterwards."""
     import ray
 
-    from aligner.cluster.ray.session import RayNeeds, ray_session
+    from aligner.distributed.ray.session import RayNeeds, ray_session
 
     memory = shared_memory()
     with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):

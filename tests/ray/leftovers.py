@@ -12,7 +12,7 @@ def session_folder(driver_pid):
     """Folder of the Ray that the process started; None before it has."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "aligner.cluster.ray.reaper" in words and str(driver_pid) in words:
+        if "aligner.distributed.ray.reaper" in words and str(driver_pid) in words:
             return words[-1]
     return None
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from aligner.cluster.named_sharding import NamedSharding
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import DataError
 
 TELLER = "ray_workers.Teller"
@@ -15,7 +15,7 @@ GRID = NamedSharding(np.arange(4).reshape(2, 2), ["data_parallel", "tensor_paral
 
 def teller_on(cluster):
     """Four of them: two data-parallel pairs."""
-    from aligner.cluster.worker_groups import RayWorkerBuilder, RayWorkerGroup
+    from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
     builder = RayWorkerBuilder(TELLER, factor=10)
     return RayWorkerGroup(cluster, builder, "teller", sharding_annotations=GRID)
@@ -37,7 +37,7 @@ class Teller:
         return int(os.environ["RANK"]), rows
 
     def step(self):
-        from aligner.observe.nonfinite import current_step
+        from aligner.distributed.step import current_step
 
         return current_step()
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from runs import ON_RAY, finished, result, start, train
 
-from aligner.cluster.ray.worker_group import RayWorkerGroup
+from aligner.distributed.worker_groups import RayWorkerGroup
 
 pytestmark = [pytest.mark.ray, pytest.mark.ray_heavy, pytest.mark.timeout(1800)]
 GAME = "ppo_tiny_guessing_cpu"

@@ -8,11 +8,11 @@ from ray_workers import TELLER, Teller
 from aligner.algorithms.losses.policy import PPOPolicyLoss
 from aligner.algorithms.losses.value import MseValueLossFn
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.ray.worker import Failure
 from aligner.distributed.batched_data_dict import BatchedDataDict
-from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.named_sharding import AXES, NamedSharding
+from aligner.distributed.ray.worker import Failure
 from aligner.distributed.virtual_cluster import RayVirtualCluster
-from aligner.distributed.worker_groups import AXES, RayWorkerBuilder, RayWorkerGroup
+from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value

@@ -11,9 +11,9 @@ import time
 import pytest
 from ray_workers import teller_on
 
-from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
+from aligner.distributed.step import training_step
+from aligner.distributed.virtual_cluster import RayVirtualCluster
 from aligner.errors import DataError, WorkerError
-from aligner.observe.nonfinite import training_step
 
 pytestmark = pytest.mark.ray
 

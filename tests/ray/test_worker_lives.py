@@ -10,10 +10,10 @@ import os
 import pytest
 from ray_workers import TELLER, teller_on
 
-from aligner.cluster.named_sharding import NamedSharding
-from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
-from aligner.cluster.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.config import ParallelConfig
+from aligner.distributed.named_sharding import NamedSharding
+from aligner.distributed.virtual_cluster import RayVirtualCluster
+from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from aligner.errors import DataError, WorkerDiedError, WorkerError
 
 pytestmark = pytest.mark.ray
@@ -106,7 +106,7 @@ def test_a_training_group_has_its_own_world_and_its_dead_are_found(ray):
 
 
 def test_no_room_is_said_in_numbers(ray, monkeypatch):
-    monkeypatch.setattr("aligner.cluster.ray.virtual_cluster._PLACING_S", 1)
+    monkeypatch.setattr("aligner.distributed.virtual_cluster._PLACING_S", 1)
     cluster = RayVirtualCluster([3])
     with pytest.raises(WorkerError, match=r"no room for policy: wanted \[2\] bundles.*1 nodes"):
         RayVirtualCluster([2], name="policy")

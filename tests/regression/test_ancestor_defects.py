@@ -14,9 +14,7 @@ from hydra import compose, initialize_config_dir
 
 from aligner.algorithms.ppo.trainer import train_ppo
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     CriticConfig,
     ModelConfig,
@@ -27,7 +25,8 @@ from aligner.config import (
 )
 from aligner.data.prompts import PromptBatch
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, DamagedStateError, NonFiniteError
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.losses.policy import PPOPolicyLoss
@@ -38,6 +37,7 @@ from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.value.lm_value import Value
 from aligner.observe.metrics import MetricsWriter, read_metrics
 from aligner.observe.samples import read_samples
+from aligner.parallel.groups import initialize_parallel
 
 TESTS = Path(__file__).parents[1]
 CONF = TESTS.parent / "conf"

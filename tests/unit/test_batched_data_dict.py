@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import DataError
 
 

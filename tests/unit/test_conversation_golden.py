@@ -19,13 +19,13 @@ from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.inputs import open_environments
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import TrainerPPOConfig, parse_config
 from aligner.config.algorithms.trainer import AdvantageConfig
 from aligner.data.prompts import Prompt, collate_prompts
 from aligner.data.tokenizers.loading import with_chat_template
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 RECORD = Path(__file__).parent / "conversation_golden.json"
 FILE = golden_games.__file__

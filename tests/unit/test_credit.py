@@ -7,13 +7,13 @@ import torch
 
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.rollout import fill_with_varied_groups, teaches
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import (
     AdvantageConfig,
     ImproperEndConfig,
     RewardShapingConfig,
 )
+from aligner.distributed.batched_data_dict import BatchedDataDict
 
 PROMPT, WIDTH = 2, 6
 

@@ -22,7 +22,6 @@ from aligner.config import (
     SFTRunConfig,
     load_config,
 )
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.models.gpt import MegatronGPTActorModel, MegatronGPTCriticModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
@@ -33,6 +32,7 @@ from aligner.models.gpt.role.settings import (
     policy_settings,
 )
 from aligner.observe.metrics import read_metrics
+from aligner.parallel.groups import initialize_parallel
 
 CONF = Path(__file__).parents[2] / "conf"
 STILL = ["model.optim.lr=1e-12", "exp_manager.save_nemo=false"]

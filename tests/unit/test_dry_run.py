@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 
 from aligner.algorithms.run.dry_run import MadeUpRewards, dry_config, fullest, report
 from aligner.algorithms.run.engine import Workers
-from aligner.batches.batched_data_dict import BatchedDataDict as Batch
 from aligner.catalog import ALGORITHMS, imported
 from aligner.config import load_config
-from aligner.distributed import accelerator
-from aligner.distributed.accelerator import MemoryUse, is_out_of_memory
-from aligner.distributed.host_memory import private_memory, reset_peak_resident
+from aligner.device import accelerator
+from aligner.device.accelerator import MemoryUse, is_out_of_memory
+from aligner.device.host_memory import private_memory, reset_peak_resident
+from aligner.distributed.batched_data_dict import BatchedDataDict as Batch
 from aligner.errors import ConfigError, DataError, DeviceMemoryError, WorkerError
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.reward.reward_model import RewardModel

@@ -10,10 +10,9 @@ import math
 import pytest
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.model_source import open_model
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, ParallelConfig, SchedConfig
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import CheckpointError, ConfigError, LayoutError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
@@ -25,6 +24,7 @@ from aligner.models.gpt.dtensor.plan import check_backend
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.dtensor_policy_worker_v2 import DTensorPolicyWorkerV2
 from aligner.models.value.workers.dtensor_value_worker_v2 import DTensorValueWorkerV2
+from aligner.parallel.groups import initialize_parallel
 
 LENGTHS, PROMPTS, WIDTH = (9, 5, 12, 7), (4, 3, 6, 2), 12
 

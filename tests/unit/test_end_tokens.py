@@ -15,12 +15,12 @@ from aligner.data.supervised import encode_chat
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import TokenizerError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.sequences import scored_texts
 
 EOS, TURN, OTHER = 256, 258, 257  # <|endoftext|>, <|im_end|>, <|im_start|>

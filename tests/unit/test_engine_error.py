@@ -17,13 +17,13 @@ from test_overlap import ThreadedEngine, configuration
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError, EnvironmentCallError, NonFiniteError, WorkerError
 from aligner.models.gpt.decode.generator import Generator
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 ROWS = [{"name": str(number), "turns": 2 + number % 2} for number in range(4)]
 

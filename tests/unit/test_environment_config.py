@@ -7,7 +7,6 @@ import torch
 from test_conf import composed
 
 from aligner.algorithms.ppo.credit import Credit
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import PromptSourceConfig, RSRunConfig, TrainerPPOConfig, load_config
 from aligner.config.algorithms.trainer import (
     AdvantageConfig,
@@ -16,6 +15,7 @@ from aligner.config.algorithms.trainer import (
 )
 from aligner.config.rules.lengths import longest_lengths
 from aligner.data.prompts import EpisodeDataset
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 
 BASE = ["model.restore_from_path=m.nemo", "data.train.source=t.jsonl"]

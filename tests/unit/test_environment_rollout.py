@@ -15,10 +15,10 @@ from aligner.algorithms.rollout.environments import (
 )
 from aligner.algorithms.rollout.rollout import prompts_batch, score
 from aligner.algorithms.rollout.trajectories import transcript
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.pool import Answer, EnvironmentPool, Failure

@@ -17,12 +17,11 @@ from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.loop import StepResult
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, parse_config
 from aligner.config.cli import check_overrides
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
@@ -35,6 +34,7 @@ from aligner.observe.estimates import (
 )
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import PhaseTimers
+from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.answers import final_answer
 from aligner.rewards.interface import ScoredResponses
 

@@ -15,11 +15,11 @@ from test_token_layout import ROLES, assert_same, load, loss_and_gradient
 from aligner.algorithms.ppo.credit import Credit
 from aligner.algorithms.rollout.environments import EnvironmentReward, EnvironmentRollouts
 from aligner.algorithms.rollout.rollout import prompts_batch, score
-from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
-from aligner.batches.sequences import Sequences
 from aligner.config import TrainerPPOConfig
 from aligner.config.environment import EnvironmentConfig
 from aligner.data.prompts import Prompt, collate_prompts
+from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
+from aligner.distributed.sequences import Sequences
 from aligner.environments import Start, Turn
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.errors import DataError

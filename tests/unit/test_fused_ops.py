@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from aligner.architecture import GPTArchitecture
-from aligner.distributed import host_memory
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import host_memory
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.models.gpt.forward.schedule import bypassed_output_layer, placed_positions
 from aligner.models.gpt.forward.token_layout import LayoutRules, build_layout
@@ -19,6 +18,7 @@ from aligner.models.gpt.layers import elementwise, short_attention
 from aligner.models.gpt.layers.attention import SegmentParams, attend_rows
 from aligner.models.gpt.layers.elementwise import SwiGLU, rms_norm, swiglu
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.groups import initialize_parallel
 
 LENGTH, BATCH, GROUPS, WIDTH, ROTATED = 5, 2, 2, 6, 4
 SCALE = 0.4

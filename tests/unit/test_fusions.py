@@ -14,7 +14,6 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.transformer import attention as megatron_attention
 
 from aligner.config import LayerOptions
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.forward.schedule import bypassed_output_layer
@@ -23,6 +22,7 @@ from aligner.models.gpt.layers.elementwise import Fusions, _apply_rotary, turned
 from aligner.models.gpt.megatron import build
 from aligner.models.gpt.megatron.build import build_gpt, transformer_config
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
 
 LENGTH = 136  # beyond what CPU attention does by itself
 EXPERTS = dataclasses.replace(

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-from aligner.cluster.ray.worker_group import RayWorkerGroup
+from aligner.distributed.worker_groups import RayWorkerGroup
 
 class Front:
     def __del__(self):

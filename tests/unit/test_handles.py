@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.named_sharding import layout_of
-from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
     ModelConfig,
     SequencePackingConfig,
 )
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import layout_of
+from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings

@@ -21,11 +21,11 @@ from aligner.checkpoint.hf.model_folder import read_hf, save_hf
 from aligner.checkpoint.hf.tensors import join_qkv, part_qkv
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.groups import initialize_parallel
 
 ROOT = Path(__file__).parents[2]
 LLAMA_SIZES = {

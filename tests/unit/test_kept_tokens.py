@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from aligner.algorithms.rollout.rollout import prompts_batch, rollout_of
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import SamplingParams, parse_config
 from aligner.data.prompts import PromptBatch
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.distributed.model_utils import hidden_states_to_logprobs
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.logprobs import output_layer
 from aligner.models.gpt.decode.sampling import sample_tokens
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 VOCAB, PADDING, HIDDEN, TOKENS, LIMIT = 301, 11, 8, 13, 20
 

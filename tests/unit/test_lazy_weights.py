@@ -12,8 +12,8 @@ from aligner.checkpoint.hf.model_folder import SafetensorsFolder, save_hf
 from aligner.checkpoint.model_source import open_model
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.nemo.weights import LazyWeights
-from aligner.distributed.parallel import initialize_parallel
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.groups import initialize_parallel
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.batches.sharding import LengthGroups
+from aligner.distributed.sharding import LengthGroups
 
 
 def tokens(groups, padded):

@@ -16,7 +16,6 @@ from aligner.checkpoint.adapters import (
 from aligner.checkpoint.gathered_weights import GatheredWeights
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import LengthParams, LoraConfig, OptimConfig, SamplingParams
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.policy import PPOPolicyLoss
@@ -31,6 +30,7 @@ from aligner.models.gpt.lora import LoraColumnParallelLinear, LoraRowParallelLin
 from aligner.models.gpt.megatron.build import transformer_config
 from aligner.models.gpt.megatron.reward import SharedBackboneRewardModel
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.groups import initialize_parallel
 
 LORA = LoraConfig(adapter_dim=4, alpha=6.0)
 ROWS, WIDTH = 4, 14

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.adapters import (
     Adapters,
     MergedWeights,
@@ -23,15 +22,16 @@ from aligner.checkpoint.convert import convert
 from aligner.checkpoint.hf.model_folder import save_hf
 from aligner.checkpoint.hf.peft import save_peft
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, LoraConfig, ModelConfig, OptimConfig, PeftConfig
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import CheckpointNotFoundError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import initialize_parallel
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LORA = LoraConfig(adapter_dim=3, alpha=6.0)

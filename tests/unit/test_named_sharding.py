@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from aligner.cluster.named_sharding import NamedSharding, layout_of
+from aligner.distributed.named_sharding import NamedSharding, layout_of
 from aligner.errors import LayoutError
 
 

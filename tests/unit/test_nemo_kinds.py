@@ -15,9 +15,9 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import expected_shapes
 from aligner.checkpoint.gpt_weights import gather_weights, load_weights
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.groups import initialize_parallel
 
 LLAMA = GPTArchitecture(
     num_layers=4,

@@ -6,13 +6,9 @@ import math
 import pytest
 import torch
 
+from aligner.distributed.step import training_step
 from aligner.errors import StorageError
-from aligner.observe.nonfinite import (
-    nonfinite_names,
-    offending_rows,
-    training_step,
-    write_nonfinite,
-)
+from aligner.observe.nonfinite import nonfinite_names, offending_rows, write_nonfinite
 
 
 def batch() -> dict:

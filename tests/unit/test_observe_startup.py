@@ -11,7 +11,7 @@ from rich.console import Console
 
 from aligner.algorithms.run.startup import training_memory
 from aligner.config import SequencePackingConfig, SFTRunConfig, parse_config
-from aligner.distributed.accelerator import DeviceInfo
+from aligner.device.accelerator import DeviceInfo
 from aligner.errors import VersionError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes

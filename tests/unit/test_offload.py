@@ -12,7 +12,7 @@ from megatron.core.utils import local_multi_tensor_scale
 
 from aligner.checkpoint.background import CopyMemory
 from aligner.config import LengthParams, OptimConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt import MegatronGPTActorModel, load_from_nemo
 from aligner.models.gpt.role.offload import ModelOffload, SwappedWeights

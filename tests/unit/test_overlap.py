@@ -16,15 +16,15 @@ import torch
 from aligner.algorithms.rollout.prefetch import Rollouts
 from aligner.algorithms.rollout.rollout import prompts_batch
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.interfaces import BackgroundGeneration
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 ROWS = 4
 PROMPTS = PromptDataset([Prompt(i, f"p{i}", [40 + i, 41, 42][: 2 + i % 2], None) for i in range(6)])

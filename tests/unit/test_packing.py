@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.batches.packing import (
+from aligner.distributed.packing import (
     FirstFitShufflePacker,
     PackingAlgorithm,
     PackingMetrics,

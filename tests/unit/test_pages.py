@@ -1,4 +1,4 @@
-"""Large tensors on the CPU out of pages that freed ones left (`aligner/distributed/pages.cpp`).
+"""Large tensors on the CPU out of pages that freed ones left (`aligner/device/pages.cpp`).
 
 An allocator is a process's own, so each case is a process.
 """
@@ -14,7 +14,7 @@ import pytest
 BEGIN = """
     import ctypes, gc, os, random, signal, threading
     import torch
-    from aligner.distributed import host_memory, native
+    from aligner.device import host_memory, native
     torch.set_num_threads(1)
     MB = 2**18  # float32 numbers
     reason = host_memory.reuse_pages()
@@ -163,7 +163,7 @@ def test_a_forked_process_and_one_without_memory():
         assert "can't allocate memory" in str(error)
     else:
         raise AssertionError("16 PiB were given out")
-    from aligner.distributed import accelerator
+    from aligner.device import accelerator
     accelerator.prepare_megatron()  # asks again, to no effect
     assert torch.ones(2 * MB).sum() == 2 * MB
     """

@@ -9,17 +9,17 @@ import pytest
 import torch
 from test_role_checkpoint import OPTIM, ROWS, assert_equal, make_batch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.checkpoint.run_state.worker_state import seal
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import LengthParams, LoraConfig, ModelConfig, PeftConfig, PolicyPPOConfig
 from aligner.config.roles.model import ReferenceConfig
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 VARIANTS = {
     "float32, reference kept": {},

@@ -9,7 +9,7 @@ from user_code import configured
 
 from aligner.algorithms.ppo.build import make_policy_loss, run_notes
 from aligner.algorithms.rs.trainer import RSTrainer
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.rewards.interface import ScoredResponses
 
 

@@ -14,10 +14,10 @@ import torch
 
 from aligner.algorithms.ppo.build import make_policy_loss, needs_reference, rows_scored_by_training
 from aligner.algorithms.ppo.trainer import PPOTrainer
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import parse_config
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import Prompt, PromptDataset
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import PhaseTimers
 from aligner.rewards.interface import ScoredResponses

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from aligner.algorithms.preference.build import preference_loss
-from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import DPORunConfig, parse_config
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss
 from aligner.models.handle import check_whole_groups

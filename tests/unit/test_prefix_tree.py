@@ -12,8 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.batches.sequences import LEAST_SAVED, build_prefix_tree, prefix_groups, shared_prefixes
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.sequences import (
+    LEAST_SAVED,
+    build_prefix_tree,
+    prefix_groups,
+    shared_prefixes,
+)
 
 
 def padded(*sequences):

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import torch
 
 from aligner.algorithms.run.engine import RayEngine
-from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import parse_config
-from aligner.distributed import accelerator
-from aligner.distributed.accelerator import DeviceInfo
+from aligner.device import accelerator
+from aligner.device.accelerator import DeviceInfo
+from aligner.distributed.workers import LocalFuture
 from aligner.models.handle import RoleHandle
 
 

@@ -8,11 +8,11 @@ from rich.console import Console
 
 from aligner.algorithms.preference.reference_logprobs import ReferenceLogprobs
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import DPORunConfig, parse_config
 from aligner.data.preferences import PairDataset, collate_pairs
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 
 def configuration(nemo, size=5, precision="32"):

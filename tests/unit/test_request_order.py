@@ -13,10 +13,10 @@ from aligner.algorithms.rollout.agents import trajectory_of
 from aligner.algorithms.rollout.environments import EnvironmentReward
 from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.trajectories import rollout_batch
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig, ImproperEndConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.advantages import generalized_advantage_estimate
 from aligner.serving.sessions import Session
 

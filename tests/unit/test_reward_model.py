@@ -16,12 +16,12 @@ from aligner.data.preferences import PairDataset
 from aligner.data.ratings import RatedDataset, collate_rated
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import CheckpointError, ConfigError, DataError, RewardError
 from aligner.models.gpt import MegatronGPTCriticModel, MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.megatron.reward import SequenceForm, Standardization
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.reward.workers.megatron_reward_worker import MegatronRewardWorker
+from aligner.parallel.groups import initialize_parallel
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.sequences import SequenceEncoder
 

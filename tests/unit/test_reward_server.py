@@ -18,9 +18,9 @@ import pytest
 import torch
 from servers import bound_port, started
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, RewardError, RewardServerError
 from aligner.http.tokens import read_token
 from aligner.rewards.server.client import RemoteReward, RewardClient

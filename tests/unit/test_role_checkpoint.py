@@ -5,19 +5,19 @@ import dataclasses
 import pytest
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import CriticConfig, ModelConfig, OptimConfig, SchedConfig
 from aligner.data.tokenizers.loading import load_tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import CheckpointNotFoundError, StorageError, TokenizerError
 from aligner.losses.policy import PPOPolicyLoss
 from aligner.losses.value import PPOValueLoss
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.policy.lm_policy import Policy
 from aligner.models.value.lm_value import Value
+from aligner.parallel.groups import initialize_parallel
 
 ROWS, WIDTH = 4, 12
 OPTIM = OptimConfig(lr=1e-3, sched=SchedConfig(name="linear", max_steps=10))

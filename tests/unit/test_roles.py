@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from aligner.config import LengthParams, OptimConfig, SamplingParams, SchedConfig
+from aligner.distributed.step import training_step
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -36,7 +37,6 @@ from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.optimizer_step import learning_rate
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.observe.nonfinite import training_step
 
 LENGTHS = (9, 5, 12, 7)
 PROMPTS = (4, 3, 6, 2)

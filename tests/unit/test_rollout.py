@@ -7,9 +7,9 @@ import torch
 
 from aligner.algorithms.rollout.inputs import shared_note
 from aligner.algorithms.rollout.rollout import response_mask, shape_rewards
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, RewardShapingConfig
 from aligner.data.prompts import Prompt, PromptDataset
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.diagnostics import count_updates, update_metrics
 from aligner.rewards.interface import ScoredResponses
 from aligner.rewards.model import VerifiedReward

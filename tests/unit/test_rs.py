@@ -37,9 +37,9 @@ def test_columns_of_what_infer_returns():
 
 def test_the_loss_is_the_mean_of_the_response(tiny_nemo):
     """-mean log-prob over response tokens, by the log-probs that the same model reports."""
-    from aligner.distributed.parallel import initialize_parallel
     from aligner.models.gpt import MegatronGPTRSModel, load_from_nemo
     from aligner.models.gpt.role.settings import RoleSettings
+    from aligner.parallel.groups import initialize_parallel
 
     initialize_parallel()
     model = load_from_nemo(MegatronGPTRSModel, RoleSettings(), restore_path=str(tiny_nemo))

@@ -14,14 +14,14 @@ from aligner.checkpoint.run_state.checksums import checksum_text, file_checksum
 from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.checkpoint.run_state.tree import estimate_bytes, normalise, write_tree
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
 from aligner.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     DamagedStateError,
 )
+from aligner.parallel.groups import initialize_parallel
 
 
 def small_state(seed: int) -> dict:

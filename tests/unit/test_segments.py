@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
-from aligner.distributed.context_parallel import holder, local_position
-from aligner.distributed.parallel import initialize_parallel
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.layers import varlen
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.segments import build_segments
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.context import holder, local_position
+from aligner.parallel.groups import initialize_parallel
 
 HEADS, GROUPS, WIDTH = 6, 2, 8
 RAGGED = [1, 40, 7, 8, 33, 64, 2, 41, 100]

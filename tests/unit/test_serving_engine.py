@@ -15,9 +15,9 @@ import pytest
 import torch
 from chat_families import FAMILIES
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.http.queue import JobQueue
 from aligner.serving.app import Service, policy_server

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.batches.packing import PackingAlgorithm
-from aligner.batches.sharding import balance_rows
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.packing import PackingAlgorithm
+from aligner.distributed.sharding import balance_rows
 from aligner.errors import ConfigError, DataError
 
 WIDTH = 40

@@ -10,13 +10,13 @@ from hydra import compose, initialize_config_dir
 from aligner.checkpoint.nemo.model_file import open_nemo, save_nemo
 from aligner.config import CriticConfig, ModelConfig, RunConfig, TrainedModelConfig, load_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights, write_tiny_nemo
 from aligner.models.gpt import MegatronGPTRewardModel, load_from_nemo
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings
 from aligner.models.value.workers.megatron_value_worker import MegatronValueWorker
 from aligner.observe.metrics import read_metrics
+from aligner.parallel.groups import initialize_parallel
 
 CONF = Path(__file__).parents[2] / "conf"
 BATCH = {"input_ids": torch.arange(24).reshape(3, 8), "input_lengths": torch.tensor([8, 3, 5])}

@@ -15,10 +15,7 @@ import torch
 from role_models import gradients, load_role, trained
 
 from aligner.architecture import RopeScaling
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.batches.sequences import build_prefix_tree
 from aligner.checkpoint.nemo.model_file import save_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import (
     DynamicBatchingConfig,
     LoraConfig,
@@ -29,7 +26,9 @@ from aligner.config import (
     SequencePackingConfig,
 )
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
-from aligner.distributed.parallel import initialize_parallel
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.sequences import build_prefix_tree
+from aligner.distributed.workers import LocalCluster
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE, random_weights
 from aligner.losses.distillation import DistillationLoss
 from aligner.losses.policy import PPOPolicyLoss
@@ -44,6 +43,7 @@ from aligner.models.gpt import (
 )
 from aligner.models.gpt.forward.token_layout import PADDING, LayoutRules, build_layout
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.groups import initialize_parallel
 
 TOLERANCE = 1e-5
 

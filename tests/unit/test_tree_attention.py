@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.distributed.context_parallel import local_position
-from aligner.distributed.parallel import initialize_parallel
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.models.gpt.layers import attention
 from aligner.models.gpt.layers.attention import SegmentParams
 from aligner.models.gpt.layers.segments import build_segments
 from aligner.models.gpt.megatron.build import build_gpt
+from aligner.parallel.context import local_position
+from aligner.parallel.groups import initialize_parallel
 
 # Forks of forks, a sequence that begins another one, equal ones, one by itself.
 PARENTS = np.array([-1, 0, 1, 1, 0, 4, 4, 4, -1])

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import (
     CriticConfig,
     DynamicBatchingConfig,
@@ -13,8 +12,8 @@ from aligner.config import (
     OptimConfig,
     SchedConfig,
 )
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import initialize_parallel
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.losses.value import PPOValueLoss
@@ -26,6 +25,7 @@ from aligner.models.value.workers.megatron_value_worker import (
     MegatronValueWorker,
     MegatronValueWorkerImpl,
 )
+from aligner.parallel.groups import initialize_parallel
 
 ROWS, WIDTH, CLIP = 4, 12, 0.1
 SCHED = SchedConfig(name="cosine", warmup_steps=2, max_steps=6, min_lr=1e-4)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from aligner.cluster.worker_groups import LocalFuture
 from aligner.config import LengthParams, SamplingParams, VllmConfig, parse_config
 from aligner.data.tokenizers.byte_tokenizer import byte_level_tokenizer
+from aligner.distributed.workers import LocalFuture
 from aligner.errors import ConfigError
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
 from aligner.generation.vllm import engine as vllm_engine

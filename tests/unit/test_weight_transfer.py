@@ -16,7 +16,7 @@ import textwrap
 import pytest
 import torch
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import WorkerError
 from aligner.refit.broadcast import WeightBroadcast, open_rendezvous
 from aligner.refit.controller import group_by_bytes

@@ -19,9 +19,9 @@ from aligner.algorithms.rollout.rollout import score
 from aligner.algorithms.rollout.trajectories import Trajectory, rollout_batch
 from aligner.algorithms.rollout.validation import Judge
 from aligner.algorithms.rs.trainer import best_of_each
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, TrainerPPOConfig
 from aligner.config.algorithms.trainer import AdvantageConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments import Start, Turn
 from aligner.environments.protocol import check_turn
 from aligner.errors import DataError, EnvironmentCallError

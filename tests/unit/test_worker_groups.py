@@ -1,14 +1,17 @@
 """The local worker group on one process."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
-from aligner.cluster.named_sharding import MODEL_AXES
-from aligner.cluster.worker_groups import LocalCluster, LocalWorkerGroup, run_on_all, to_host
 from aligner.config import ParallelConfig
+from aligner.distributed import worker_groups
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import MODEL_AXES
+from aligner.distributed.workers import LocalCluster, LocalWorkerGroup, run_on_all, to_host
 from aligner.errors import ConfigError, WorkerError
 
 PARALLEL = SimpleNamespace(config=ParallelConfig(), rank=0, world_size=1, dp_rank=0, dp_size=1)
@@ -70,13 +73,10 @@ def test_one_worker_is_called_alone():
 
 
 def test_what_needs_ray_is_published_here_and_imports_it_later():
-    from aligner.cluster import worker_groups
-    from aligner.cluster.ray import calls as ray_calls
-    from aligner.cluster.ray import worker_group as ray_worker_group
-
-    assert worker_groups.RayWorkerGroup is ray_worker_group.RayWorkerGroup
-    assert worker_groups.RayWorkerBuilder is ray_worker_group.RayWorkerBuilder
-    assert worker_groups.MultiWorkerFuture is ray_calls.MultiWorkerFuture
+    code = "import sys, aligner.distributed.worker_groups; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for name in ("RayWorkerGroup", "RayWorkerBuilder", "MultiWorkerFuture"):
+        assert getattr(worker_groups, name).__module__ == "aligner.distributed.worker_groups"
     with pytest.raises(AttributeError, match="RayWorkers"):
         _ = worker_groups.RayWorkers
 

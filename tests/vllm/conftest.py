@@ -43,7 +43,7 @@ def write_wide(tmp_path_factory, scale):
 def own_ray():
     """Ray's processes, started once; at the end they and all memory they shared are gone."""
 
-    from aligner.cluster.ray.session import RayNeeds, ray_session
+    from aligner.distributed.ray.session import RayNeeds, ray_session
 
     memory = shared_memory()
     with ray_session(None, RayNeeds(cpus=4, object_store_mb=128)):

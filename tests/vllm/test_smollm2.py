@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm_roles import ROOT, roles, run_config, scored
 
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.distributed.batched_data_dict import BatchedDataDict
 
 MODEL = ROOT / "models" / "smollm2-135m-instruct.nemo"
 pytestmark = [

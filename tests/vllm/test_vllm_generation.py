@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm_roles import prompts, roles, run_config, scored
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
+from aligner.distributed.batched_data_dict import BatchedDataDict
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 

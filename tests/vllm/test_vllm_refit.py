@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm_roles import prompts, roles, run_config, scored
 
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.policy import PPOPolicyLoss
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.ray.worker_group import RayWorkerGroup
 from aligner.config import parse_config
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.step import current_step
+from aligner.distributed.worker_groups import RayWorkerGroup
 from aligner.examples.tasks.tiny_model import TINY_ARCHITECTURE
-from aligner.observe.nonfinite import current_step
 
 ROOT = Path(__file__).parents[2]
 # vLLM's attention on CPU wants heads of 32 numbers or more; the tiny model's have 8.
@@ -55,7 +55,7 @@ def run_config(path, *, model=None, ppo=None, generation=None, vllm=None, **sect
 @contextlib.contextmanager
 def roles(config, *, backend="megatron", workers=1):
     """A policy and a `VllmGeneration` on it, on a cluster of their own."""
-    from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
+    from aligner.distributed.virtual_cluster import RayVirtualCluster
     from aligner.generation.vllm.generation import VllmGeneration
     from aligner.models.policy.lm_policy import Policy
 

@@ -16,15 +16,15 @@ from aligner.algorithms.ask.model import AskedModel, open_asked_model
 from aligner.algorithms.rollout.inputs import longest_opening, open_environments
 from aligner.algorithms.rollout.reward_source import load_reward
 from aligner.algorithms.rollout.validation import Evaluation, Judge, ask
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import EvaluateConfig
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import is_rank_zero, on_rank_zero
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.observe.estimates import Estimate
 from aligner.observe.packages import describe_environment
 from aligner.observe.report.evaluation import EvaluatedSet, render_evaluation, shown_name
+from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 
 DEFAULT_SET = "prompts"  # what data.prompts is called
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from aligner.algorithms.ask.model import AskedModel, open_asked_model
 from aligner.algorithms.rollout.validation import ask
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import GenerateConfig
 from aligner.data.chat import Message, parse_messages, render, with_system
@@ -19,9 +18,10 @@ from aligner.data.prompts import PromptDataset, make_prompt
 from aligner.data.readers import Row
 from aligner.data.tokenizers.decoding import IncrementalDecoder
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import is_rank_zero, on_rank_zero
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, TokenizerError
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.rewards.sequences import response_texts
 
 RESET, HELP = "/reset", "/help"

@@ -16,10 +16,10 @@ from aligner.config import AskConfig, BackendConfig, PeftConfig, RSRunConfig, ch
 from aligner.config.commands.ask import as_run
 from aligner.config.parse import build
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import gather_objects, this_rank
 from aligner.errors import CheckpointError, CheckpointNotFoundError
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.collectives import gather_objects, this_rank
 
 # The role that a run state holds of a policy: of runs that sample, and of supervised ones.
 _ROLES = ("policy", "role")

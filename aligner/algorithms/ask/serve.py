@@ -10,12 +10,12 @@ from aligner.algorithms.run.stopping import stop_signal
 from aligner.config import ServeConfig
 from aligner.config.commands.ask import as_run
 from aligner.data.tokenizers.loading import with_template_kwargs
-from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import ConfigError, TokenizerError
 from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token, read_token
 from aligner.models.interfaces import GenerationInterface
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.collectives import on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
 from aligner.serving.queue import Row

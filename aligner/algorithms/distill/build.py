@@ -29,7 +29,6 @@ from aligner.algorithms.supervised.build import (
 )
 from aligner.algorithms.supervised.trainer import SupervisedTrainer, Task
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import DistillRunConfig, PeftConfig, StudentConfig
@@ -38,6 +37,7 @@ from aligner.data.dataset import Dataset, Split
 from aligner.data.prompts import Prompt, PromptDataset, collate_prompts
 from aligner.data.supervised import ExampleDataset, collate_examples
 from aligner.data.tokenizers.tokenizer import Tokenizer, differing_token
+from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.errors import ConfigError
 from aligner.losses.distillation import DistillationLoss
 from aligner.models.handle import TRAINED_COLUMNS

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from aligner.algorithms.multi_run.report import held_out_measures, save_comparison
 from aligner.checkpoint.run_state.store import RunStateStore
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import AlignerError, DataError
 from aligner.observe.metrics import read_metrics
 from aligner.observe.packages import describe_environment

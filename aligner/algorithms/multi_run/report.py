@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.checkpoint.durable import atomic_file, write_json
 from aligner.config import BaseRunConfig, DPORunConfig, RewardRunConfig, SamplingRunConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.observe.metrics import read_metrics
 from aligner.observe.packages import describe_environment
 from aligner.observe.report.comparison import (

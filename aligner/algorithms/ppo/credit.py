@@ -12,8 +12,8 @@ from torch import Tensor
 
 from aligner.algorithms.ppo.user_estimator import UserEstimator
 from aligner.algorithms.rollout.rollout import shape_rewards, shape_turn_rewards
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import TrainerPPOConfig
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.advantages import (
     CriticFreeEstimator,
     generalized_advantage_estimate,

@@ -49,10 +49,10 @@ from aligner.algorithms.rollout.validation import HeldOut, validate_on_prompts
 from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
-from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.config import RunConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
+from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
 from aligner.losses.corrections import second_moment_masks
 from aligner.losses.value import PPOValueLoss
 from aligner.models.handle import TRAINED_COLUMNS, RoleHandle

@@ -15,12 +15,12 @@ from aligner.algorithms.supervised.build import (
     supervised_summary,
 )
 from aligner.algorithms.supervised.trainer import Examples, SupervisedTrainer, Task
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LOSS_OPTIONS, DPORunConfig, TrainerDPOConfig
 from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import Dataset
 from aligner.data.labelled import MISMATCHED, LabelledDataset, collate_labelled
 from aligner.data.preferences import PairDataset, collate_pairs
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.preference import DPOLoss, IPOLoss, KTOLoss, RPOLoss, SimPOLoss, kto_kl_baseline
 from aligner.models.policy.lm_policy import Policy
 from aligner.types import LossFunction

@@ -23,8 +23,8 @@ from aligner.algorithms.supervised.trainer import Examples
 from aligner.checkpoint.durable import atomic_file
 from aligner.config import DPORunConfig
 from aligner.data.supervised import Example, collate_examples
-from aligner.distributed.collectives import on_rank_zero
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.collectives import on_rank_zero
 
 
 class Referenced(Protocol):

@@ -22,10 +22,10 @@ from aligner.algorithms.rollout.trajectories import (
     total_parts,
     transcript,
 )
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import EnvironmentConfig
 from aligner.data.tokenizers.decoding import decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure
 from aligner.environments.protocol import Turn, check_total

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import AlignerError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface
 

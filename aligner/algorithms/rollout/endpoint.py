@@ -18,16 +18,16 @@ from aligner.algorithms.rollout.agents import Agents
 from aligner.algorithms.rollout.rollout import RolloutSource
 from aligner.algorithms.rollout.trajectories import engine_survives, rollout_batch
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.config.fields import MOST_SECONDS
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import is_rank_zero, on_rank_zero
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.http.queue import JobQueue
 from aligner.http.tokens import new_token
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
+from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.serving.app import Service, policy_server
 from aligner.serving.engine import EngineSettings, ServingEngine
 from aligner.serving.queue import Row

@@ -32,17 +32,17 @@ from aligner.algorithms.rollout.trajectories import (
     total_parts,
     transcript,
 )
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import EnvironmentConfig, SamplingOptions
 from aligner.data.prompts import pad_right
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import is_rank_zero, on_rank_zero
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.conversation import ChatRenderer, Conversation, RewrittenHistoryError
 from aligner.environments.pool import Answer, Call, EnvironmentPool, Failure, engine_failure
 from aligner.environments.protocol import Turn
 from aligner.errors import DataError
 from aligner.importing import describe_exception
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
+from aligner.parallel.collectives import is_rank_zero, on_rank_zero
 from aligner.rewards.interface import ScoredResponses
 
 log = logging.getLogger(__name__)

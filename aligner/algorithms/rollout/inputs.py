@@ -16,12 +16,12 @@ from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.dataset import PromptSampler, Split
 from aligner.data.prompts import EpisodeDataset, PromptDataset, columns_of_rows
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import on_rank_zero
 from aligner.environments.calls import form_of
 from aligner.environments.pool import EnvironmentPool
 from aligner.errors import ConfigError
 from aligner.generation.vllm.generation import VllmGeneration
 from aligner.models.policy.lm_policy import Policy
+from aligner.parallel.collectives import on_rank_zero
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from aligner.algorithms.rollout.rollout import (
     prompts_batch,
     rollout_of,
 )
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingRunConfig
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import ImproperEndConfig, RewardShapingConfig, SamplingOptions
 from aligner.data.prompts import PromptBatch
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.losses.advantages import has_reward_variance, token_rewards
 from aligner.models.interfaces import BackgroundGeneration, GenerationInterface, PendingGeneration
 from aligner.observe.diagnostics import rollout_metrics, statistics

@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import EnvironmentConfig
 from aligner.data.prompts import pad_right
-from aligner.distributed.collectives import gather_objects
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.environments.conversation import TurnRecord
 from aligner.environments.pool import Failure
 from aligner.errors import AlignerError, EnvironmentCallError, WorkerError
 from aligner.models.interfaces import GenerationInterface
+from aligner.parallel.collectives import gather_objects
 from aligner.types import PAD_VALUES
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class Failures:
         log.warning(
             "a conversation failed and begins again (%s): %s",
             *(failure.reason, failure.text),
-            exc_info=failure.cause,
+            # The message of an error of this library says what is wrong; a stack adds nothing.
+            exc_info=None if isinstance(failure.cause, AlignerError) else failure.cause,
         )
         if len(self._known) > self._config.retries:
             raise EnvironmentCallError(

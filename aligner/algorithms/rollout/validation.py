@@ -16,10 +16,10 @@ from aligner.algorithms.rollout.rollout import (
     score,
 )
 from aligner.algorithms.run.loop import StepResult
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import SamplingOptions, SamplingRunConfig
 from aligner.data.dataset import sequential_batches
 from aligner.data.prompts import PromptDataset, collate_prompts
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.importing import load_function
 from aligner.models.interfaces import GenerationInterface
 from aligner.observe.estimates import Estimate, answer_estimates, mean_over_prompts

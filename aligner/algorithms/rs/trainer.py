@@ -27,11 +27,11 @@ from aligner.algorithms.run.length import total_steps
 from aligner.algorithms.run.loop import StepResult
 from aligner.algorithms.run.run import Run
 from aligner.algorithms.run.startup import sampling_summary, trained_policy
-from aligner.batches.batched_data_dict import columns_of
 from aligner.config import RSRunConfig
 from aligner.config.rules.checks import check_model_shares
 from aligner.data.dataset import PromptSampler
 from aligner.data.prompts import PromptDataset
+from aligner.distributed.batched_data_dict import columns_of
 from aligner.losses.language import NegativeLogLikelihoodLoss
 from aligner.models.handle import TRAINED_COLUMNS, RoleHandle
 from aligner.models.interfaces import GenerationInterface

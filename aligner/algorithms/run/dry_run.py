@@ -25,7 +25,6 @@ from rich.text import Text
 from aligner.algorithms.ppo.build import needs_reference, rows_scored_by_training
 from aligner.algorithms.run.loop import Learner
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import (
     BaseRunConfig,
     DistillRunConfig,
@@ -44,13 +43,14 @@ from aligner.data.prompts import Prompt
 from aligner.data.ratings import Rated
 from aligner.data.supervised import Example
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.accelerator import MemoryUse
-from aligner.distributed.collectives import gather_objects, this_rank
+from aligner.device import accelerator
+from aligner.device.accelerator import MemoryUse
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.step import training_step
 from aligner.errors import DeviceMemoryError, WorkerError
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import PhaseTimers
-from aligner.observe.nonfinite import training_step
+from aligner.parallel.collectives import gather_objects, this_rank
 from aligner.rewards.interface import ScoredResponses
 from aligner.rewards.model import ModelReward
 

@@ -11,20 +11,20 @@ from typing import Any, Protocol, TypeVar
 
 from aligner.algorithms.run.directory import log_dir
 from aligner.architecture import GPTArchitecture
-from aligner.cluster.heartbeat import watched_ranks
-from aligner.cluster.interfaces import Cluster
-from aligner.cluster.launch import started_processes
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import BaseRunConfig, ParallelConfig, SamplingRunConfig
 from aligner.data.tokenizers.clock import TEMPLATE_TIME
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import describe_layout, initialize_parallel
+from aligner.device import accelerator
+from aligner.distributed.interfaces import Cluster
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle
 from aligner.models.policy.lm_policy import Policy
 from aligner.observe.packages import check_versions
+from aligner.parallel.groups import describe_layout, initialize_parallel
+from aligner.parallel.heartbeat import watched_ranks
+from aligner.parallel.launch import started_processes
 
 # Policy, critic, an engine that generates for the policy, and a reward model.
 _ROLES_PER_BUNDLE = 4
@@ -120,7 +120,7 @@ class RayEngine:
 
     def clusters(self, closing: ExitStack) -> Clusters:
         """Bundles that the roles share, or bundles for each role."""
-        from aligner.cluster.ray.virtual_cluster import RayVirtualCluster
+        from aligner.distributed.virtual_cluster import RayVirtualCluster
 
         self._connect()
         config, trainer = self._config, self._config.trainer
@@ -161,7 +161,7 @@ class RayEngine:
     def _connect(self) -> None:
         if self._is_connected:
             return
-        from aligner.cluster.ray.session import RayNeeds, ray_session
+        from aligner.distributed.ray.session import RayNeeds, ray_session
 
         config = self._config
         workers = config.trainer.world_size

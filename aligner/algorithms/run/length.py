@@ -8,8 +8,8 @@ from aligner.algorithms.run.identity import flat
 from aligner.checkpoint.run_state.store import RunStateStore
 from aligner.config import BaseRunConfig
 from aligner.data.dataset import PromptSampler
-from aligner.distributed.collectives import on_rank_zero
 from aligner.errors import DamagedStateError
+from aligner.parallel.collectives import on_rank_zero
 
 
 def total_steps(config: BaseRunConfig, sampler: PromptSampler) -> int:

@@ -31,19 +31,14 @@ from aligner.checkpoint.run_state.rng import capture_rng, restore_rng
 from aligner.checkpoint.run_state.store import RunStateStore, SavedRole
 from aligner.config.defaults import without_new_defaults
 from aligner.data.tokenizers.clock import TEMPLATE_TIME
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import (
-    any_rank,
-    from_rank_zero,
-    is_rank_zero,
-    on_rank_zero,
-)
+from aligner.device import accelerator
+from aligner.distributed.step import training_step
 from aligner.errors import CheckpointError, DamagedStateError, NonFiniteError
 from aligner.models.handle import RoleHandle
 from aligner.observe.metrics import MetricsWriter, PhaseTimers
-from aligner.observe.nonfinite import training_step
 from aligner.observe.progress import Progress
 from aligner.observe.samples import Sample, SampleWriter, print_samples
+from aligner.parallel.collectives import any_rank, from_rank_zero, is_rank_zero, on_rank_zero
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,6 @@ from aligner.config import BaseRunConfig, check_layout
 from aligner.config.defaults import defaults_of
 from aligner.data.tokenizers.clock import fixed_time
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import (
-    gather_objects,
-    is_rank_zero,
-    on_rank_zero,
-    this_rank,
-)
 from aligner.errors import NonFiniteError, WorkerDiedError
 from aligner.observe.metric_names import check_names
 from aligner.observe.metrics import Logger, MetricsWriter, make_loggers
@@ -50,6 +44,7 @@ from aligner.observe.report.run import write_report
 from aligner.observe.run_lock import RunLock
 from aligner.observe.samples import SampleWriter
 from aligner.observe.startup import Restored, StartupSummary, startup_report
+from aligner.parallel.collectives import gather_objects, is_rank_zero, on_rank_zero, this_rank
 
 Config = TypeVar("Config", bound=BaseRunConfig)
 Config_co = TypeVar("Config_co", bound=BaseRunConfig, covariant=True)

@@ -15,7 +15,6 @@ from aligner.config import (
     SupervisedRunConfig,
     TrainedModelConfig,
 )
-from aligner.config.elsewhere import IGNORED
 from aligner.config.rules.checks import check_longest_sequence
 from aligner.data.prompts import PromptDataset
 from aligner.data.tokenizers.loading import (
@@ -24,9 +23,10 @@ from aligner.data.tokenizers.loading import (
     with_template_kwargs,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.accelerator import DeviceInfo
-from aligner.distributed.host_memory import available_bytes
+from aligner.device.accelerator import DeviceInfo
+from aligner.device.host_memory import available_bytes
 from aligner.errors import ConfigError
+from aligner.foreign_keys import IGNORED
 from aligner.logprobs.output_layer import tile_bytes
 from aligner.observe.memory import RoleMemory, activation_bytes, head_bytes, kv_cache_bytes
 from aligner.observe.packages import find_packages, untried_versions

@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from aligner.algorithms.rollout.rollout import prefixed
 from aligner.algorithms.run.loop import StepResult
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.data.dataset import PromptSampler
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.handle import RoleHandle
 from aligner.observe.diagnostics import count_updates, idle_roles, update_metrics
 from aligner.observe.metrics import PhaseTimers

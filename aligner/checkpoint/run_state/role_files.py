@@ -17,8 +17,8 @@ from aligner.checkpoint.run_state.worker_state import (
     save_worker_state,
 )
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import gather_objects, on_rank_zero
 from aligner.errors import CheckpointNotFoundError, StorageError
+from aligner.parallel.collectives import gather_objects, on_rank_zero
 
 
 def save_optimizer_state(worker: StatefulWorker, folder: str) -> None:

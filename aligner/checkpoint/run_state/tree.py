@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from aligner.checkpoint.background import CopyMemory, aligned
 from aligner.checkpoint.durable import durable_file
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import CheckpointError, DamagedStateError
 
 _TENSOR_TYPES = (Tensor, nn.Parameter, nn.Buffer)

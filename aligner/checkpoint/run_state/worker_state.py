@@ -42,11 +42,11 @@ from aligner.checkpoint.run_state.tree import (
     read_tree,
     write_tree,
 )
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import gather_objects
-from aligner.distributed.host_memory import available_bytes
-from aligner.distributed.parallel import ParallelState
+from aligner.device import accelerator
+from aligner.device.host_memory import available_bytes
 from aligner.errors import CheckpointError, DamagedStateError, StorageError
+from aligner.parallel.collectives import gather_objects
+from aligner.parallel.groups import ParallelState
 
 _LOOK_S = 0.02  # between two looks for another worker's mark
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
 from aligner.data.tokenizers.decoding import StopStrings
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.generation.vllm.kept import add_sets, check_sets, engine_arguments
 from aligner.generation.vllm.sampling import (

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.cluster.interfaces import Cluster, WorkerFuture
-from aligner.cluster.named_sharding import layout_of
-from aligner.cluster.worker_groups import run_on_all, run_sharded, scored_rows, start_on_all
 from aligner.config import SamplingOptions, SamplingRunConfig, VllmConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
+from aligner.distributed.interfaces import Cluster, WorkerFuture
+from aligner.distributed.named_sharding import layout_of
+from aligner.distributed.workers import run_on_all, run_sharded, scored_rows, start_on_all
 from aligner.errors import ConfigError
 from aligner.generation.vllm.worker import VllmWorker
 from aligner.kernels.counter_hash import CallSeeds

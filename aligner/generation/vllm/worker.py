@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.architecture import GPTArchitecture
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import LengthParams, SamplingOptions, SamplingParams, VllmConfig
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.loading import tokenizer_from_files
-from aligner.distributed import accelerator
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import WorkerError
 from aligner.generation.vllm.engine import Response, VllmEngine
 from aligner.generation.vllm.kept import kept_rows

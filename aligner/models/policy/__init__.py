@@ -1,5 +1,5 @@
 """The policy: its handle `Policy` and its workers."""
 
-from aligner.config.elsewhere.nemo_rl import PolicyConfig
+from aligner.compat.nemo_rl import PolicyConfig
 
 __all__ = ["PolicyConfig"]

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from aligner.batches.batched_data_dict import BatchedDataDict, columns_of
-from aligner.cluster.interfaces import Cluster
-from aligner.cluster.worker_groups import phase, run_sharded, scored_rows
+from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import SamplingOptions, TrainedModelConfig
-from aligner.config.elsewhere.nemo_rl import PublishedRole
 from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.batched_data_dict import BatchedDataDict, columns_of
+from aligner.distributed.interfaces import Cluster
+from aligner.distributed.workers import phase, run_sharded, scored_rows
 from aligner.errors import ConfigError, TokenizerError
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener

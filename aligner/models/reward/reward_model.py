@@ -1,9 +1,9 @@
 """`RewardModel`: the controller's handle of a group of reward-model workers."""
 
-from aligner.cluster.interfaces import Cluster
-from aligner.cluster.worker_groups import on_all_workers, scored_rows
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.interfaces import Cluster
+from aligner.distributed.workers import on_all_workers, scored_rows
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle, checkpoint_paths
 from aligner.models.reward.workers.reward_worker import RewardWorker

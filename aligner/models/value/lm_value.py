@@ -4,13 +4,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aligner.cluster.interfaces import Cluster
-from aligner.cluster.worker_groups import scored_rows
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.config.roles.policy import check_policy_backend
 from aligner.config.rules.batches import check_token_budgets
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
+from aligner.distributed.interfaces import Cluster
+from aligner.distributed.workers import scored_rows
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.handle import RoleHandle, checkpoint_paths, worker_class

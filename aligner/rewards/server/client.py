@@ -26,14 +26,14 @@ from tenacity import (
     wait_exponential,
 )
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.config import RewardServerConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import on_rank_zero
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.errors import ConfigError, DataError, RewardServerError
 from aligner.http import JSON_TYPE, MAX_BYTES
 from aligner.http.messages import parse_json, validated
 from aligner.http.tokens import read_token
+from aligner.parallel.collectives import on_rank_zero
 from aligner.rewards.attributes import attribute_parts, check_weights, weighted
 from aligner.rewards.interface import ScoredResponses, check_finite
 from aligner.rewards.sequences import response_texts, scored_texts

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aligner.checkpoint.nemo.model_file import open_nemo
-from aligner.cluster.worker_groups import LocalCluster
 from aligner.config import ParallelConfig, TrainedModelConfig
-from aligner.distributed.collectives import from_rank_zero, is_rank_zero, on_rank_zero
-from aligner.distributed.parallel import ParallelState, initialize_parallel, shutdown_parallel
+from aligner.distributed.workers import LocalCluster
 from aligner.errors import ConfigError
 from aligner.http.queue import JobQueue, Slot
 from aligner.models.gpt.megatron.reward import rated_attributes
 from aligner.models.gpt.role.settings import RunSettings
 from aligner.models.reward.reward_model import RewardModel
+from aligner.parallel.collectives import from_rank_zero, is_rank_zero, on_rank_zero
+from aligner.parallel.groups import ParallelState, initialize_parallel, shutdown_parallel
 from aligner.rewards.sequences import SequenceEncoder
 from aligner.rewards.server.http import Ids, RewardService
 from aligner.rewards.server.wire import WireSample

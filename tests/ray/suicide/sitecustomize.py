@@ -13,14 +13,14 @@ class _Watch(MetaPathFinder):
     """Changes the group of workers as soon as somebody imports what uses it."""
 
     def find_spec(self, name, path=None, target=None):
-        if name == "aligner.cluster.ray.virtual_cluster":
+        if name == "aligner.distributed.virtual_cluster":
             sys.meta_path.remove(self)
             _change()
 
 
 def _change():
-    from aligner.cluster.ray.worker_group import RayWorkerGroup
-    from aligner.observe.nonfinite import current_step
+    from aligner.distributed.step import current_step
+    from aligner.distributed.worker_groups import RayWorkerGroup
 
     step, method = os.environ["ALIGNER_TEST_DIE_IN"].split()
     real_call, seen = RayWorkerGroup._call, [0]

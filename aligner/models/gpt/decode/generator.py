@@ -27,8 +27,8 @@ from aligner.architecture import GPTArchitecture
 from aligner.config import LengthParams, SamplingOptions, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.accelerator import HostCopy
+from aligner.device import accelerator
+from aligner.device.accelerator import HostCopy
 from aligner.errors import ConfigError, DataError
 from aligner.models.gpt.decode.model import IncrementalModel
 from aligner.models.gpt.decode.scheduler import (

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.models.gpt.layers.attention import _window_mask, attend
 
 ALIGNMENT = 16

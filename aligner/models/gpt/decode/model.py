@@ -31,7 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from aligner.architecture import GPTArchitecture
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import AlignerError, LayoutError
 from aligner.kernels.linear_product import Product, has_wide_products, packed_linears, wide_mm
 from aligner.logprobs.output_layer import VocabShard

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from aligner.config import LengthParams, SamplingParams
 from aligner.data.tokenizers.decoding import StopStrings
-from aligner.distributed import accelerator
-from aligner.distributed.accelerator import HostCopy
+from aligner.device import accelerator
+from aligner.device.accelerator import HostCopy
 from aligner.errors import AlignerError
 from aligner.models.gpt.decode.kv_cache import aligned
 from aligner.models.gpt.decode.model import IncrementalModel

@@ -11,8 +11,6 @@ from torch import Tensor
 from aligner.checkpoint.gpt_weights import load_weights
 from aligner.checkpoint.model_source import ModelSource
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import SumGradient
-from aligner.distributed.parallel import ParallelState
 from aligner.losses.interfaces import reads_logits
 from aligner.models.gpt.dtensor.model import DTensorModel
 from aligner.models.gpt.dtensor.module import TransformersModel
@@ -23,6 +21,8 @@ from aligner.models.gpt.megatron.build import build_gpt
 from aligner.models.gpt.role.offload import SwappedWeights
 from aligner.models.gpt.role.policy import ReferenceModel, SamplingPolicy
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import SumGradient
+from aligner.parallel.groups import ParallelState
 from aligner.types import LossFunction, TokenOutputs
 
 

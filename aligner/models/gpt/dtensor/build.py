@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.hf.families import config_to_hf
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import ParallelState
+from aligner.device import accelerator
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor import attention as dtensor_attention
 from aligner.models.gpt.dtensor.module import TransformersModel
@@ -29,6 +28,7 @@ from aligner.models.gpt.dtensor.plan import (
 )
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.model import ValueHead
+from aligner.parallel.groups import ParallelState
 
 Recompute = Literal["full", "selective"]
 

@@ -18,8 +18,6 @@ from aligner.checkpoint.model_source import ModelSource
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.collectives import on_rank_zero
-from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
 from aligner.models.gpt.dtensor.build import build_sharded
 from aligner.models.gpt.dtensor.module import TransformersModel
@@ -36,6 +34,8 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings
+from aligner.parallel.collectives import on_rank_zero
+from aligner.parallel.groups import ParallelState
 from aligner.types import LossFunction, TokenOutputs
 
 

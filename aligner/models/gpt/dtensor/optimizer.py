@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aligner.config import OptimConfig
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import ParallelState
+from aligner.device import accelerator
 from aligner.models.gpt.dtensor.shards import ParameterShard
 from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
+from aligner.parallel.groups import ParallelState
 
 
 class ShardOptimizer(StepOptimizer):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aligner.distributed.parallel import ParallelState
+from aligner.parallel.groups import ParallelState
 
 Shape = tuple[int, ...]
 

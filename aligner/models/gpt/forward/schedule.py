@@ -28,8 +28,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from aligner.batches.sequences import IntArray, PrefixTree, Sequences, shared_prefixes
-from aligner.distributed import accelerator
+from aligner.device import accelerator
+from aligner.distributed.sequences import IntArray, PrefixTree, Sequences, shared_prefixes
 from aligner.logprobs.output_layer import (
     OutputLayerBypass,
     bypassed_output_layer,

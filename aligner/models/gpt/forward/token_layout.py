@@ -6,9 +6,9 @@ tokens of this rank without the padding:
 
     frame [b, S] ─held tokens─► rows [n, L] ─► model ─► hidden rows ─► head ─► frame [b, S]
 
-Where sequences share prefixes (`aligner.batches.sequences`), the one long row has each run of
+Where sequences share prefixes (`aligner.distributed.sequences`), the one long row has each run of
 tokens once, and its rows stand at several places of the frame. Where rows of the frame hold several
-sequences (`aligner.batches.sequences`), each stands for itself in the one long row.
+sequences (`aligner.distributed.sequences`), each stands for itself in the one long row.
 
 A row's hidden state predicts the token after it, which may be held by another rank: every rank
 fills in what it knows and the frames are added up.
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from aligner.batches.sequences import PrefixTree, Sequences
 from aligner.config import ParallelConfig
-from aligner.distributed.context_parallel import IntArray, local_position, sum_over_ranks
-from aligner.distributed.parallel import ParallelState
+from aligner.distributed.sequences import PrefixTree, Sequences
 from aligner.models.gpt.layers.segments import Segments, build_segments, take_rows
+from aligner.parallel.context import IntArray, local_position, sum_over_ranks
+from aligner.parallel.groups import ParallelState
 
 PADDING = -1
 BoolArray = NDArray[np.bool_]

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from aligner.config import SamplingParams
+from aligner.distributed.model_utils.distillation import logprobs_of, mean_logprob
+from aligner.distributed.model_utils.vocab_topk import distributed_vocab_topk
 from aligner.kernels.linear_product import wide_linear
 from aligner.logprobs.fused import hidden_states_to_logprobs
 from aligner.logprobs.output_layer import VocabShard
-from aligner.logprobs.published.distillation import logprobs_of, mean_logprob
-from aligner.logprobs.published.vocab_topk import distributed_vocab_topk
 from aligner.models.gpt.forward.token_layout import BoolArray, TokenLayout
 from aligner.types import TokenOutputs
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from aligner.architecture import GPTArchitecture
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.kernels.linear_product import Origin
 
 

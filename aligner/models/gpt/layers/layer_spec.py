@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from aligner.config import LayerOptions, LayerSpec, LoraConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.kernels.linear_product import ColumnLinear, RowLinear
 from aligner.logprobs.output_layer import weight_is_read

@@ -7,8 +7,9 @@ buckets of similar length, each of which is a small right-padded batch:
     rows [R, heads, D] ◄─inverse index────────────────────── cat ◄─┘
 
 Under context parallelism the queries are this rank's part of every sequence and the keys come from
-all ranks. Where sequences share prefixes, what stands in the rows are runs of tokens
-(`aligner.batches.sequences`): the queries are a run's, the keys also those of the runs before it.
+all ranks. Where sequences share prefixes, the rows hold runs of tokens
+(`aligner.distributed.sequences`): the queries are a run's, the keys also those of the runs before
+it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from aligner.distributed.collectives import gather_first
-from aligner.distributed.context_parallel import IntArray, holder, local_position
+from aligner.parallel.collectives import gather_first
+from aligner.parallel.context import IntArray, holder, local_position
 
 SHORT = 32  # sequences up to here share a bucket
 GROWTH = 1.25  # the longest of a bucket may be this many times its shortest

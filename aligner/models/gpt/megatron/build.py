@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aligner.architecture import GPTArchitecture, RopeScaling
 from aligner.config import LayerOptions, LayerSpec, LoraConfig, ParallelConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.errors import ConfigError
 from aligner.models.gpt.layers.elementwise import Fusions, GPTConfig
 from aligner.models.gpt.layers.layer_spec import (
@@ -189,7 +189,7 @@ def build_gpt(
 ) -> GPTModel:
     """Build this process's share of the model on the accelerator's device.
 
-    Process groups must have been initialised (`aligner.distributed.parallel`). With
+    Process groups must have been initialised (`aligner.parallel.groups`). With
     ``initialize=False`` the weights are left unset for a checkpoint to fill. Adapters of the form
     ``lora`` are zero.
     """

@@ -11,7 +11,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from aligner.config import CriticConfig, ModelConfig, RSModelConfig, TrainedModelConfig
-from aligner.distributed.parallel import joined_parallel
 from aligner.losses.interfaces import as_loss
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
@@ -28,6 +27,7 @@ from aligner.models.gpt.megatron.model import MegatronGPTModel
 from aligner.models.gpt.role.model import ValueHead, ValueModel
 from aligner.models.gpt.role.settings import SectionType
 from aligner.models.interfaces import CriticModelInterface
+from aligner.parallel.groups import joined_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 

@@ -34,9 +34,7 @@ from aligner.checkpoint.nemo.connector import GPTSaveRestoreConnector
 from aligner.checkpoint.nemo.model_file import save_nemo
 from aligner.config import TrainedModelConfig, as_omegaconf, check_layout
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import broadcast_floats, on_rank_zero
-from aligner.distributed.parallel import ParallelState, initialize_parallel
+from aligner.device import accelerator
 from aligner.models.gpt.forward.schedule import (
     ForwardStep,
     Head,
@@ -58,6 +56,8 @@ from aligner.models.gpt.role.model import (
     result_of,
 )
 from aligner.models.gpt.role.settings import RoleSettings, SectionType, settings_beside_architecture
+from aligner.parallel.collectives import broadcast_floats, on_rank_zero
+from aligner.parallel.groups import ParallelState, initialize_parallel
 from aligner.types import Denominators, LossFunction, TokenOutputs
 
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
 from aligner.config import OptimConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 from aligner.models.gpt.role.offload import ModelOffload
 from aligner.models.gpt.role.optimizer_step import OwnedSlice, StepOptimizer, StepOutcome
 

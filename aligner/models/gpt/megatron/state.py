@@ -47,12 +47,12 @@ from aligner.checkpoint.canonical import (
 from aligner.checkpoint.gpt_weights import canonical_parameters, gather_weights, load_weights
 from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.config import LoraConfig
-from aligner.distributed.parallel import ParallelState
 from aligner.errors import CheckpointError
 from aligner.models.gpt.lora import RoleAdapters
 from aligner.models.gpt.megatron.optimizer import RoleOptimizer
 from aligner.models.gpt.role.model import RoleModel
 from aligner.models.gpt.role.optimizer_step import OwnedSlice
+from aligner.parallel.groups import ParallelState
 
 WEIGHT = "weight"
 _MOST_PADDING = 128  # rows of a vocabulary, per part; a `.nemo` may say fewer

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from aligner.architecture import GPTArchitecture
 from aligner.checkpoint.canonical import Weights
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.collectives import combine_metrics, reduce_metrics
-from aligner.distributed.parallel import ParallelState
+from aligner.device import accelerator
+from aligner.distributed.step import current_step
 from aligner.errors import ConfigError, NonFiniteError
 from aligner.models.gpt.forward.schedule import (
     Microbatch,
@@ -27,7 +26,9 @@ from aligner.models.gpt.forward.schedule import (
 from aligner.models.gpt.forward.token_layout import LayoutRules
 from aligner.models.gpt.role.optimizer_step import StepOptimizer, StepOutcome
 from aligner.models.gpt.role.settings import RoleSettings
-from aligner.observe.nonfinite import current_step, write_nonfinite
+from aligner.observe.nonfinite import write_nonfinite
+from aligner.parallel.collectives import combine_metrics, reduce_metrics
+from aligner.parallel.groups import ParallelState
 from aligner.types import Denominators, LossFunction
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from aligner.checkpoint.background import CopyMemory
 from aligner.checkpoint.run_state.tree import storage_bytes
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 
 
 class _Parked(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aligner.checkpoint.background import CopyMemory
 from aligner.config import OptimConfig, SchedConfig
-from aligner.distributed import accelerator
+from aligner.device import accelerator
 
 
 def learning_rate(step: int, peak: float, sched: SchedConfig, total_steps: int | None) -> float:

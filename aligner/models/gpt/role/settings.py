@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from aligner.checkpoint.adapters import adapters_beside
+from aligner.compat.nemo_rl import PublishedRole
 from aligner.config import (
     LAYOUT_KEYS,
     CriticConfig,
@@ -27,7 +28,6 @@ from aligner.config import (
     plain_mapping,
     section_of,
 )
-from aligner.config.elsewhere.nemo_rl import PublishedRole
 from aligner.config.roles.model import STAGE_KEYS
 from aligner.errors import ConfigError
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from aligner.checkpoint.model_source import open_model
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt.dtensor.actor import DTensorActorModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.parallel.groups import ParallelState
 
 
 class DTensorPolicyWorkerV2(PolicyWorker[DTensorActorModel]):

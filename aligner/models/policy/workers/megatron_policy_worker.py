@@ -10,11 +10,11 @@ from aligner.checkpoint.hf.families import config_to_hf
 from aligner.checkpoint.hf.tensors import HuggingFaceView
 from aligner.config import RSModelConfig, TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.megatron.actor import MegatronGPTActorModel, MegatronGPTRSModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.policy.workers.policy_worker import PolicyWorker
+from aligner.parallel.groups import ParallelState
 
 
 class MegatronPolicyWorker(PolicyWorker[MegatronGPTActorModel]):

@@ -7,14 +7,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from aligner.batches.batched_data_dict import BatchedDataDict, check_columns
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
-from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import SamplingOptions, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed import accelerator
-from aligner.distributed.parallel import ParallelState
+from aligner.device import accelerator
+from aligner.distributed.batched_data_dict import BatchedDataDict, check_columns
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.kernels.counter_hash import CallSeeds
 from aligner.models.gpt.decode.scheduler import TokenListener
 from aligner.models.gpt.role.policy import SamplingPolicy
@@ -27,6 +26,7 @@ from aligner.models.worker import (
     read_published,
     tensors_on_device,
 )
+from aligner.parallel.groups import ParallelState
 from aligner.refit.worker import RefitWorker
 
 Policy = TypeVar("Policy", bound=SamplingPolicy)

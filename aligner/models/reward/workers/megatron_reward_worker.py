@@ -3,11 +3,11 @@
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import ParallelState
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.megatron.reward import MegatronGPTRewardModel
 from aligner.models.gpt.role.settings import RunSettings, continuing, reward_settings
 from aligner.models.reward.workers.reward_worker import RewardWorker
+from aligner.parallel.groups import ParallelState
 
 
 class MegatronRewardWorker(RewardWorker):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from aligner.batches.batched_data_dict import BatchedDataDict
+from aligner.distributed.batched_data_dict import BatchedDataDict
 from aligner.models.worker import RoleWorker, micro_batches_of, tensors_on_device
 
 if TYPE_CHECKING:  # a handle's process need not import the model

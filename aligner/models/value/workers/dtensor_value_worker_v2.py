@@ -2,12 +2,12 @@
 
 from aligner.checkpoint.model_source import open_model
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import ParallelState
 from aligner.losses.value import RightShiftedLoss as _RightShiftLossWrapper
 from aligner.losses.value import right_shift_values as _right_shift_values
 from aligner.models.gpt.dtensor.critic import DTensorCriticModel
 from aligner.models.gpt.role.settings import RoleSettings
 from aligner.models.value.workers.value_worker import ValueWorker
+from aligner.parallel.groups import ParallelState
 
 __all__ = ["DTensorValueWorkerV2", "_RightShiftLossWrapper", "_right_shift_values"]
 

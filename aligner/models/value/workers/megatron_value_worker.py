@@ -7,7 +7,6 @@ from megatron.core.utils import unwrap_model as _unwrap_model
 from aligner.checkpoint.nemo.model_file import open_nemo
 from aligner.config import TrainedModelConfig
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import ParallelState
 from aligner.logprobs.output_layer import CapturingOutputLayer as _ValueOutputLayerBypass
 from aligner.models.gpt import load_from_nemo
 from aligner.models.gpt.megatron.critic import MegatronGPTCriticModel, forward_step_value
@@ -16,6 +15,7 @@ from aligner.models.gpt.role.model import ValueHead
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings, continuing, reward_settings
 from aligner.models.reward.workers.reward_worker import RewardScorer
 from aligner.models.value.workers.value_worker import ValueWorker
+from aligner.parallel.groups import ParallelState
 
 __all__ = [
     "MegatronValueWorker",

@@ -4,14 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from aligner.batches.batched_data_dict import BatchedDataDict
 from aligner.checkpoint.nemo.archive import named_by
 from aligner.checkpoint.run_state.role_files import load_optimizer_state
-from aligner.cluster.named_sharding import NamedSharding
 from aligner.config import CriticConfig, TrainedModelConfig
 from aligner.data.tokenizers.loading import as_tokenizer
 from aligner.data.tokenizers.tokenizer import Tokenizer
-from aligner.distributed.parallel import ParallelState
+from aligner.distributed.batched_data_dict import BatchedDataDict
+from aligner.distributed.named_sharding import NamedSharding
 from aligner.errors import ConfigError
 from aligner.models.gpt.role.model import ValueModel
 from aligner.models.gpt.role.settings import RoleSettings, RunSettings, critic_settings
@@ -23,6 +22,7 @@ from aligner.models.worker import (
     read_published,
     tensors_on_device,
 )
+from aligner.parallel.groups import ParallelState
 
 Critic = TypeVar("Critic", bound=ValueModel)
 

@@ -1,1 +1,0 @@
-"""Global batches: columns, and how rows become shards and micro-batches."""

@@ -1,0 +1,170 @@
+"""Meaning of the values of NeMo-RL's keys: nothing, what is done anyway, or what cannot be done.
+
+A key that this library does not have is judged by its value. One that is switched off says nothing.
+One that tunes an engine, or the making of a model, changes no result and is named in one line. All
+others are refused together, in a table.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from aligner.config.parse import unknown_key
+from aligner.config.roles.optim import SchedConfig
+
+# Keys that tune an implementation, as patterns: by the section that they begin with.
+_TUNING = {
+    "": """
+        logprob_chunk_size make_sequence_length_divisible_by max_total_sequence_length
+        refit_buffer_size_gb dequantize_base_checkpoint disable_modelopt_layer_spec
+        offload_optimizer_for_logprob quant_batch_size quant_calib_* quant_sequence_length
+        *.freeze_config.freeze_audio_* *.freeze_config.freeze_vision_*
+    """,
+    "tokenizer.": "chat_template* use_* video audio",
+    "sequence_packing.": "sequence_length_round fuse_loss microbatch_order",
+    "megatron_cfg.": """
+        apply_rope_fusion attention_backend bias_activation_fusion checkpoint* converter_type
+        cuda_graph_* defer_fp32_logits distributed_data_parallel_config empty_unused_memory_level
+        force_* fused_linear_* use_fused_* fp8_cfg.fp8_recipe gradient_accumulation_fusion
+        fine_grained_activation_offloading offload_modules pipeline_dtype use_gloo_process_groups
+        recompute_modules mtp_detach_heads mtp_loss_scaling_factor mtp_use_repeated_layer
+        scheduler.*weight_decay* scheduler.lr_warmup_init peft.a2a_experimental
+        peft.dropout_position peft.lora_*
+    """,
+    "megatron_cfg.moe_": """
+        enable_deepep flex_* grouped_gemm hybridep_* per_layer_logging permute_fusion router_dtype
+        shared_expert_overlap token_dispatcher_type
+    """,
+    "megatron_cfg.optimizer.": "bf16 *offload* overlap_cpu_* params_dtype sgd_momentum use_*",
+    "dtensor_cfg.": """
+        _v2 clear_cache_every_n_steps cpu_offload dp_replicate_size moe_parallelizer
+        sequence_parallel
+    """,
+    "dtensor_cfg.automodel_kwargs.": "attn_implementation backend force_hf use_*",
+    "generation.": """
+        backend colocated *_cfg *_kwargs mcore_generation_config port_range_* real_quant_* refit_*
+        use_async_rollouts val_*
+    """,
+    "optimizer.kwargs.": "foreach fused *_dtype master_weights store_param_remainders",
+}
+_PATTERNS = [start + name for start, names in _TUNING.items() for name in names.split()]
+# Values of other keys with which they ask for what is done anyway.
+_DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "megatron_cfg.expert_tensor_parallel_size": (1,),
+    "dtensor_cfg.context_parallel_size": (1,),
+    "dtensor_cfg.expert_parallel_size": (1,),
+    "megatron_cfg.peft.exclude_modules": (["*out_proj*"],),  # of Mamba; a GPT has none
+}
+# Keys that only a mixture of experts reads: neutral where the model is dense.
+_EXPERTS = {
+    "megatron_cfg.moe_router_enable_expert_bias": "false, or moe_router_bias_update_rate: 0.0",
+    "megatron_cfg.moe_router_bias_update_rate": "0.0, or moe_router_enable_expert_bias: false",
+    "megatron_cfg.moe_router_load_balancing_type": "none; no loss balances the experts",
+}
+# What to use in place of what is asked for and cannot be done.
+_REMEDIES = {
+    "fsdp_offload_enabled": "model.ppo.offload_adam_states of a run; else false",
+    "activation_checkpointing_enabled": "dtensor_cfg.activation_checkpointing",
+    "hf_config_overrides": "the checkpoint's own architecture; edit its config.json",
+    "draft": "draft.enabled: false; generation.vllm.engine_args of a run drafts",
+    "router_replay": "router_replay.enabled: false",
+    "quant_cfg": "null; no weight is quantised",
+    "reward_model_cfg": "aligner.models.reward.reward_model.RewardModel: a policy has no head",
+    "dtensor_cfg.context_parallel_size": (
+        "1, or use megatron_cfg: DTensors have data and tensor parallelism alone"
+    ),
+    "dtensor_cfg.lora_cfg": "megatron_cfg.peft; DTensors train all weights",
+    "dtensor_cfg.expert_parallel_size": "megatron_cfg.expert_model_parallel_size",
+    "dtensor_cfg.custom_parallel_plan": "null; the plan follows from the architecture",
+    "megatron_cfg.expert_tensor_parallel_size": "1; megatron_cfg.expert_model_parallel_size",
+    "megatron_cfg.fp8_cfg.fp8_param": "false; weights are kept in bf16",
+    "megatron_cfg.mtp_num_layers": "0; no further tokens are predicted in training",
+    "megatron_cfg.peft.target_modules": "[]; model.peft.lora_tuning.target_modules of a run",
+    "megatron_cfg.peft.exclude_modules": "[]; model.peft.lora_tuning.target_modules of a run",
+    "generation.bad_words": "[]; every token may be drawn",
+    "generation.quant_cfg": "null; engines sample from the policy's own weights",
+    "generation.real_quant": "false; engines sample from the policy's own weights",
+}
+
+
+@dataclass
+class Notes:
+    """Keys of a section that become no settings: below ``name``, with values and remedies."""
+
+    name: str
+    ignored: list[str] = field(default_factory=list)
+    experts: list[tuple[str, Any, str]] = field(default_factory=list)
+    refused: list[tuple[str, Any, str]] = field(default_factory=list)
+
+    def refuse(self, path: str, value: Any, remedy: str) -> None:
+        """Add a row to the table: a key below the section, its value, what to use."""
+        self.refused.append((f"{self.name}.{path}", value, remedy))
+
+
+def judge(path: str, value: Any, known: list[str], notes: Notes) -> None:
+    """Note a key without a counterpart as tuning or as refused; a neutral value is not noted."""
+    full, is_neutral = f"{notes.name}.{path}", is_off(value)
+    section, _, key = full.rpartition(".")
+    if path in _REMEDIES:
+        if not is_neutral and value not in _DONE_ANYWAY.get(path, ()):
+            notes.refuse(path, value, _REMEDIES[path])
+    elif any(fnmatchcase(path, pattern) for pattern in _PATTERNS):
+        notes.ignored += [full] * (not is_neutral)
+    elif path in _EXPERTS:
+        notes.experts += [(full, value, _EXPERTS[path])] * (not is_neutral)
+    elif isinstance(value, Mapping) and path.endswith(("automodel_kwargs", "freeze_config")):
+        for name, inner in value.items():
+            judge(f"{path}.{name}", inner, [], notes)
+    elif not is_neutral or difflib.get_close_matches(key, known, n=1, cutoff=0.88):
+        notes.refuse(path, value, unknown_key(full, known, section).partition(": ")[2])
+
+
+def torch_schedule(entries: Any, lr: float, notes: Notes) -> SchedConfig:
+    """Translate a schedule of torch's classes, alone or one after the other at ``milestones``.
+
+    ``LinearLR`` up to 1 is the warm-up, which begins at 0 here; ``LinearLR`` down and
+    ``CosineAnnealingLR`` are the decay; ``ConstantLR`` of factor 1 is no change.
+    """
+    parts = [entries] if isinstance(entries, Mapping) else list(entries)
+    ours, begin = SchedConfig(), 0
+    for part in (part for part in parts if "name" in part):
+        kind, kwargs = part["name"].rsplit(".", 1)[-1], part.get("kwargs") or {}
+        first, last = kwargs.get("start_factor", 1 / 3), kwargs.get("end_factor", 1.0)
+        steps = kwargs.get("total_iters", 5)
+        if kind == "ConstantLR" and kwargs.get("factor", 1 / 3) == 1:
+            continue
+        if kind == "LinearLR" and first == last == 1:
+            continue
+        if kind == "LinearLR" and first < last == 1 and part is parts[0]:
+            ours = dataclasses.replace(ours, warmup_steps=steps)
+            notes.ignored.append(f"{notes.name}.scheduler start_factor={first}")
+            begin = steps
+        elif kind == "LinearLR" and last < first == 1 and ours.name == "constant":
+            ours = dataclasses.replace(
+                ours, name="linear", max_steps=begin + steps, min_lr=lr * last
+            )
+        elif kind == "CosineAnnealingLR" and ours.name == "constant":
+            ours = dataclasses.replace(
+                ours,
+                name="cosine",
+                max_steps=begin + kwargs["T_max"],
+                min_lr=kwargs.get("eta_min", 0.0),
+            )
+        else:
+            notes.refuse("scheduler", part, "LinearLR to or from 1, ConstantLR of 1, or a cosine")
+    milestones = [step for part in parts for step in part.get("milestones") or ()]
+    if milestones[:1] not in ([], [ours.warmup_steps]):
+        notes.refuse("scheduler", {"milestones": milestones}, "milestones at total_iters")
+    return ours
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value says that nothing is wanted."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(map(is_off, value.values()))
+    if isinstance(value, str):
+        return value.lower() in ("", "none", "null")
+    return value is None or value == 0 or value in ([], ())

@@ -1,0 +1,101 @@
+"""Defaults of every configuration, which hydra reads from the classes that describe them.
+
+A file of ``conf/`` begins its ``defaults`` with ``base_NAME`` and contains overrides only. hydra
+looks for ``base_NAME`` in the source ``models://``, which builds it when it is requested.
+"""
+
+import dataclasses
+from typing import Any, get_args
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from aligner.catalog import ALGORITHMS, imported
+from aligner.config.fields import ASKED_FOR, DERIVED
+from aligner.config.parse import field_types, section_in
+
+# The class of each base: of a script's configuration, or of a section that is null by default.
+BASES = {
+    **{f"base_{entry.name}": entry.root for entry in ALGORITHMS.values()},
+    "base_generate": "aligner.config.commands.ask:GenerateConfig",
+    "base_evaluate": "aligner.config.commands.ask:EvaluateConfig",
+    "base_serve": "aligner.config.commands.ask:ServeConfig",
+    "base_prompts": "aligner.config.data:PromptSourceConfig",
+    "base_reward_model": "aligner.config.reward:RewardModelConfig",
+    "base_reward_server": "aligner.config.reward:RewardServerConfig",
+}
+
+
+def default_tree(section: Any) -> dict[str, Any]:
+    """Return every key of a section with its default, as YAML has it; ``???``: required.
+
+    ``section``: its class, or an object of it, whose values then are the defaults.
+    """
+    cls = section if isinstance(section, type) else type(section)
+    tree: dict[str, Any] = {}
+    value: Any
+    for field, hint in zip(dataclasses.fields(cls), field_types(cls).values(), strict=True):
+        below = section_in(hint)
+        if DERIVED in get_args(hint):
+            value = None
+        elif ASKED_FOR in get_args(hint):
+            value = "???"
+        elif section is not cls:
+            value = getattr(section, field.name)
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            value = field.default
+        else:
+            value = "???" if below is None else below
+        is_section = below is not None and value not in (None, "???")
+        tree[field.name] = default_tree(value) if is_section else value
+    return tree
+
+
+class ModelSource(ConfigSource):
+    """Source of the configurations in ``BASES``."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the first part of the source's address."""
+        return "models"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return a base as hydra composes it."""
+        tree = default_tree(imported(BASES[config_path.removesuffix(".yaml")]))
+        return ConfigResult(
+            self.provider, self.full_path(), OmegaConf.create(tree), {"package": None}
+        )
+
+    def available(self) -> bool:
+        """Return whether there is such a source."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Return whether a path is a folder; only the source itself is."""
+        return not config_path
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether a path is a configuration."""
+        return config_path.removesuffix(".yaml") in BASES
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the names of configurations and groups to choose from: a base is no choice."""
+        return []
+
+
+class ModelSearchPath(SearchPathPlugin):
+    """Addition of the source to every search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the source, so that a file of the same name has precedence."""
+        search_path.append(provider="aligner", path="models://")
+
+
+Plugins.instance().register(ModelSource)
+Plugins.instance().register(ModelSearchPath)

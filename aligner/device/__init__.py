@@ -1,0 +1,1 @@
+"""The device of a process: accelerator, host memory, and code compiled for them."""

@@ -1,0 +1,72 @@
+"""Substitutes for parts of megatron-core that need Transformer Engine, Apex or a CUDA stream.
+
+`aligner.device.accelerator.prepare_megatron` applies them where what they stand for is absent.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def define_router_gemm() -> None:
+    """Define the name that the router of experts reads and only Transformer Engine brings."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # what the router takes for "not there"
+
+
+def fuse_gradient_norm() -> None:
+    """Compute the gradient norm in a few kernels where Transformer Engine and Apex are absent.
+
+    megatron-core's own substitute reads one number per parameter on the host.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    def norm_on_device(
+        chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
+    ) -> tuple[Tensor, None]:
+        del chunk_size, overflow, per_tensor  # of the fused kernel that this stands for
+        return torch.nn.utils.get_total_norm(tensor_lists[0], foreach=True).float().view(1), None
+
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_on_device
+
+
+def clip_in_place() -> None:
+    """Scale gradients where they are if Transformer Engine and Apex are absent.
+
+    megatron-core's own substitute makes a copy of each tensor and copies it back.
+    """
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    def scale(_: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+        del overflow  # of the fused kernel that this stands for
+        if tensors[0]:  # the second list has the same tensors: where results go
+            torch._foreach_mul_(tensors[0], factor)
+
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = scale
+
+
+def free_dispatcher_of_stream() -> None:
+    """Let the all-to-all dispatcher of experts work without its CUDA stream.
+
+    It copies token counts to the host on that stream; on CPU they are there already, and only
+    become the lists that a collective takes.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def counts_are_here(
+        self: Any, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
+        if point == "before_ep_alltoall" and self.input_splits is not None:
+            self.input_splits = self.input_splits.tolist()
+            self.output_splits = self.output_splits.tolist()
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # anything: it is never used
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_are_here

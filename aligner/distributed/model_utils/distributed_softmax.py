@@ -1,0 +1,92 @@
+"""Softmax and log-softmax of logits whose vocabulary is spread over tensor-parallel ranks.
+
+Arithmetic is float32 (float64 for float64 logits) whatever the dtype of the logits, chunk by chunk
+over the sequence, so that no float32 copy of them is made. A logit of -inf has probability 0.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from aligner.logprobs.output_layer import VocabShard, sequence_chunks
+
+
+def arithmetic_dtype(logits: Tensor) -> torch.dtype:
+    """float32, or the dtype of the logits [..., V_local] where that is wider."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def log_normalizer(logits: Tensor, shard: VocabShard) -> Tensor:
+    """``log Σ_v exp(l_v)`` over the whole vocabulary, [..., S], of float [..., S, V_local]."""
+    dtype = arithmetic_dtype(logits)
+    local = logits.new_empty(logits.shape[:-1], dtype=dtype)
+    for rows in sequence_chunks(logits, None):
+        chunk = logits[..., rows, : shard.columns].to(dtype)
+        local[..., rows] = chunk.logsumexp(dim=-1)
+    return shard.stack_ranks(local).logsumexp(dim=0)
+
+
+def _compute_distributed_log_softmax(
+    vocab_parallel_logits: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Log-probs over the whole vocabulary of float [B, S, V_local], of the same shape and dtype.
+
+    Differentiable: each rank gives the gradient of its own columns of the output.
+    """
+    shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
+    return _DistributedSoftmax.apply(vocab_parallel_logits, shard, True)
+
+
+def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Probabilities over the whole vocabulary of float [B, S, V_local], same shape and dtype.
+
+    Differentiable: each rank gives the gradient of its own columns of the output.
+    """
+    shard = VocabShard.between(0, vocab_parallel_logits.shape[-1], group)
+    return _DistributedSoftmax.apply(vocab_parallel_logits, shard, False)
+
+
+class _DistributedSoftmax(torch.autograd.Function):
+    """Softmax or its logarithm, with ``y = l - log Σ exp(l)`` and ``p = exp(y)``.
+
+    The gradients are ``dl = g - p · Σ_v g_v`` of y, and ``dl = p · (g - Σ_v p_v g_v)`` of p.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabShard, as_logarithm: bool) -> Tensor:
+        normalizer = log_normalizer(logits, shard)
+        ctx.save_for_backward(logits, normalizer)
+        ctx.shard, ctx.as_logarithm = shard, as_logarithm
+        output = torch.empty_like(logits)
+        for rows in sequence_chunks(logits, None):
+            shifted = logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)
+            output[..., rows, :] = shifted if as_logarithm else shifted.exp_()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        logits, normalizer = ctx.saved_tensors
+        upstream, total = grad_outputs[0], torch.empty_like(normalizer)
+
+        def probabilities(rows: slice) -> Tensor:
+            return (logits[..., rows, :] - normalizer[..., rows].unsqueeze(-1)).exp_()
+
+        # The sum over the vocabulary that the gradient of each logit needs.
+        if ctx.as_logarithm:
+            total = upstream.sum(dim=-1, dtype=normalizer.dtype)
+        else:
+            for rows in sequence_chunks(logits, None):
+                total[..., rows] = probabilities(rows).mul_(upstream[..., rows, :]).sum(dim=-1)
+        total = ctx.shard.sum(total).unsqueeze(-1)
+        grad = torch.empty_like(logits)
+        for rows in sequence_chunks(logits, None):
+            probability, given = probabilities(rows), upstream[..., rows, :]
+            if ctx.as_logarithm:
+                grad[..., rows, :] = given - probability.mul_(total[..., rows, :])
+            else:
+                grad[..., rows, :] = probability.mul_(given - total[..., rows, :])
+        return grad, None, None

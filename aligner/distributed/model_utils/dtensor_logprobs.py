@@ -1,0 +1,124 @@
+"""Next-token log-probs from logits that are a DTensor, or the local part of one.
+
+Meshes name their dimensions: ``tp`` shards the vocabulary, ``cp`` (if there) the sequence, in the
+order that ``seq_index`` gives: place i of the concatenated shards holds position ``seq_index[i]``.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from aligner.distributed.model_utils.logits_logprob import LogprobPlan, PlannedLogprob
+from aligner.errors import LayoutError
+from aligner.logprobs.output_layer import VocabShard
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
+
+
+def get_logprobs_from_vocab_parallel_logits(
+    vocab_parallel_logits: DTensor,
+    input_ids: Tensor | DTensor,
+    seq_index: Tensor | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """Log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], on every rank.
+
+    ``vocab_parallel_logits``: float [B, S, V] sharded over ``tp`` by its last dimension; V need not
+    be a multiple of the mesh. The rest as for `dtensor_from_parallel_logits_to_logprobs`.
+
+    Raises:
+        LayoutError: ``seq_index`` without a ``cp`` dimension in the mesh.
+    """
+    mesh = vocab_parallel_logits.device_mesh
+    names = mesh.mesh_dim_names or ()
+    if seq_index is not None and "cp" not in names:
+        raise LayoutError(
+            f"seq_index describes a sequence sharded over 'cp', but the mesh has {names}: name the "
+            "dimension, or leave seq_index out"
+        )
+    local, shard = local_shard(vocab_parallel_logits)
+    # Top-k and top-p need whole rows, and the exchange of rows as many columns on every rank.
+    width = -(-vocab_parallel_logits.shape[-1] // mesh["tp"].size())
+    if local.shape[-1] < width:
+        local = F.pad(local, (0, width - local.shape[-1]))
+    return dtensor_from_parallel_logits_to_logprobs(
+        local,
+        input_ids,
+        shard.start,
+        shard.start + shard.columns,
+        mesh.get_group("tp"),
+        inference_only=not torch.is_grad_enabled(),
+        seq_index=seq_index,
+        chunk_size=chunk_size,
+        sampling_params=sampling_params,
+    )
+
+
+def local_shard(logits: DTensor) -> tuple[Tensor, VocabShard]:
+    """This rank's columns [B, S / CP, V_local] and which they are.
+
+    The last ranks hold fewer, or none, where the vocabulary does not divide.
+    """
+    group = logits.device_mesh.get_group("tp")
+    vocab, ranks = logits.shape[-1], dist.get_world_size(group)
+    width = -(-vocab // ranks)
+    start = min(width * dist.get_rank(group), vocab)
+    return logits.to_local(), VocabShard.between(start, min(start + width, vocab), group)
+
+
+def dtensor_from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: DTensor | Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool = False,
+    seq_index: Tensor | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """Log-probs of the tokens behind the first, float32 [B, S-1], on every rank.
+
+    ``vocab_parallel_logits``: the local float [B, S / CP, V_local], whose first ``vocab_end_index -
+    vocab_start_index`` columns are those global ids. ``target``: int64 [B, S], unshifted; a DTensor
+    sharded by its sequence on a mesh with ``cp`` when the logits are, arranged by ``seq_index``
+    int64 [S]. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``:
+    the distribution that was sampled from, temperature included. ``inference_only``: keep nothing
+    for backward.
+
+    The gradient of a rank's positions is that of its own copy of the result, as DTensor has it:
+    exact for a loss that all ranks compute alike, nothing is summed over ``cp``.
+
+    Raises:
+        LayoutError: ``target`` is sharded over ``cp`` and ``seq_index`` is missing.
+    """
+    plan = LogprobPlan.between(
+        vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
+    )
+    if not _shards_sequence(target):
+        whole = target.full_tensor() if isinstance(target, DTensor) else target
+        shifted = whole.to(vocab_parallel_logits.device).roll(-1, dims=-1)
+        return PlannedLogprob.apply(vocab_parallel_logits, shifted, plan, inference_only)[:, :-1]
+    if seq_index is None:
+        raise LayoutError(
+            "seq_index is missing: target is sharded over 'cp', and only seq_index has the "
+            "order of its positions"
+        )
+    assert isinstance(target, DTensor)
+    mesh, placements = target.device_mesh, target.placements
+    order = seq_index.argsort()
+    shifted = target.full_tensor()[:, order].roll(-1, dims=-1)[:, seq_index]
+    everywhere = DTensor.from_local(shifted, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    local = everywhere.redistribute(placements=placements).to_local()
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+    whole = DTensor.from_local(logprobs, mesh, placements, run_check=False).full_tensor()
+    return whole[:, order][:, :-1]
+
+
+def _shards_sequence(target: DTensor | Tensor) -> bool:
+    if not isinstance(target, DTensor):
+        return False
+    names = target.device_mesh.mesh_dim_names or ()
+    return "cp" in names and target.device_mesh["cp"].size() > 1

@@ -1,0 +1,113 @@
+"""Let megatron-core's GPTModel return log-probs instead of logits.
+
+This changes the class for the whole process, which code that calls `GPTModel` itself may want. The
+library's own roles do not need it: they compute log-probs of selected positions.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from aligner.distributed.model_utils.hidden_logprobs import from_parallel_hidden_states_to_logprobs
+from aligner.errors import ConfigError
+from aligner.logprobs.output_layer import bypassed_output_layer, output_weight
+
+if TYPE_CHECKING:  # log-probs of plain tensors need no megatron-core
+    from megatron.core.models.gpt import GPTModel
+
+
+def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int) -> None:
+    """Give ``GPTModel.forward`` the argument ``return_logprobs_for_linear_ce_fusion``.
+
+    ``chunk_size``: most tokens of which a part of the logits exists at a time. Calling it again
+    changes only that.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    GPTModel._linear_ce_fusion_chunk_size = chunk_size
+    if GPTModel.forward is not _gpt_forward_with_linear_ce_fusion:
+        GPTModel._original_forward_for_linear_ce_fusion = GPTModel.forward
+        GPTModel.forward = _gpt_forward_with_linear_ce_fusion
+
+
+def _gpt_forward_with_linear_ce_fusion(
+    self: "GPTModel",
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor,
+    decoder_input: Tensor | None = None,
+    labels: Tensor | None = None,
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    extra_block_kwargs: dict | None = None,
+    runtime_gather_output: bool | None = None,
+    *,
+    inference_params: Any | None = None,
+    loss_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    return_logprobs_for_linear_ce_fusion: bool = False,
+) -> Tensor:
+    """``GPTModel.forward``, or log-probs of the labels.
+
+    With ``return_logprobs_for_linear_ce_fusion``: ``labels`` int64 [B, S], the tokens themselves,
+    unshifted and whole on every rank → float32 [B, S-1], padding columns of the vocabulary taking
+    part as in the logits. Packed (``packed_seq_params``, labels [1, T]): [n, max_seqlen_q - 1].
+    Pipeline stages before the last return their hidden states. Everything else is megatron-core's.
+
+    Raises:
+        ConfigError: log-probs need labels, and there are none.
+    """
+    arguments = {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "attention_mask": attention_mask,
+        "decoder_input": decoder_input,
+        "inference_context": inference_context,
+        "packed_seq_params": packed_seq_params,
+        "extra_block_kwargs": extra_block_kwargs,
+        "runtime_gather_output": runtime_gather_output,
+        "inference_params": inference_params,
+        "loss_mask": loss_mask,
+        "padding_mask": padding_mask,
+    }
+    if not return_logprobs_for_linear_ce_fusion:
+        return self._original_forward_for_linear_ce_fusion(labels=labels, **arguments)
+    if labels is None:
+        raise ConfigError(
+            "labels=None with return_logprobs_for_linear_ce_fusion=True: pass the tokens [B, S] "
+            "whose log-probs are wanted"
+        )
+    with bypassed_output_layer(self):
+        hidden = self._original_forward_for_linear_ce_fusion(**arguments)
+    return _logprobs(self, hidden, labels, packed_seq_params) if self.post_process else hidden
+
+
+def _logprobs(model: "GPTModel", hidden: Tensor, labels: Tensor, packed_seq_params: Any) -> Tensor:
+    """Log-probs of ``labels`` from hidden states float [B, S_local, H] of the last stage."""
+    weight, tp_group = output_weight(model), model.pg_collection.tp
+    start = weight.shape[0] * dist.get_rank(tp_group)
+    return from_parallel_hidden_states_to_logprobs(
+        hidden.transpose(0, 1),
+        None,
+        weight,
+        None,  # of megatron-core: whether to gather logits, and there are none
+        labels,
+        start,
+        start + weight.shape[0],
+        tp_group,
+        cp_group=model.pg_collection.cp,
+        chunk_size=model._linear_ce_fusion_chunk_size,
+        sequence_parallel=model.config.sequence_parallel,
+        **_packing(packed_seq_params),
+    )
+
+
+def _packing(params: Any) -> dict[str, Any]:
+    if params is None:
+        return {}
+    padded = params.cu_seqlens_q_padded
+    return {
+        "cu_seqlens_padded": params.cu_seqlens_q if padded is None else padded,
+        "unpacked_seqlen": params.max_seqlen_q,
+    }

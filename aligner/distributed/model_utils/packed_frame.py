@@ -1,0 +1,63 @@
+"""Index arithmetic of packed sequences: shifted targets in, one row per sequence out.
+
+Everything is computed from the boundaries on their device, for all sequences at once.
+
+Shape legend: ``n`` sequences, ``T`` packed tokens, ``T_cp = T / CP`` of them on this rank; each
+sequence's (padded) length is a multiple of 2·CP and its share of every rank's tokens lies together,
+chunks in the order of `aligner.distributed.model_utils.context_shard`.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from aligner.parallel.collectives import gather_first
+from aligner.parallel.context import holder, local_position
+
+
+def packed_targets(
+    target: Tensor, cu_seqlens_padded: Tensor, cp_group: dist.ProcessGroup | None
+) -> Tensor:
+    """The token that each local position predicts: int64 [T] → [T_cp].
+
+    ``cu_seqlens_padded``: integers [n + 1], where each sequence starts, then where the last ends.
+    The last position of a sequence predicts its first token; that prediction is dropped later.
+    """
+    rank, ranks = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
+    boundaries = cu_seqlens_padded.to(target.device, torch.int64)
+    starts, ends = boundaries[:-1], boundaries[1:]
+    local = torch.arange(target.shape[0] // ranks, device=target.device)
+    sequence = torch.searchsorted(boundaries // ranks, local, right=True) - 1
+    sequence = sequence.clamp(max=starts.shape[0] - 1)  # behind the last sequence: anything
+    start, end = starts[sequence], ends[sequence]
+    chunk = (end - start) // (2 * ranks)
+    offset = local - start // ranks
+    position = start + (offset if ranks == 1 else local_position(offset, chunk, rank, ranks))
+    following = torch.where(position + 1 < end, position + 1, start)
+    return target[following.clamp(max=target.shape[0] - 1)]
+
+
+def unpack(
+    values: Tensor,
+    cu_seqlens_padded: Tensor,
+    unpacked_seqlen: int,
+    cp_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Float [T_cp] of each rank → [n, unpacked_seqlen - 1], without each sequence's last position.
+
+    Differentiable; gradients are summed over the context-parallel ranks (`AllGatherCPTensor`).
+    Behind the end of a sequence: 0. A sequence longer than ``unpacked_seqlen`` is cut.
+    """
+    boundaries = cu_seqlens_padded.to(values.device, torch.int64)
+    starts, lengths = boundaries[:-1].unsqueeze(1), boundaries.diff().unsqueeze(1)
+    offset = torch.arange(max(0, unpacked_seqlen - 1), device=values.device).expand(len(starts), -1)
+    index = starts + offset
+    ranks = 1 if cp_group is None else cp_group.size()
+    if ranks > 1:
+        rank, place = holder(offset, (lengths // (2 * ranks)).clamp(min=1), ranks)
+        index = rank * values.shape[0] + starts // ranks + place
+        values = gather_first(values, cp_group)
+    nothing = values.shape[0]  # one more element, for what lies behind the end
+    index = torch.where(offset < lengths - 1, index, nothing)
+    return F.pad(values, (0, 1))[index]

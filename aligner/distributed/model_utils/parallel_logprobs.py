@@ -1,0 +1,126 @@
+"""Next-token log-probs by the published convention, from logits in any layout.
+
+They are [B, S-1]: position t speaks of token t + 1. Targets come unshifted.
+`context_shard` has the positions that a context-parallel rank holds.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from aligner.distributed.model_utils.context_shard import gather_context, scatter_context
+from aligner.distributed.model_utils.dtensor_logprobs import get_logprobs_from_vocab_parallel_logits
+from aligner.distributed.model_utils.logits_logprob import LogprobPlan, PlannedLogprob
+from aligner.distributed.model_utils.packed_frame import packed_targets, unpack
+from aligner.errors import LayoutError
+from aligner.logprobs.top_k_top_p import TrainingSamplingParams
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: dist.ProcessGroup,
+    inference_only: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """Log-probs of ``target[:, 1:]``, float32 [B, S-1] (float64 for float64 logits).
+
+    ``vocab_parallel_logits``: float [B, S / CP, V_local], whose first ``vocab_end_index -
+    vocab_start_index`` columns are those global ids (the rest is padding and takes no part); the
+    sequence may have been padded beyond S. ``target``: int64 [B, S], unshifted, whole on every
+    rank. ``chunk_size``: positions at a time; None lets memory decide. ``sampling_params``: the
+    distribution that was sampled from, temperature included. ``inference_only``: keep nothing
+    for backward.
+
+    Every rank returns the whole [B, S-1]. The gradient is exact for a loss that the tensor-parallel
+    ranks compute alike, and summed over the context-parallel ranks (`AllGatherCPTensor`).
+    """
+    plan = LogprobPlan.between(
+        vocab_start_index, vocab_end_index, tp_group, chunk_size, sampling_params
+    )
+    shifted = target.to(vocab_parallel_logits.device).roll(-1, dims=-1)
+    local = scatter_context(shifted, vocab_parallel_logits.shape[1], cp_group)
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+    return gather_context(logprobs, target.shape[1], cp_group)[:, :-1]
+
+
+def from_parallel_logits_to_logprobs_packed_sequences(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    cu_seqlens_padded: Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group: dist.ProcessGroup,
+    inference_only: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
+    chunk_size: int | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+    target_is_pre_rolled: bool = False,
+) -> Tensor:
+    """Log-probs of packed sequences, unpacked: float32 [n, unpacked_seqlen - 1].
+
+    ``vocab_parallel_logits``: float [1, T / CP, V_local]; with context parallelism each sequence is
+    cut by itself, into chunks whose number, 2·CP, divides its padded length.
+    ``target``: int64 [1, T], unshifted; or, ``target_is_pre_rolled``, [1, T / CP]: what each local
+    position predicts. ``cu_seqlens_padded``: integers [n + 1], where each sequence starts in [T],
+    then where the last ends. ``group``: tensor parallel. The rest as for
+    `from_parallel_logits_to_logprobs`.
+
+    A row holds the log-probs of tokens 1, 2, … of its sequence, those of its padding included, then
+    zeros; a sequence longer than ``unpacked_seqlen`` is cut. No number leaves the device.
+    """
+    plan = LogprobPlan.between(
+        vocab_start_index, vocab_end_index, group, chunk_size, sampling_params
+    )
+    local = target.to(vocab_parallel_logits.device)
+    if not target_is_pre_rolled:
+        local = packed_targets(local[0], cu_seqlens_padded, cp_group).unsqueeze(0)
+    logprobs = PlannedLogprob.apply(vocab_parallel_logits, local, plan, inference_only)
+    return unpack(logprobs[0], cu_seqlens_padded, unpacked_seqlen, cp_group)
+
+
+def get_next_token_logprobs_from_logits(
+    input_ids: Tensor,
+    next_token_logits: Tensor,
+    seq_index: Tensor | None = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: dist.ProcessGroup | None = None,
+    context_parallel_group: dist.ProcessGroup | None = None,
+    sampling_params: TrainingSamplingParams | None = None,
+) -> Tensor:
+    """Log-probs of ``input_ids[:, 1:]``, float32 [B, S-1], whatever the logits are.
+
+    ``input_ids``: int64 [B, S]. ``next_token_logits``: float [B, S, V]; with
+    ``vocab_parallel_group`` [B, S / CP, V_local], where rank ``vocab_parallel_rank`` of it holds
+    that part of the (padded) vocabulary; or a DTensor, where ``seq_index`` (int64 [S]) gives how
+    context parallelism arranged the sequence. No float32 copy of the logits is made.
+
+    Raises:
+        LayoutError: ``vocab_parallel_group`` without ``vocab_parallel_rank``.
+    """
+    if isinstance(next_token_logits, DTensor) and vocab_parallel_group is None:
+        return get_logprobs_from_vocab_parallel_logits(
+            next_token_logits, input_ids, seq_index=seq_index, sampling_params=sampling_params
+        )
+    if vocab_parallel_group is not None and vocab_parallel_rank is None:
+        raise LayoutError(
+            "vocab_parallel_rank is missing: pass it together with vocab_parallel_group"
+        )
+    width = next_token_logits.shape[-1]
+    start = width * (vocab_parallel_rank or 0)
+    return from_parallel_logits_to_logprobs(
+        next_token_logits,
+        input_ids,
+        start,
+        start + width,
+        vocab_parallel_group,
+        inference_only=not torch.is_grad_enabled(),
+        cp_group=context_parallel_group,
+        sampling_params=sampling_params,
+    )

@@ -1,0 +1,303 @@
+"""Room for workers on a Ray cluster: bundles of CPUs or a GPU each, reserved on chosen nodes.
+
+    node A: [bundle 0] [bundle 1]     node B: [bundle 2] [bundle 3]
+               │ policy rank 0           …
+               └ value rank 0    up to max_colocated_worker_groups groups share a bundle
+
+One placement group per node keeps a node's bundles together.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from math import floor
+from pathlib import Path
+from typing import Any
+
+from aligner.config.layout import ParallelConfig
+from aligner.distributed.named_sharding import NamedSharding, layout_of
+from aligner.distributed.ray.bundles import Bundle
+from aligner.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from aligner.errors import ConfigError, LayoutError, WorkerError
+
+_PLACING_S = 60.0  # for the cluster to have room
+_ATTEMPT_S = 10.0  # for one choice of nodes to turn out free
+
+
+class RayVirtualCluster:
+    """Bundles on the nodes of the Ray cluster that this process is connected to."""
+
+    engine = "ray"
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        use_gpus: bool | None = None,
+        max_colocated_worker_groups: int = 1,
+        name: str = "workers",
+        *,
+        cpus_per_bundle: float = 1.0,
+        parallel: ParallelConfig | None = None,
+        seed: int = 1234,
+        timeout_s: float = 1800.0,
+        log_dir: Path | None = None,
+        env_vars: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Reserve the bundles.
+
+        Args:
+            bundle_ct_per_node_list: number of bundles on each node, one entry a node.
+            use_gpus: a GPU to each bundle; default where the cluster has GPUs.
+            max_colocated_worker_groups: groups that share the bundles, an equal part each.
+            name: of the cluster in messages.
+            cpus_per_bundle: CPUs of a bundle.
+            parallel: model-parallel sizes of training workers that bring none; default none.
+            seed: of the generators of training workers.
+            timeout_s: longest wait for a worker, or of one worker for another.
+            log_dir: where workers write their logs, a folder that all nodes see; default a
+                temporary one.
+            env_vars: environment of all workers, there before they import anything.
+
+        Raises:
+            WorkerError: the cluster has no such room, and had none for a minute.
+        """
+        import ray
+
+        self.name, self.timeout_s = name, timeout_s
+        if use_gpus is None:
+            has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+            use_gpus = has_gpus and os.environ.get("ALIGNER_FORCE_CPU") != "1"
+        self._use_gpus = use_gpus
+        self._parallel, self._seed = parallel or ParallelConfig(), seed
+        self._counts = list(bundle_ct_per_node_list)
+        self._bundle = {"CPU": cpus_per_bundle, **({"GPU": 1.0} if use_gpus else {})}
+        self._env_vars = dict(env_vars or {})
+        self._max_groups = max_colocated_worker_groups
+        self._groups: list[RayWorkerGroup] = []
+        self._owns_logs = log_dir is None
+        self.log_dir = (log_dir or Path(tempfile.mkdtemp(prefix="aligner-logs-"))).absolute()
+        self.bundles: list[Bundle] = []
+        self.bundles = self._reserve()
+
+    # Interface for handles --------------------------------------------------------------------
+
+    @property
+    def use_gpus(self) -> bool:
+        """True if a bundle has a GPU."""
+        return self._use_gpus
+
+    @property
+    def sharding_annotations(self) -> NamedSharding:
+        """Places of a training group's workers."""
+        return self._places(self._parallel, self.world_size())
+
+    def start_workers(
+        self,
+        worker_class: str,
+        name_prefix: str,
+        *,
+        layout: NamedSharding | None = None,
+        python_executable: str | None = None,
+        parallel: ParallelConfig | None = None,
+        workers_per_node: int | Sequence[int] | None = None,
+        env_vars: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> RayWorkerGroup:
+        """Construct ``worker_class(parallel=..., **kwargs)`` in a process on every bundle.
+
+        Training groups are constructed side by side, while the driver goes on.
+
+        Args:
+            worker_class: dotted path.
+            name_prefix: role, for messages and logs.
+            layout: places of the workers; default ``parallel``'s on all of them.
+            python_executable: an interpreter of their own. Such workers train nothing: they get no
+                ``parallel`` and share no torch.distributed world. They start once the others stand,
+                so that what they measure of memory stays true.
+            parallel: model-parallel sizes of this group; default the cluster's.
+            workers_per_node: number of bundles used on each node; default all.
+            env_vars: environment of this group's workers, over the cluster's.
+            kwargs: arguments of the class.
+        """
+        parallel = parallel or self._parallel
+        if layout is None:
+            layout = self._places(parallel, len(self.bundles_for(workers_per_node)))
+        self._groups = [group for group in self._groups if group.is_alive]
+        if len(self._groups) == self._max_groups:
+            raise WorkerError(
+                f"{name_prefix}: {self._max_groups} groups of workers have the cluster {self.name} "
+                "to themselves already; raise max_colocated_worker_groups"
+            )
+        if python_executable is not None:
+            for other in self._groups:
+                other.wait_until_started()
+        group = RayWorkerGroup(
+            self,
+            RayWorkerBuilder(worker_class, **kwargs),
+            name_prefix,
+            workers_per_node,
+            sharding_annotations=layout,
+            env_vars={key: str(x) for key, x in {**self._env_vars, **(env_vars or {})}.items()},
+            parallel=parallel if python_executable is None else None,
+            seed=self._seed,
+            python_executable=python_executable,
+        )
+        self._groups.append(group)
+        return group
+
+    def world_size(self) -> int:
+        """Number of bundles."""
+        return sum(self._counts)
+
+    def bundles_for(self, workers_per_node: int | Sequence[int] | None = None) -> list[Bundle]:
+        """Bundles of a group with this many workers on each node (one number, or one per node).
+
+        Raises:
+            ConfigError: a node has fewer bundles, or the numbers are not one per node.
+        """
+        if workers_per_node is None:
+            return self.bundles
+        wanted = (
+            [workers_per_node] * len(self._counts)
+            if isinstance(workers_per_node, int)
+            else list(workers_per_node)
+        )
+        fits = len(wanted) == len(self._counts) and all(
+            0 <= count <= room for count, room in zip(wanted, self._counts, strict=True)
+        )
+        if not fits or not sum(wanted):
+            raise ConfigError(
+                f"workers_per_node={workers_per_node}: the nodes of the cluster {self.name} have "
+                f"{self._counts} bundles; give at most that many"
+            )
+        chosen: list[Bundle] = []
+        start = 0
+        for count, room in zip(wanted, self._counts, strict=True):
+            chosen += self.bundles[start : start + count]
+            start += room
+        return chosen
+
+    def _places(self, sizes: ParallelConfig, workers: int) -> NamedSharding:
+        if not workers or workers % sizes.model_parallel_size:
+            raise LayoutError(
+                f"{workers} workers of the cluster {self.name} cannot be split into tensor "
+                f"{sizes.tensor} x pipeline {sizes.pipeline} x context {sizes.context} = "
+                f"{sizes.model_parallel_size}; change the sizes or the number of bundles"
+            )
+        return layout_of(sizes.pipeline, sizes.data_size(workers), sizes.context, sizes.tensor)
+
+    def node_count(self) -> int:
+        """Number of nodes."""
+        return len(self._counts)
+
+    def get_placement_groups(self) -> list[Any]:
+        """Ray's placement groups, one per node."""
+        return list(dict.fromkeys(bundle.group for bundle in self.bundles))
+
+    @property
+    def shares_bundles(self) -> bool:
+        """True if workers of several groups may compute on one bundle, and on its GPU."""
+        return self._max_groups > 1
+
+    @property
+    def worker_resources(self) -> dict[str, float]:
+        """Resources that an actor takes of its bundle."""
+        share = {
+            kind: floor(1e4 * size / self._max_groups) / 1e4 for kind, size in self._bundle.items()
+        }
+        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0.0)}
+
+    def shutdown(self) -> bool:
+        """End all workers and give the room back."""
+        for group in self._groups:
+            group.shutdown()
+        self._groups = []
+        self._release(self.get_placement_groups())
+        self.bundles = []
+        if self._owns_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+        return True
+
+    # Room -------------------------------------------------------------------------------------
+
+    def _reserve(self) -> list[Bundle]:
+        """Bundles on nodes with room for them; tries again for a while, for room may get free."""
+        deadline = time.monotonic() + min(_PLACING_S, self.timeout_s)
+        while True:
+            nodes = self._nodes_with_room()
+            if nodes is not None:
+                groups = self._reserve_on(nodes)
+                if groups is not None:
+                    return [
+                        Bundle(group, index, node)
+                        for group, node, count in zip(groups, nodes, self._counts, strict=True)
+                        for index in range(count)
+                    ]
+            if time.monotonic() > deadline:
+                raise WorkerError(self._no_room())
+            time.sleep(0.5)
+
+    def _nodes_with_room(self) -> list[str] | None:
+        """A different node for each count, those that fit most tightly; None if there are none."""
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+        chosen: dict[int, str] = {}
+        for position in sorted(range(len(self._counts)), key=lambda i: -self._counts[i]):
+            need = {kind: size * self._counts[position] for kind, size in self._bundle.items()}
+            fitting = [
+                node
+                for node, resources in free.items()
+                if node not in chosen.values()
+                and all(resources.get(kind, 0.0) >= size for kind, size in need.items())
+            ]
+            if not fitting:
+                return None
+            chosen[position] = min(fitting, key=lambda node: (free[node].get("CPU", 0.0), node))
+        return [chosen[position] for position in range(len(self._counts))]
+
+    def _reserve_on(self, nodes: Sequence[str]) -> list[Any] | None:
+        """A placement group on each node; None if others were faster."""
+        import ray
+        from ray.util.placement_group import placement_group
+
+        groups = [
+            placement_group(
+                [self._bundle] * count,
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{"ray.io/node-id": node}] * count,
+            )
+            for node, count in zip(nodes, self._counts, strict=True)
+        ]
+        ready = [group.ready() for group in groups]
+        done, _ = ray.wait(ready, num_returns=len(ready), timeout=_ATTEMPT_S)
+        if len(done) == len(ready):
+            return groups
+        self._release(groups)
+        return None
+
+    def _release(self, groups: Sequence[Any]) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        for group in groups:
+            with contextlib.suppress(Exception):  # the connection may be gone
+                remove_placement_group(group)
+
+    def _no_room(self) -> str:
+        import ray
+
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        kinds = ("CPU", "GPU")
+        have = ", ".join(
+            "(" + ", ".join(f"{kind} {node.get(kind, 0):g}" for kind in kinds) + ")"
+            for node in alive
+        )
+        return (
+            f"the Ray cluster has no room for {self.name}: wanted {self._counts} bundles of "
+            f"{self._bundle} on {len(self._counts)} nodes; it has {len(alive)} nodes with {have}, "
+            "some of it perhaps in use. Lower trainer.devices, trainer.num_nodes or "
+            "cluster.cpus_per_worker, or add nodes"
+        )

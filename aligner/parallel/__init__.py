@@ -1,0 +1,1 @@
+"""Processes that compute together: their start, groups, collectives, and deaths noticed."""
