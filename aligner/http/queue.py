@@ -28,16 +28,6 @@ class Job(Generic[Item]):
     ended: int = 0  # items whose result is complete
     is_left: bool = False  # nobody waits any more
 
-    @property
-    def size(self) -> int:
-        """Number of items."""
-        return len(self.items)
-
-    def take(self, count: int) -> list["Slot[Item]"]:
-        """The next ``count`` items."""
-        start, self.taken = self.taken, self.taken + count
-        return [Slot(self, index) for index in range(start, self.taken)]
-
 
 @dataclass
 class Slot(Generic[Item]):
@@ -91,8 +81,8 @@ class JobQueue(Generic[Item]):
     def add(self, job: Job[Item]) -> bool:
         """Queue ``job``; False if there is no room."""
         with self._changed:
-            waiting = sum(each.size - each.taken for each in self._jobs if not each.is_left)
-            if waiting + job.size > self.max_items:
+            waiting = sum(len(each.items) - each.taken for each in self._jobs if not each.is_left)
+            if waiting + len(job.items) > self.max_items:
                 return False
             self._jobs.append(job)
             self._changed.notify_all()
@@ -126,8 +116,10 @@ class JobQueue(Generic[Item]):
                 if not fit_together([*(slot.item for slot in taken), job.items[job.taken]]):
                     passed_over.append(job)
                     continue
-                taken += job.take(min(self._turn, most - len(taken), job.size - job.taken))
-                if job.taken < job.size:
+                start = job.taken
+                job.taken = min(start + self._turn, start + most - len(taken), len(job.items))
+                taken += [Slot(job, index) for index in range(start, job.taken)]
+                if job.taken < len(job.items):
                     self._jobs.append(job)
             self._jobs.extendleft(reversed(passed_over))
             return taken

@@ -31,13 +31,12 @@ class Results(Generic[Result]):
     def needing(self, request: Request) -> Iterator[None]:
         """End the wait if the sender of ``request``, whose body was read, leaves in the block."""
 
-        async def disconnected() -> None:
+        async def report_disconnect() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
+            self._events.put_nowait(HTTPException(_CLIENT_LEFT, "the client has left"))
 
-        watch = asyncio.create_task(disconnected())
-        left = HTTPException(_CLIENT_LEFT, "the client has left")
-        watch.add_done_callback(lambda _: self._events.put_nowait(left))
+        watch = asyncio.create_task(report_disconnect())
         try:
             yield
         finally:
@@ -61,7 +60,7 @@ class Results(Generic[Result]):
         Raises:
             HTTPException: 500, the model failed; 503, the deadline passed or the server is ending.
         """
-        missing = job.size
+        missing = len(job.items)
         try:
             while missing:
                 async with asyncio.timeout_at(deadline):

@@ -10,9 +10,8 @@ import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from aligner.data.tokenizers.decoding import IncrementalDecoder, decode_response
 from aligner.data.tokenizers.tokenizer import Tokenizer
@@ -140,7 +139,7 @@ class Answer(ABC):
     object: str
     piece_object: str
     prefix: str
-    nothing: Mapping[str, Any]
+    nothing: ClassVar[dict[str, Any]]
 
     def __init__(
         self,
@@ -230,7 +229,7 @@ class ChatAnswer(Answer):
     """Answers of ``/v1/chat/completions``."""
 
     object, piece_object, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    nothing = MappingProxyType({"delta": ChatMessage()})
+    nothing: ClassVar[dict[str, Any]] = {"delta": ChatMessage()}
 
     def whole(self) -> Completion:
         """The answer, once every choice has ended."""
@@ -277,15 +276,10 @@ class ChatAnswer(Answer):
         content = []
         for number in range(begin, len(choice.ids)):
             piece, alone = choice.pieces[number], self._tokenizer.decode([choice.ids[number]])
-            content.append(
-                TokenLogprob(
-                    # A part of a character, or a token without text, is shown as it is by itself.
-                    token=alone if "\ufffd" in alone or not piece else piece,
-                    logprob=choice.logprobs[number],
-                    bytes=list(piece.encode()),
-                    top_logprobs=[],
-                )
-            )
+            # A part of a character, or a token without text, is shown as it is by itself.
+            token = alone if "\ufffd" in alone or not piece else piece
+            logprob, spelt = choice.logprobs[number], list(piece.encode())
+            content.append(TokenLogprob(token=token, logprob=logprob, bytes=spelt, top_logprobs=[]))
         return ChatLogprobs(content=content, refusal=None)
 
 
@@ -293,7 +287,7 @@ class CompletionAnswer(Answer):
     """Answers of ``/v1/completions``."""
 
     object, piece_object, prefix = "text_completion", "text_completion", "cmpl"
-    nothing = MappingProxyType({"text": ""})
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
     def _content(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.text, "finish_reason": choice.finish}

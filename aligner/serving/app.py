@@ -228,10 +228,7 @@ class Service:
         return session.encoded(prompt, served.encoded, go_on)
 
     def _rows(
-        self,
-        asked: _Sampled,
-        prompts: Sequence[list[int]],
-        session: Session | None,
+        self, asked: _Sampled, prompts: Sequence[list[int]], session: Session | None
     ) -> list[Row]:
         """``n`` rows for each prompt, adjacent.
 

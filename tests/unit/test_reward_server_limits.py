@@ -131,6 +131,26 @@ def test_a_server_that_ends_answers_what_it_has_not_scored():
     assert (status, answer["error"]) == (503, "the server is ending; try again later")
 
 
+def test_an_unexpected_error_is_answered_with_json():
+    service = RewardService(None, lambda sample: [1], JobQueue(10), 30.0)  # a mistake
+    with service.serving(("127.0.0.1", 0)) as (_, port):
+        answer = raw(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    head, body = answer.split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert json.loads(body) == {"error": "TypeError: 'NoneType' object is not iterable"}
+
+
+def test_requests_whose_sender_left_leave_room_for_others(serving):
+    state = serving(seconds=0.5, max_waiting=20)
+    body = body_of(20)
+    with socket.create_connection(("127.0.0.1", state.port)) as channel:
+        channel.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(0.3)
+        assert post(state.port, body_of(20))[0] == 503
+    time.sleep(0.1)
+    assert post(state.port, body_of(20))[0] == 200
+
+
 def test_what_nobody_waits_for_is_not_scored(serving):
     state = serving(seconds=0.05, timeout_s=1.5)
     body = body_of(900)

@@ -283,6 +283,18 @@ def test_more_than_may_wait_is_asked_to_come_later():
         assert len(texts(second.result())) == 2
 
 
+def test_an_unexpected_error_is_answered_with_json(monkeypatch):
+    async def broken(self):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Service, "health", broken)
+    with serving(lambda text: "x") as server:
+        answer = server.client.get("/health")
+    assert answer.status_code == 500
+    error = answer.json()["error"]
+    assert (error["message"], error["type"]) == ("RuntimeError: a mistake", "server_error")
+
+
 def test_a_wait_ends():
     with serving(lambda text: "x" * 90, seconds=0.05, timeout_s=0.5) as server:
         started = time.monotonic()
