@@ -221,8 +221,8 @@ class Service:
             asked.n,
             asked.wants_logprobs,
             asked.return_token_ids,
-            asked.stream_options.include_usage,
-            asked.stream_options.include_obfuscation,
+            bool(asked.stream_options.include_usage),
+            bool(asked.stream_options.include_obfuscation),
             form,
         )
         answer = kind(tokenizer, wants, choices)
