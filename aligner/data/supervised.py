@@ -101,6 +101,11 @@ def make_example(
         chat, learn, context = _conversation(row, data, response_key)
         if chat is None:
             check_plain_text(data)
+            if row.columns.get(data.tools_column or ""):
+                raise DataError(
+                    f"column {data.tools_column!r} holds tools, but the row is plain text and has "
+                    "no place for them; set data.chat=true, or data.tools_column=null"
+                )
             prompt = take(row, data.prompt_column, str, "data.prompt_column")
             response = take(row, getattr(data, response_key), str, f"data.{response_key}")
             ids, learned = encode_pair(tokenizer, prompt, response)

@@ -73,8 +73,8 @@ class StreamOptions(BaseModel):
     """``stream_options``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Sampled(_Request):
@@ -148,11 +148,12 @@ class ChatRequest(_Sampled):
         """Functions that the model may call.
 
         Raises:
-            DataError: one of them is no function with a name.
+            DataError: one of them is no function with a name and a mapping of parameters.
         """
         for number, tool in enumerate(self.tools):
             function = tool.get("function")
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+            if not is_function or not isinstance(function.get("parameters") or {}, Mapping):
                 raise DataError(
                     f"tools.{number}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'

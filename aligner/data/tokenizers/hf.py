@@ -196,6 +196,7 @@ class HuggingFaceTokenizer:
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 **self._template_kwargs,
             )
+            str(text).encode()  # half a character, which JSON text can hold, is no text
         except Exception as error:  # Jinja's errors, and what templates raise themselves
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return str(text)
