@@ -219,19 +219,14 @@ def soft_overlong_penalty(lengths: Tensor, is_end: Tensor, max_length: int, cach
     ``lengths``: int64 [B], generated tokens. ``is_end``: bool [B], the response ended by itself.
     ``max_length``: most tokens a response may have. Returns float32 [B].
     """
-    check_overlong(max_length, cache)
-    assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
-    over = (lengths - (max_length - cache)).clamp(min=0).float()
-    soft = -(over / max(1, cache)).clamp(max=1.0)
-    return torch.where(is_end.bool(), soft, -1.0)
-
-
-def check_overlong(max_length: int, cache: int) -> None:
-    """Refuse a cache that does not fit into the response."""
     if not 0 <= cache <= max_length:
         raise ConfigError(
             f"overlong cache={cache} must be between 0 and max_length={max_length}, both in tokens"
         )
+    assert lengths.shape == is_end.shape, (lengths.shape, is_end.shape)
+    over = (lengths - (max_length - cache)).clamp(min=0).float()
+    soft = -(over / max(1, cache)).clamp(max=1.0)
+    return torch.where(is_end.bool(), soft, -1.0)
 
 
 SampleEstimator = Literal["reinforce", "rloo", "grpo", "dr_grpo"]

@@ -128,6 +128,10 @@ def render_comparison(comparison: Comparison) -> str:
     lead = f"{len(runs)} training runs, {minutes:.1f} minutes of training."
     if comparison.missing:
         lead += f" {comparison.missing} runs are still to be made; the same command goes on."
+    commands: dict[str, str] = {}
+    for run in runs:
+        commands[run.name] = run.command
+        commands |= {f"{run.name}: {name}": path for name, path in run.files.items()}
     counts = " or ".join(map(str, sorted({one.count for one in policies})))
     return render(
         "comparison.html",
@@ -142,7 +146,7 @@ def render_comparison(comparison: Comparison) -> str:
         runs=runs,
         curves=drawn(card for run in runs for card in _curves(run)),
         times=bars([(run.name, run.seconds) for run in runs]),
-        commands=_commands(runs),
+        commands=commands,
         environment=comparison.environment,
     )
 
@@ -173,11 +177,3 @@ def _shared_answers(policies: Sequence[Policy]) -> list[list[Sample]]:
     prompts = answers[0] if answers else {}
     shared = [prompt for prompt in prompts if all(prompt in found for found in answers)]
     return [[found[prompt] for found in answers] for prompt in shared[:_MOST_PROMPTS]]
-
-
-def _commands(runs: Sequence[Learned]) -> dict[str, str]:
-    rows: dict[str, str] = {}
-    for run in runs:
-        rows[run.name] = run.command
-        rows |= {f"{run.name}: {name}": path for name, path in run.files.items()}
-    return rows

@@ -154,11 +154,6 @@ class RoleModel:
             return configured > 0
         return max(self.architecture.hidden_dropout, self.architecture.attention_dropout) > 0
 
-    @property
-    def ranks_meet(self) -> bool:
-        """True if data-parallel ranks meet in every pass, as their experts do."""
-        return self.settings.parallel.expert > 1
-
     @cached_property
     def layout_rules(self) -> LayoutRules:
         """Rules for the layout of its micro-batches."""
@@ -176,7 +171,7 @@ class RoleModel:
         the one with most, by empty ones at the end. Collective then.
         """
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
-        if self.ranks_meet:
+        if self.settings.parallel.expert > 1:  # data-parallel ranks meet in every pass
             count = torch.tensor(len(bounds), device=batch["input_ids"].device)
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.parallel.dp_group)
             end = bounds[-1][1]
