@@ -56,7 +56,7 @@ import torch
 from torch import Tensor
 
 from aligner.errors import ConfigError
-from aligner.losses.groups import TOLERANCE, compare_turns, deviation_in_group, sum_of_group
+from aligner.losses.groups import TOLERANCE, compare_turns, sum_of_group
 from aligner.losses.masked import masked_whiten
 
 
@@ -273,7 +273,10 @@ def group_advantages(
         # r - (sum - r)/(n - 1) = (r - mean)·n/(n - 1)
         deviation = deviation * size / (size - 1).clamp(min=1)
     elif estimator == "grpo":
-        deviation = deviation / (deviation_in_group(reward, groups, counts) + GRPO_EPSILON)
+        # Unbiased standard deviation of the group's rewards, before any penalty.
+        apart = torch.where(counts, reward - sum_of_group(reward, groups) / size.clamp(min=1), 0)
+        variance = sum_of_group(apart.square(), groups) / (size - 1).clamp(min=1)
+        deviation = deviation / (variance.sqrt() + GRPO_EPSILON)
     varies = has_reward_variance(rewards, groups, sample_mask)
     return torch.where(varies, deviation, 0).to(rewards.dtype)
 

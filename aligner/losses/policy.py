@@ -166,7 +166,8 @@ class PPOPolicyLoss:
         # k3 from the policy that sampled: its samples, so the ratio is this policy's over it.
         metrics["approx_kl"] = mean(torch.expm1(log_ratio) - log_ratio)
         metrics["ppo_ratio"] = mean(ratio)
-        metrics["ppo_ratio_max"] = _masked_max(ratio, mask)
+        largest = torch.where(mask, ratio, 0).amax() if ratio.numel() else ratio.new_zeros(())
+        metrics["ppo_ratio_max"] = largest
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
@@ -238,10 +239,3 @@ class PPOPolicyLoss:
 def _check_choice(key: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{key}={value!r} is unknown; use one of {', '.join(known)}")
-
-
-def _masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest non-negative value where ``mask`` is True; 0 where there is none."""
-    if values.numel() == 0:
-        return values.new_zeros(())
-    return torch.where(mask, values, 0).amax()

@@ -1,6 +1,7 @@
 """Sampled responses: ``samples.jsonl`` and a table on the console."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,14 +54,11 @@ class SampleWriter:
 
 def read_samples(path: Path) -> list[Sample]:
     """All complete lines of a ``samples.jsonl``, oldest first; what is no sample is left out."""
-    return [sample for record in read_lines(path) if (sample := _sample(record)) is not None]
-
-
-def _sample(record: Mapping[str, Any]) -> Sample | None:
-    try:
-        return Sample(**{**record, "reward": float(record["reward"])})
-    except (KeyError, TypeError, ValueError):
-        return None
+    samples = []
+    for record in read_lines(path):
+        with suppress(KeyError, TypeError, ValueError):
+            samples.append(Sample(**{**record, "reward": float(record["reward"])}))
+    return samples
 
 
 def sample_table(samples: Sequence[Sample], *, tail: int = 160) -> Table:

@@ -91,18 +91,6 @@ def check_lengths(
     )
 
 
-def check_validation_lengths(
-    config: SamplingRunConfig,
-    architecture: GPTArchitecture,
-    sets: Sequence[PromptDataset | None],
-) -> None:
-    """Refuse validation prompts that leave no room for ``validation.max_length`` new tokens."""
-    response = config.validation.max_length
-    for prompts in sets:
-        if prompts is not None and response is not None:
-            check_room(architecture, prompts.max_length, "validation.max_length", response)
-
-
 def check_room(
     architecture: GPTArchitecture,
     longest_prompt: int,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from aligner.checkpoint.durable import atomic_file
 from aligner.observe.diagnostics import ROUNDING_GAPS, gap_verdict
-from aligner.observe.metric_names import describe
+from aligner.observe.metric_names import MetricInfo, describe
 from aligner.observe.metrics import read_metrics
 from aligner.observe.report.chart import (
     Bar,
@@ -257,15 +257,13 @@ def _groups(series: Mapping[str, Series]) -> list[tuple[str, bool, list[ChartCar
     """Heading, whether open, and cards of each group of metrics in which something is drawn."""
     groups = []
     for group, heading in _GROUPS.items():
-        members = {n: s for n, s in series.items() if n.split("/", 1)[0] == group}
-        cards = drawn(_metric_card(name, one) for name, one in sorted(members.items()))
-        if cards:
-            groups.append((f"{heading}: {group}/", group != "timers", cards))
+        cards = []
+        for name, one in sorted(series.items()):
+            prefix, _, metric = name.partition("/")
+            if prefix == group:
+                info = describe(name) or MetricInfo("", "")
+                tooltip = f"{name}: {info.meaning} Over: {info.over}"
+                cards.append(ChartCard(metric, info.meaning, tooltip, [one], is_single=True))
+        if shown := drawn(cards):
+            groups.append((f"{heading}: {group}/", group != "timers", shown))
     return groups
-
-
-def _metric_card(name: str, series: Series) -> ChartCard:
-    info = describe(name)
-    meaning, over = (info.meaning, info.over) if info else ("", "")
-    heading, tooltip = name.split("/", 1)[1], f"{name}: {meaning} Over: {over}"
-    return ChartCard(heading, meaning, tooltip, [series], is_single=True)

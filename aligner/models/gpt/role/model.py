@@ -154,6 +154,11 @@ class RoleModel:
             return configured > 0
         return max(self.architecture.hidden_dropout, self.architecture.attention_dropout) > 0
 
+    @property
+    def ranks_meet(self) -> bool:
+        """True if data-parallel ranks meet in every pass, as their experts do."""
+        return self.settings.parallel.expert > 1
+
     @cached_property
     def layout_rules(self) -> LayoutRules:
         """Rules for the layout of its micro-batches."""
@@ -171,7 +176,7 @@ class RoleModel:
         the one with most, by empty ones at the end. Collective then.
         """
         bounds = row_bounds(batch["input_ids"].shape[0], micro_batches)
-        if self.settings.parallel.expert > 1:  # data-parallel ranks meet in every pass
+        if self.ranks_meet:
             count = torch.tensor(len(bounds), device=batch["input_ids"].device)
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.parallel.dp_group)
             end = bounds[-1][1]
@@ -372,13 +377,17 @@ def _report_non_finite(
 ) -> None:
     where = "nowhere (no log directory is set)"
     if role.settings.non_finite_dir is not None:
+        texts = None
+        if role.tokenizer is not None:
+            rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
+            texts = [role.tokenizer.decode(ids[:length]) for ids, length in rows]
         where = str(
             write_nonfinite(
                 role.settings.non_finite_dir,
                 role.role_name,
                 {"loss": loss, "grad_norm": outcome.grad_norm, "lr": outcome.lr},
                 batch,
-                _texts(role.tokenizer, batch),
+                texts,
                 update=number,
                 updates=updates,
                 rank=role.parallel.rank,
@@ -390,10 +399,3 @@ def _report_non_finite(
             f"updates): loss={loss}, grad_norm={outcome.grad_norm}; samples in {where}. "
             "Lower the learning rate, or set non_finite=skip in the trainer's section to go on"
         )
-
-
-def _texts(tokenizer: Tokenizer | None, batch: Mapping[str, Tensor]) -> list[str] | None:
-    if tokenizer is None:
-        return None
-    rows = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
-    return [tokenizer.decode(ids[:length]) for ids, length in rows]
