@@ -139,9 +139,14 @@ def make_prompt(
     try:
         raw = take(row, data.prompt_column, (str, list), "data.prompt_column")
         del columns[data.prompt_column]
-        ground_truth = None
-        if ground_truth_column is not None:
-            ground_truth = _ground_truth(columns, ground_truth_column)
+        ground_truth = columns.pop(ground_truth_column, None) if ground_truth_column else None
+        if ground_truth_column is not None and ground_truth is None:
+            state = "null" if ground_truth_column in row.columns else "missing"
+            raise DataError(
+                f"column {ground_truth_column!r} is {state}; name another with "
+                "data.ground_truth_column, or set data.ground_truth_column=null if the data has "
+                "none"
+            )
         clash = sorted(RESERVED_COLUMNS & columns.keys())
         if clash:
             raise DataError(
@@ -153,15 +158,6 @@ def make_prompt(
     except DataError as error:
         raise DataError(f"{row.place}: {error}; columns found: {sorted(row.columns)}") from error
     return Prompt(index, text, ids, ground_truth, columns)
-
-
-def _ground_truth(columns: dict[str, Any], name: str) -> Any:
-    if columns.get(name) is None:
-        raise DataError(
-            f"column {name!r} is {'null' if name in columns else 'missing'}; name another with "
-            "data.ground_truth_column, or set data.ground_truth_column=null if the data has none"
-        )
-    return columns.pop(name)
 
 
 def _render(

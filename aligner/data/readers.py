@@ -60,17 +60,9 @@ def source_files(source: str | Path) -> list[Path] | None:
     Raises:
         DataError: there are none, or of another kind.
     """
-    path = Path(source).expanduser()
-    if not path.exists() and _names_a_function(str(source)):
+    path, name = Path(source).expanduser(), str(source)
+    if not path.exists() and ":" in name and not name.endswith(tuple(_READERS)):
         return None
-    return _files_of(path)
-
-
-def _names_a_function(source: str) -> bool:
-    return ":" in source and not source.endswith(tuple(_READERS))
-
-
-def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
         if not files:

@@ -55,6 +55,11 @@ class Example:
         return (self,)
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens before the last response."""
+        return self.ids[: self.learned[-1][0]]
+
+    @property
     def learned_tokens(self) -> int:
         """Number of tokens that enter the loss."""
         return sum(end - start for start, end in self.learned)
