@@ -34,15 +34,15 @@ from aligner.algorithms.multi_run.report import (
 from aligner.algorithms.run.directory import config_changes, set_aside
 from aligner.checkpoint.durable import write_json
 from aligner.config import BaseRunConfig, SamplingRunConfig
-from aligner.config.commands.pipeline import (
+from aligner.device import accelerator
+from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
+from aligner.examples.pipeline_config import (
     START,
     PipelineConfig,
     RecipeConfig,
     compose_run,
     load_pipeline,
 )
-from aligner.device import accelerator
-from aligner.errors import CheckpointNotFoundError, ConfigError, WorkerError
 from aligner.observe.metrics import read_metrics
 from aligner.observe.packages import describe_environment
 from aligner.observe.report.comparison import Comparison, Learned, Policy
