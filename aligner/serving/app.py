@@ -87,7 +87,7 @@ class Service:
                 return self.served.encoded(self.served.chat(asked.messages, asked.tools, kwargs))
             if asked.prompt is None:
                 raise HTTPException(400, "prompt: missing, and messages too; give one of them")
-            return self.served.encoded(asked.prompt)
+            return self.served.encoded(self.served.prompt(asked.prompt))
 
         async with self._read(request, TokenizeRequest) as asked:
             tokens = await run_in_threadpool(_checked, ids, asked)
@@ -103,7 +103,8 @@ class Service:
         """``/v1/chat/completions``."""
 
         def prompts(asked: ChatRequest) -> list[list[int]]:
-            text = self.served.chat(asked.messages, asked.offered_tools, asked.chat_template_kwargs)
+            kwargs, keeps = asked.chat_template_kwargs, session is not None
+            text = self.served.chat(asked.messages, asked.offered_tools, kwargs, keeps)
             return [self._tokens(text, session)]
 
         session = self._authorised(request)
@@ -118,7 +119,10 @@ class Service:
         """``/v1/completions``."""
 
         def prompts(asked: CompletionRequest) -> list[list[int]]:
-            return [self._tokens(one, session) for one in asked.prompts]
+            return [
+                self._tokens(self.served.prompt(one) if isinstance(one, str) else one, session)
+                for one in asked.prompts
+            ]
 
         session = self._authorised(request)
         began = time.monotonic()
