@@ -11,20 +11,22 @@ _CHANGES = {
         (
             *("model.micro_batch_size=4", "critic.micro_batch_size=4", "model.optim.lr=1e-4"),
             *("exp_manager.samples_per_step=2", "trainer.ppo.save_interval=1"),
-            *("model.ppo.num_rollout_samples=16", "reward.time_limit_s=30", "trainer.devices=2"),
+            *("model.ppo.num_rollout_samples=16", "reward.time_limit_s=30"),
+            "trainer.devices=2 model.micro_batch_size=4 critic.micro_batch_size=4",
         ),
         True,
     ),
     **dict.fromkeys(
         (
-            *("seed=7", "model.ppo.ratio_eps=0.3", "trainer.ppo.discount_factor=0.5"),
+            *("seed=7", "data.shuffle=false", "data.train.arguments.size=32"),
+            *("model.ppo.ratio_eps=0.3", "trainer.ppo.discount_factor=0.5"),
             *("trainer.ppo.gae_lambda=0.5", "trainer.ppo.initial_policy_kl_penalty=0.5"),
             *("model.ppo.length_params.max_length=3", "model.ppo.sampling_params.temperature=0.5"),
             *("reward.kwargs.pattern='[a-z].*'", "data.train.arguments.shots=2"),
             *(
                 "data.train.arguments.high=9",
                 "model.optim.weight_decay=0.5",
-                "critic.loss_clip_val=9",
+                "critic.value_clip=9",
             ),
         ),
         False,
@@ -43,7 +45,9 @@ def run_campaign(campaign: Campaign) -> None:
         folder = campaign.fresh("changed")
         shutil.copytree(base, folder)
         place = f"exp_manager.explicit_log_dir={folder}"
-        outcome = run(campaign, "train_gpt_ppo", [*PPO, place, _STEPS, change], timeout_s=120)
+        outcome = run(
+            campaign, "train_gpt_ppo", [*PPO, place, _STEPS, *change.split()], timeout_s=120
+        )
         key = change.partition("=")[0]
         good = outcome.verdict == ("ok" if may else "refused") and (may or key in outcome.output)
         campaign.record(change, good, f"{outcome.verdict}: {outcome.last}")

@@ -46,27 +46,3 @@ def runs_of_rows(origin: Tensor, size: int) -> Iterator[tuple[int, int, int, int
     for first, end in itertools.pairwise(edges):
         if first < end and (number := int(origin[first])) >= 0:
             yield first, number // size, number % size, end - first
-
-
-def resplit(
-    name: str, parts: list[Tensor], architecture: GPTArchitecture, *, tp_rank: int, tp_size: int
-) -> Tensor:
-    """`split` of what `merge` makes of ``parts``; of mapped parts only what is needed is read.
-
-    Shapes of the parts: see `merge`. Returns a view of one part where the rows were together.
-    """
-    axis = split_axis(name)
-    shapes = {part.shape for part in parts}
-    if axis is None or len(shapes) > 1 or parts[0].dim() <= axis:
-        return split(name, merge(name, parts, architecture), architecture, tp_rank, tp_size)
-    shape = parts[0].shape
-    origin = origin_of_rows(name, shape, len(parts), architecture, tp_rank=tp_rank, tp_size=tp_size)
-    runs = list(runs_of_rows(origin, shape[axis]))
-    if len(runs) == 1 and runs[0][3] == len(origin):
-        _, part, start, length = runs[0]
-        return parts[part].narrow(axis, start, length)
-    wanted = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
-    result = parts[0].new_zeros(wanted)
-    for first, part, start, length in runs:
-        result.narrow(axis, first, length).copy_(parts[part].narrow(axis, start, length))
-    return result

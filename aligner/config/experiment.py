@@ -102,3 +102,8 @@ class ExpManagerConfig:
 
     save_nemo: StrictBool = True
     """Write the trained policy as `policy.nemo` at the end."""
+
+    @property
+    def data_may_change(self) -> bool:
+        """Whether a resumed run may read other data, or the same data in another order."""
+        return bool(self.resume_changed) or "data" in self.accept_changed

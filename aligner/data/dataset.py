@@ -181,8 +181,12 @@ class PromptSampler:
         seed: int,
         shuffle: bool = True,
         last_batch: LastBatch = "wrap",
+        may_change: bool = False,
     ) -> None:
-        """Take ``batch_size`` of ``size`` prompts at a time, from the first epoch on."""
+        """Take ``batch_size`` of ``size`` prompts at a time, from the first epoch on.
+
+        ``may_change``: `load_state_dict` accepts the state of other data, seed or shuffling.
+        """
         if size < 1:
             raise DataError("data: the data set is empty")
         if batch_size < 1:
@@ -199,6 +203,7 @@ class PromptSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.last_batch = last_batch
+        self.may_change = may_change
         self.epoch = 0  # of the next prompt
         self.position = 0  # of the next prompt within its epoch
         self._order = self._order_of(0)
@@ -252,19 +257,23 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken; the data set and the seed must be the same.
+        """Continue after the last batch of ``state``; the batch size may differ.
 
-        The batch size may differ: the position is counted in prompts.
+        The position is counted in prompts. With ``may_change``, an order of other data or another
+        seed is followed from the same position on, or from the next epoch if it is shorter.
+
+        Raises:
+            DataError: data, seed or shuffling differ, and ``may_change`` is false.
         """
         for name in ("size", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
+            if state[name] != getattr(self, name) and not self.may_change:
                 raise DataError(
                     f"data: the saved run had {name}={state[name]} and this one has "
                     f"{name}={getattr(self, name)}; resume with the same data and seed, or "
                     "start a new run in another directory"
                 )
         self._begin_epoch(state["epoch"])
-        self.position = state["position"]
+        self.position = min(state["position"], self.size)
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch

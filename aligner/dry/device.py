@@ -221,7 +221,9 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         for record in self.records:
             record.copied_bytes += tensor.untyped_storage().nbytes()
 
-    def saw_collective(self, packet: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
+    def saw_collective(
+        self, packet: Any, operands: Sequence[Any], ranks: Sequence[int], is_async: bool = False
+    ) -> None:
         """Count a collective, by its larger operand."""
         sizes = (sum(each.nbytes for each in tensors_in(operand)) for operand in operands)
         size = max(sizes, default=0)
@@ -235,7 +237,8 @@ class DryDevice(contextlib.AbstractContextManager["DryDevice"]):
         if self.kind == "cpu" and name in _THROUGH_A_COPY and len(ranks) > 1:
             with self.memory.beside(Kind.COMMUNICATION, size):
                 self._saw_peak()
-        self._count(lambda record: record.saw_collective(name, ranks, size))
+        overlaps = is_async or self.order.stream is not self.order.process.default
+        self._count(lambda record: record.saw_collective(name, ranks, size, overlaps))
 
     def _replacements(self) -> Iterator[Replacement]:
         """Replacements of all calls of a driver, a process or a kernel that is not there."""

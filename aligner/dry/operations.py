@@ -48,8 +48,10 @@ class Observer(Protocol):
         """The host waits for a value of ``tensor`` (any shape), which may be on the host itself."""
         ...
 
-    def saw_collective(self, packet: Any, operands: Sequence[Any], ranks: Sequence[int]) -> None:
-        """A collective that began."""
+    def saw_collective(
+        self, packet: Any, operands: Sequence[Any], ranks: Sequence[int], is_async: bool = False
+    ) -> None:
+        """A collective that began; ``is_async``: the stream that launched it does not wait."""
         ...
 
 
@@ -189,9 +191,15 @@ class Operations(TorchDispatchMode):
 
     def _communicate(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Count a collective; it ends at once and leaves its outputs unknown where they gather."""
-        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
-        group = dist.ProcessGroup.unbox({**named, **kwargs}["process_group"])
-        self.observer.saw_collective(func.overloadpacket, args, dist.get_process_group_ranks(group))
+        defaults = {each.name: each.default_value for each in func._schema.arguments}
+        named = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        self.observer.saw_collective(
+            func.overloadpacket,
+            args,
+            dist.get_process_group_ranks(group),
+            bool(named.get("async_op")),
+        )
         if func.overloadpacket in _GATHERED:
             self._gather(args[0], args[1], group.size())
         elif group.size() > 1 and func.overloadpacket not in _REDUCED:

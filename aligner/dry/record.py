@@ -66,6 +66,7 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     flops: int
     moved_bytes: int  # operands and results
+    is_attention: bool = False
 
 
 def _grouped_flops(rows: Tensor, matrices: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
@@ -83,6 +84,7 @@ class Collective:
 
     name: str  # as c10d has it: allreduce_, _allgather_base_, send, …
     ranks: tuple[int, ...]
+    overlaps: bool = False  # runs beside kernels: asynchronous, or on another stream
 
     @property
     def group_size(self) -> int:
@@ -169,7 +171,8 @@ class Record:
         packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
         formula = _FORMULAS.get(packet) or flop_registry.get(packet)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-        self.saw_kernel(operands, results, flops, _moved(func, operands, results))
+        attends = flops > 0 and "attention" in packet.__name__
+        self.saw_kernel(operands, results, flops, _moved(func, operands, results), attends)
         if len({each.device.type for each in (*operands, *results) if each.dim()}) > 1:
             self.copied_bytes += max(map(_bytes, (*operands, *results)))
 
@@ -179,6 +182,7 @@ class Record:
         results: Sequence[Tensor],
         flops: int = 0,
         moved_bytes: int | None = None,
+        is_attention: bool = False,
     ) -> None:
         """Count one kernel, which reads its operands and writes its results once by default.
 
@@ -187,11 +191,13 @@ class Record:
         first = operands[0] if operands else results[0]
         if moved_bytes is None:
             moved_bytes = sum(map(_bytes, (*operands, *results)))
-        self.kernels[Kernel(first.dtype, flops, moved_bytes)] += 1
+        self.kernels[Kernel(first.dtype, flops, moved_bytes, is_attention)] += 1
 
-    def saw_collective(self, name: str, ranks: Iterable[int], size: int) -> None:
-        """Count one collective of ``size`` bytes."""
-        key = Collective(name, tuple(ranks))
+    def saw_collective(
+        self, name: str, ranks: Iterable[int], size: int, overlaps: bool = False
+    ) -> None:
+        """Count one collective of ``size`` bytes; ``overlaps``: it runs beside kernels."""
+        key = Collective(name, tuple(ranks), overlaps)
         calls, total = self.collectives.get(key, (0, 0))
         self.collectives[key] = (calls + 1, total + size)
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from aligner.dry.record import Collective, Kernel, Kind, Record
 from aligner.plan.devices import (
     COLLECTIVE_SECONDS,
+    KERNEL_SECONDS,
     LAUNCH_SECONDS,
     MEMORY_REACHED,
     READ_SECONDS,
@@ -91,13 +92,13 @@ class Time:
     arithmetic: float
     memory: float
     launches: float  # beyond what the device computes meanwhile
-    nvlink: float
+    nvlink: float  # of collectives for which kernels wait; of others what is longer than these
     network: float
     host: float  # copies to and from host memory, and values that the host waits for
 
     @property
     def total(self) -> float:
-        """Seconds; nothing overlaps but launches and kernels."""
+        """Seconds of all."""
         return sum(vars(self).values())
 
     @property
@@ -107,26 +108,32 @@ class Time:
 
 
 def time_of(amounts: Amounts, device: DeviceRates) -> Time:
-    """A roofline kernel by kernel (Williams et al. 2009): the slower of arithmetic and memory."""
+    """Arithmetic and memory of every kernel, one after the other, then communication.
+
+    Collectives that overlap with kernels take time only if all of them take longer than these.
+    """
     arithmetic = memory = 0.0
     for kernel, count in amounts.kernels.items():
-        computes = kernel.flops / device.flops(kernel.dtype)
+        computes = kernel.flops / device.flops(kernel.dtype, kernel.is_attention)
         moves = kernel.moved_bytes / (MEMORY_REACHED * device.memory)
-        if computes > moves:
-            arithmetic += count * computes
-        else:
-            memory += count * moves
-    within, across = amounts.wire_bytes(device)
-    latency = {True: 0.0, False: 0.0}
-    for key, calls in amounts.calls.items():
+        arithmetic += count * computes
+        memory += count * max(moves, KERNEL_SECONDS - computes)
+    launches = max(0.0, amounts.launches * LAUNCH_SECONDS - arithmetic - memory)
+    seconds: Counter[tuple[bool, bool]] = Counter()  # by: overlaps, crosses nodes
+    for key in {**amounts.calls, **amounts.wires}:
         if key.group_size > 1:
-            latency[_crosses_nodes(key, device)] += calls * COLLECTIVE_SECONDS
+            calls = amounts.calls.get(key, 0.0)
+            sent = key.wire_bytes(1) * amounts.wires.get(key, 0.0)
+            time = sent / (WIRE_REACHED * _wire_rate(key, device)) + calls * COLLECTIVE_SECONDS
+            seconds[key.overlaps, _crosses_nodes(key, device)] += time  # type: ignore[assignment]
+    overlapping = seconds[True, False] + seconds[True, True]
+    exposed = max(0.0, overlapping - arithmetic - memory - launches) / (overlapping or 1.0)
     return Time(
         arithmetic,
         memory,
-        max(0.0, amounts.launches * LAUNCH_SECONDS - arithmetic - memory),
-        within / (WIRE_REACHED * device.nvlink) + latency[False],
-        across / (WIRE_REACHED * device.network) + latency[True],
+        launches,
+        seconds[False, False] + exposed * seconds[True, False],
+        seconds[False, True] + exposed * seconds[True, True],
         amounts.others.get("copied_bytes", 0.0) / (WIRE_REACHED * device.host)
         + amounts.others.get("host_reads", 0.0) * READ_SECONDS,
     )
@@ -199,3 +206,16 @@ def _sum(one: Mapping[Key, float], other: Mapping[Key, float], times: float) -> 
 
 def _crosses_nodes(key: Collective, device: DeviceRates) -> bool:
     return len({rank // device.per_node for rank in key.ranks}) > 1
+
+
+def _wire_rate(key: Collective, device: DeviceRates) -> float:
+    """Bytes a second that a rank sends: over NVLink; or over the network cards of its node.
+
+    NCCL makes a ring for each card of a node that has members, and every ring leaves the node once,
+    so that members of one node share their cards. In an all-to-all each sends through its own.
+    """
+    if not _crosses_nodes(key, device):
+        return device.nvlink
+    members = Counter(rank // device.per_node for rank in key.ranks)
+    cards = 1 if key.name.startswith(("alltoall", "send", "recv")) else min(members.values())
+    return min(device.nvlink, cards * device.network)

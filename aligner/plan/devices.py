@@ -1,8 +1,8 @@
 """Devices by name: how much they hold and how fast they are.
 
-Rates are the makers' published peaks, dense, without sparsity. What of them is reached is one
-number for each resource below: an assumption, in the range that well-tuned training reports, and
-not measured by this project.
+Rates are the makers' published peaks, dense, without sparsity. The share of a peak that is reached
+is one number for each resource below, chosen so that estimates agree with published measurements
+(`benchmarks.plan_published`); this project has measured none.
 """
 
 import difflib
@@ -13,10 +13,11 @@ import torch
 from aligner.errors import ConfigError
 
 # Shares of the published peaks.
-ARITHMETIC_REACHED = 0.70
+ARITHMETIC_REACHED = 0.68
 MEMORY_REACHED = 0.80
 WIRE_REACHED = 0.75
 LAUNCH_SECONDS = 6e-6  # of the host, a kernel started from Python
+KERNEL_SECONDS = 2e-6  # of the device, a kernel at least
 READ_SECONDS = 15e-6  # of a value that the host waits for, beside what it waits for
 COLLECTIVE_SECONDS = 15e-6  # before the first byte
 
@@ -33,12 +34,14 @@ class DeviceRates:
     nvlink: float  # to other devices of its node, each way
     network: float  # to other nodes, each way and per device
     host: float  # to host memory, each way
+    attention: float  # share of the peak that it reaches, with what a causal mask drops counted
     per_node: int = 8
 
-    def flops(self, dtype: torch.dtype) -> float:
-        """Rate of matrix products of this dtype, in operations a second."""
-        peak = self.low_precision if dtype.itemsize == 2 else self.float32
-        return ARITHMETIC_REACHED * peak
+    def flops(self, dtype: torch.dtype, is_attention: bool = False) -> float:
+        """Rate of matrix products of this dtype, or of attention, in operations a second."""
+        if dtype.itemsize != 2:
+            return ARITHMETIC_REACHED * self.float32
+        return (self.attention if is_attention else ARITHMETIC_REACHED) * self.low_precision
 
 
 def _device(
@@ -47,20 +50,22 @@ def _device(
     teraflops: tuple[float, float],
     memory: float,
     links: tuple[float, float, float],
+    attention: float,
 ) -> DeviceRates:
     """``gigabytes`` as sold, which are binary; rates in TFLOP/s and GB/s."""
     low, full = (rate * 1e12 for rate in teraflops)
     nvlink, network, host = (rate * 1e9 for rate in links)
-    return DeviceRates(name, gigabytes << 30, low, full, memory * 1e9, nvlink, network, host)
+    size = gigabytes << 30
+    return DeviceRates(name, size, low, full, memory * 1e9, nvlink, network, host, attention)
 
 
 _TABLE = (
-    _device("a100-40g", 40, (312.0, 19.5), 1555.0, (300.0, 25.0, 25.0)),
-    _device("a100-80g", 80, (312.0, 19.5), 2039.0, (300.0, 25.0, 25.0)),
-    _device("l40s", 48, (362.0, 91.6), 864.0, (25.0, 12.5, 25.0)),  # no NVLink: PCIe
-    _device("h100-80g", 80, (989.4, 66.9), 3350.0, (450.0, 50.0, 50.0)),
-    _device("h200", 140, (989.4, 66.9), 4800.0, (450.0, 50.0, 50.0)),
-    _device("b200", 180, (2250.0, 75.0), 8000.0, (900.0, 50.0, 50.0)),
+    _device("a100-40g", 40, (312.0, 19.5), 1555.0, (300.0, 25.0, 25.0), 0.9),
+    _device("a100-80g", 80, (312.0, 19.5), 2039.0, (300.0, 25.0, 25.0), 0.9),
+    _device("l40s", 48, (362.0, 91.6), 864.0, (25.0, 12.5, 25.0), 0.9),  # no NVLink: PCIe
+    _device("h100-80g", 80, (989.4, 66.9), 3350.0, (450.0, 50.0, 50.0), 0.7),
+    _device("h200", 140, (989.4, 66.9), 4800.0, (450.0, 50.0, 50.0), 0.7),
+    _device("b200", 180, (2250.0, 75.0), 8000.0, (900.0, 50.0, 50.0), 0.35),
 )
 DEVICES = {device.name: device for device in _TABLE}
 

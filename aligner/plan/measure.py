@@ -23,6 +23,7 @@ from aligner.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from aligner.distributed.workers import LocalCluster, micro_batching
 from aligner.dry.device import DeviceKind, DryDevice
 from aligner.dry.record import Record
+from aligner.models.gpt.decode.scheduler import Responses
 from aligner.models.policy.workers import dtensor_policy_worker_v2, megatron_policy_worker
 from aligner.models.reward.workers import megatron_reward_worker
 from aligner.models.value.workers import dtensor_value_worker_v2, megatron_value_worker
@@ -30,7 +31,9 @@ from aligner.parallel.groups import initialize_parallel
 from aligner.plan.amounts import Amounts, Kinds, Measured, extrapolated, fuller, peaks_of
 from aligner.plan.roles import Generate, HandOver, Phase, PlannedRole, Rows, Score, Train
 
-_DEPTHS = (2, 4)  # layers of a pipeline stage that are run where there are more
+# Layers of a pipeline stage that are run, of more. FSDP2 gathers layers ahead: from four
+# on, as many as in any deeper model.
+_DEPTHS = {"megatron": (2, 4), "dtensor": (4, 6)}
 _TOKENS = 5  # of each response that are sampled: from the third on by a CUDA graph
 
 
@@ -56,7 +59,8 @@ def measure(role: PlannedRole, stage: int, kind: DeviceKind = "gpu") -> Measured
 def depths_of(role: PlannedRole) -> list[int]:
     """Numbers of layers of a pipeline stage from which all of them follow."""
     layers = role.architecture.num_layers // role.parallel.pipeline
-    return [layers] if layers <= _DEPTHS[-1] else list(_DEPTHS)
+    depths = _DEPTHS[role.start.options.get("backend", "megatron")]
+    return [layers] if layers <= depths[-1] else list(depths)
 
 
 def joined(runs: Mapping[int, MeasuredRole], layers: int) -> MeasuredRole:
@@ -299,20 +303,25 @@ class _RoleRun:
         begin = self._sample(phase, phase.prompt, phase.response)
         late = phase.prompt + max(0, phase.response - _TOKENS)
         end = self._sample(phase, late, phase.prompt + phase.response - late)
+        self.role.release_generator()  # its cache and graphs are counted in this phase only
         with self.device.record() as left:
             worker.finish_generation()
         moved = moved.plus(Amounts.of(left))
-        (start, *_, early), (*_, last) = begin, end
-        waves = phase.rows / phase.slots
-        mean = Amounts().plus(Amounts.of(early), 0.5).plus(Amounts.of(last), 0.5)
-        amounts = Amounts.of(start).plus(mean, phase.response - 1.0)
+        amounts = Amounts.of(begin[0])
+        if phase.response > 1:
+            mean = Amounts().plus(_step(begin), 0.5).plus(_step(end), 0.5)
+            amounts = amounts.plus(mean, phase.response - 1.0)
         peaks = peaks_of(ready)
         for record in (*begin, *end):
             peaks = fuller(peaks, peaks_of(record))
-        return moved.plus(amounts, waves), peaks
+        return moved.plus(amounts, phase.rows / phase.slots), peaks
 
     def _sample(self, phase: Generate, prompt: int, response: int) -> list[Record]:
-        """Prefill and the first token; each token after it."""
+        """Prefill and the first token; each step after it, with what the host reads meanwhile.
+
+        The host reads a step while the next one runs, so the last step that is measured whole is
+        ended by the one after it.
+        """
         prompts = -(-phase.slots // phase.per_prompt)
         numbers = torch.arange(prompts).repeat_interleave(phase.per_prompt)[: phase.slots]
         ids = (numbers[:, None] + torch.arange(prompt)) % 200
@@ -324,27 +333,21 @@ class _RoleRun:
                 "sample_ids": torch.arange(phase.slots),
             }
         )
-        sampling = phase.sampling
+        lengths = LengthParams(min_length=response, max_length=response)
+        advance = Responses.advance
         with contextlib.ExitStack() as stack:
-            sampled = 0
             records = [stack.enter_context(self.device.record())]
 
-            def listener(row: int, token: int, logprob: float) -> None:
-                nonlocal sampled
-                del row, token, logprob
-                sampled += 1
-                if sampled == min(_TOKENS, response) * phase.slots:
+            def measured(*args: Any, **kwargs: Any) -> None:
+                stack.close()
+                if len(records) == _TOKENS:
                     raise _Enough
-                if sampled % phase.slots == 0:
-                    stack.close()
-                    records.append(stack.enter_context(self.device.record()))
+                records.append(stack.enter_context(self.device.record()))
+                advance(*args, **kwargs)
 
-            with contextlib.suppress(_Enough):
+            with contextlib.suppress(_Enough), mock.patch.object(Responses, "advance", measured):
                 self.worker.generate(
-                    data,
-                    seed=1,
-                    sampling_options=SamplingOptions(LengthParams(max_length=response), sampling),
-                    listener=listener,
+                    data, seed=1, sampling_options=SamplingOptions(lengths, phase.sampling)
                 )
         return records
 
@@ -370,6 +373,11 @@ class _RoleRun:
                 del buffer
                 self.worker.offload_after_refit()
         return Amounts.of(record), peaks_of(record)
+
+
+def _step(records: list[Record]) -> Amounts:
+    """The last step with the fewest launches: others capture a graph, or are before that."""
+    return Amounts.of(min(records[:0:-1], key=lambda record: record.launches))
 
 
 def share_of(model: TrainedModelConfig, phase: Train | Score, rows: Rows) -> SlicedDataDict:

@@ -1,11 +1,12 @@
 """Search over layouts, recomputation and offload: the fastest that fits, and the fewest cards."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.config import BaseRunConfig
-from aligner.config.commands.changes import overrides_of, single_changes
+from aligner.config.commands.changes import TENSOR, overrides_of, single_changes
 from aligner.config.commands.plan import trainer_keys, varied
 from aligner.errors import ConfigError, DataError, LayoutError
 from aligner.plan.estimate import Estimate, Estimator
@@ -13,6 +14,7 @@ from aligner.plan.layouts import Layout, batch_sizes, layouts, savings
 
 Say = Callable[[str], None]
 _GIB = 1 << 30
+_NEAR = 1.05  # times within this factor count as equal: fewer changes are better
 _WORTH = 0.7  # share of the least devices' tokens a second and device, below which more are not
 
 
@@ -53,6 +55,7 @@ class Found:
     estimate: Estimate
     overrides: list[str]
     tried: int
+    changed: int  # number of keys that have other values than before
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,19 @@ class Devices:
 def advice(estimator: Estimator, now: Estimate) -> list[Advice]:
     """Effects of single changes, the cheapest that helps first.
 
-    Where the run does not fit, those that make it; else those that save at least a twentieth of
-    the peak, or time.
+    If the run does not fit, those that make it; else those that save at least a twentieth of the
+    peak, or time. Larger tensor-parallel groups are tried only if it does not fit, until one does.
     """
     found = []
+    has_layout = now.fits
     for changes in single_changes(now.config):
+        if has_layout and TENSOR in changes:
+            continue
         try:
             other = estimator.estimate(varied(now.config, changes))
         except (ConfigError, LayoutError, DataError):
             continue
+        has_layout |= other.fits and TENSOR in changes
         found.append(
             Advice(
                 changes,
@@ -110,22 +117,44 @@ def advice(estimator: Estimator, now: Estimate) -> list[Advice]:
                 other.fits,
             )
         )
-    if not now.fits:
+    if now.fits:
+        helping = [
+            each
+            for each in found
+            if each.fits
+            and (
+                each.saved_bytes > 0.05 * now.peak_bytes or each.seconds < -0.02 * now.step_seconds
+            )
+        ]
+    else:
         helping = [each for each in found if each.fits] or [
             each for each in found if each.saved_bytes > 0.02 * now.peak_bytes
         ]
-        return sorted(helping, key=lambda each: each.seconds)
-    helping = [
-        each
-        for each in found
-        if each.fits
-        and (each.saved_bytes > 0.05 * now.peak_bytes or each.seconds < -0.02 * now.step_seconds)
+    ordered = []
+    while helping:
+        options = [(each.before + each.seconds, len(each.changes)) for each in helping]
+        ordered.append(helping.pop(_preferred(options)))
+    return ordered
+
+
+def _preferred(options: Sequence[tuple[float, int]]) -> int:
+    """Index of the option with the fewest changes of those that are nearly as fast as the fastest.
+
+    Each is the seconds of a step, and the number of changes.
+    """
+    limit = _NEAR * min(seconds for seconds, _ in options)
+    near = [
+        (changes, seconds, place)
+        for place, (seconds, changes) in enumerate(options)
+        if seconds <= limit
     ]
-    return sorted(helping, key=lambda each: each.seconds)
+    return min(near)[-1]
 
 
 def fastest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text: None) -> Found:
     """Try layouts of the run's devices, each with what makes it fit; the fastest that does.
+
+    Of those that are within 5 % of it, the one that changes the fewest keys.
 
     Raises:
         ConfigError: nothing fits.
@@ -133,7 +162,7 @@ def fastest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text:
     search = _Search(estimator, config, say)
     for layout in layouts(estimator, config):
         search.try_layout(layout)
-    if search.best is None:
+    if not search.fitting:
         raise ConfigError(
             f"no layout of {config.trainer.world_size} x {estimator.device.name} holds this run; "
             + (
@@ -145,15 +174,17 @@ def fastest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text:
             + "; take more devices (plan.devices=auto finds how many), larger ones, LoRA, or "
             "shorter responses"
         )
-    return replace(search.best, tried=search.tried)
+    options = [(each.estimate.step_seconds, each.changed) for each in search.fitting]
+    return replace(search.fitting[_preferred(options)], tried=search.tried)
 
 
 class _Search:
-    """The best so far, and the trials behind it."""
+    """Variants that fit, and the number of those that were tried."""
 
     def __init__(self, estimator: Estimator, config: BaseRunConfig, say: Say) -> None:
         self.estimator, self.config, self.say = estimator, config, say
-        self.best: Found | None = None
+        self.fitting: list[Found] = []
+        self.least_seconds = float("inf")  # of those that fit
         self.closest = float("inf")
         self.tried = 0
 
@@ -180,7 +211,8 @@ class _Search:
             return
 
     def _is_beaten(self, seconds: float) -> bool:
-        return self.best is not None and seconds >= self.best.estimate.step_seconds
+        """True if a step that takes this long is not nearly as fast as the fastest."""
+        return seconds > _NEAR * self.least_seconds
 
     def _try(self, changes: dict[str, Any]) -> Estimate | None:
         """Measure a variant; None: it cannot be, or cannot fit."""
@@ -200,9 +232,15 @@ class _Search:
             f"{'fits ' if found.fits else 'full '} {found.peak_bytes / _GIB:6.1f} GiB "
             f"{found.step_seconds:8.1f} s  {' '.join(words)}"
         )
-        if found.fits and not self._is_beaten(found.step_seconds):
-            self.best = Found(found, words, self.tried)
+        if found.fits:
+            changed = sum(_value(varied_config, key) != _value(self.config, key) for key in changes)
+            self.fitting.append(Found(found, words, self.tried, changed))
+            self.least_seconds = min(self.least_seconds, found.step_seconds)
         return found
+
+
+def _value(config: BaseRunConfig, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def fewest(estimator: Estimator, config: BaseRunConfig, say: Say = lambda text: None) -> Devices:

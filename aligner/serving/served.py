@@ -11,7 +11,7 @@ from aligner.data.chat import check_all_used, parse_messages, render, with_syste
 from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.environments.calls import Form, form_of
-from aligner.errors import DataError
+from aligner.errors import DataError, TokenizerError
 from aligner.serving.requests import ChatRequest, CompletionRequest, chat_messages
 from aligner.serving.tools import in_text
 
@@ -104,11 +104,15 @@ class Served:
             message["role"] == "tool" or "tool_calls" in message for message in messages
         )
         shown = tools or None
-        if speaks_of_tools and self.form == "plain":
-            messages, shown = in_text(messages, tools), None
-        tokenizer = self.tokenizer.with_template_kwargs(template_kwargs or {})
-        check_all_used(tokenizer, messages, shown)
-        return render(tokenizer, messages, shown)
+        try:
+            if speaks_of_tools and self.form == "plain":
+                messages, shown = in_text(messages, tools), None
+            tokenizer = self.tokenizer.with_template_kwargs(template_kwargs or {})
+            check_all_used(tokenizer, messages, shown)
+            return render(tokenizer, messages, shown)
+        except TokenizerError as error:
+            advice = "a model without a chat template completes text: ask /v1/completions"
+            raise TokenizerError(f"{error}; {advice}") from error
 
     def _keeps(self, text: str) -> bool:
         """Return whether the text remains as it is; one that is too long is refused later."""

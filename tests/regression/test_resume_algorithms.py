@@ -70,7 +70,9 @@ def numbers(folder):
 
 
 # The recipes without a file of their own about being killed and going on.
-@pytest.mark.parametrize("recipe", RUNS.keys() - {"ppo_tiny_cpu", "dpo_tiny_cpu", "kto_tiny_cpu"})
+@pytest.mark.parametrize(
+    "recipe", sorted(RUNS.keys() - {"ppo_tiny_cpu", "dpo_tiny_cpu", "kto_tiny_cpu"})
+)
 def test_a_resumed_run_is_the_run_that_went_through(tmp_path, tiny_nemo, teacher, recipe):
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     run(through, tiny_nemo, teacher, recipe, 4)

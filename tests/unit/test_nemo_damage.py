@@ -4,14 +4,15 @@ import io
 import random
 import tarfile
 import warnings
+import zlib
 
 import pytest
 import torch
 
-from aligner.checkpoint.nemo import torch_dist
+from aligner.checkpoint.nemo import tensor_file
 from aligner.checkpoint.nemo.archive import CHECKSUMS, ArchiveReader
-from aligner.checkpoint.nemo.mapped_tensors import load_mapped
 from aligner.checkpoint.nemo.model_file import open_nemo
+from aligner.checkpoint.nemo.tensor_file import load_tensors
 from aligner.errors import CheckpointError
 from aligner.examples.tasks.tiny_model import write_tiny_nemo
 
@@ -65,15 +66,26 @@ def rank_file(tmp_path, flip=False):
     return ArchiveReader(tmp_path)
 
 
-def test_a_mapped_file_is_checked(tmp_path):
+def test_a_mapped_file_is_checked_when_it_is_read(tmp_path):
     with rank_file(tmp_path) as archive:
-        assert torch.equal(load_mapped(archive, "model_weights.ckpt")["model.a"], torch.arange(1e3))
-    with rank_file(tmp_path, flip=True) as archive, pytest.raises(CheckpointError, match="CRC-32"):
-        load_mapped(archive, "model_weights.ckpt")
+        tensors = load_tensors(archive.view("model_weights.ckpt"), "a file")
+        assert torch.equal(tensors["model.a"].read(), torch.arange(1e3))
+    with rank_file(tmp_path, flip=True) as archive:
+        tensors = load_tensors(archive.view("model_weights.ckpt"), "a file")
+        with pytest.raises(CheckpointError, match="CRC-32"):
+            tensors["model.a"].read()
+
+
+def test_bytes_that_a_thread_has_checked_are_refused_when_they_are_read():
+    content = memoryview(bytearray(2 << 20))
+    record = tensor_file.Record(content, zlib.crc32(content) ^ 1, "a record")
+    record.begin()
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        record.check()
 
 
 def test_a_file_without_crcs_is_warned_of_once(tmp_path):
-    torch_dist._warn_without_crc.cache_clear()
+    tensor_file._warn_without_crc.cache_clear()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -83,5 +95,5 @@ def test_a_file_without_crcs_is_warned_of_once(tmp_path):
     with warnings.catch_warnings(record=True) as caught, archive:
         warnings.simplefilter("always")
         for _ in range(2):
-            load_mapped(archive, "model_weights.ckpt")
+            load_tensors(archive.view("model_weights.ckpt"), "a file")
     assert len([w for w in caught if "CRC-32" in str(w.message)]) == 1

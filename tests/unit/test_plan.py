@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from aligner.plan.command import read_architecture
 from aligner.plan.devices import (
     ARITHMETIC_REACHED,
     DEVICES,
+    KERNEL_SECONDS,
     LAUNCH_SECONDS,
     MEMORY_REACHED,
     WIRE_REACHED,
@@ -28,6 +30,7 @@ from aligner.plan.devices import (
 )
 from aligner.plan.estimate import Estimator
 from aligner.plan.layouts import batch_sizes, layouts
+from aligner.plan.search import advice, fastest
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPE = ["--config-name", "recipes/ppo_qwen2.5_1.5b_gsm8k_1n8g_megatron"]
@@ -224,7 +227,7 @@ def test_what_is_counted_is_linear():
     assert total(found.peaks["late"]) == 282.0
 
 
-def test_the_roofline_is_the_slower_of_two():
+def test_arithmetic_and_memory_of_kernels_are_added():
     device = DEVICES["h100-80g"]
     second = int(ARITHMETIC_REACHED * device.low_precision)
     computing = Amounts({Kernel(torch.bfloat16, second, 1): 2.0})
@@ -232,9 +235,41 @@ def test_the_roofline_is_the_slower_of_two():
     assert time_of(computing, device).bound == "arithmetic"
     moving = Amounts({Kernel(torch.float32, 0, int(MEMORY_REACHED * device.memory)): 3.0})
     assert time_of(moving, device).total == pytest.approx(3.0)
+    both = Amounts({Kernel(torch.bfloat16, second, int(MEMORY_REACHED * device.memory)): 1.0})
+    assert time_of(both, device).total == pytest.approx(2.0)
+    attention = Amounts({Kernel(torch.bfloat16, second, 0, is_attention=True): 1.0})
+    expected = ARITHMETIC_REACHED / device.attention
+    assert time_of(attention, device).arithmetic == pytest.approx(expected)
+
+
+def test_small_kernels_take_the_time_of_their_launches():
+    device = DEVICES["h100-80g"]
     small = Amounts({Kernel(torch.float32, 0, 4): 1000.0}, others={"launches": 1000.0})
     assert time_of(small, device).total == pytest.approx(1000 * LAUNCH_SECONDS)
     assert time_of(small, device).bound == "launches"
+    graph = Amounts({Kernel(torch.float32, 0, 4): 1000.0}, others={"launches": 1.0})
+    assert time_of(graph, device).total == pytest.approx(1000 * KERNEL_SECONDS)
+
+
+def test_collectives_that_overlap_take_what_is_longer_than_the_kernels():
+    device = DEVICES["h100-80g"]
+    second = int(ARITHMETIC_REACHED * device.low_precision)
+    kernels = {Kernel(torch.bfloat16, second, 0): 2.0}
+    size = 8 / 7 * WIRE_REACHED * device.nvlink  # of a gathered result: a second
+    for overlaps, gathered, expected in ((False, 1, 1.0), (True, 1, 0.0), (True, 5, 3.0)):
+        key = Collective("_allgather_base_", tuple(range(8)), overlaps)
+        found = time_of(Amounts(kernels, wires={key: gathered * size}), device)
+        assert (found.nvlink, found.arithmetic) == pytest.approx((expected, 2.0), abs=1e-6)
+
+
+def test_members_of_one_node_share_its_network_cards():
+    """All eight cards of a node carry a ring of eight of its members; one carries a pair."""
+    device = DEVICES["h100-80g"]
+    for ranks, cards in ((range(16), 8), ((0, 8), 1), ((0, 1, 8, 9), 2)):
+        key = Collective("allreduce_", tuple(ranks))
+        rate = WIRE_REACHED * min(device.nvlink, cards * device.network)
+        found = time_of(Amounts(wires={key: 1e9}), device).network
+        assert found == pytest.approx(key.wire_bytes(1) * 1e9 / rate)
 
 
 def test_a_ring_sends_what_it_must_over_the_wires_there_are():
@@ -277,3 +312,89 @@ def test_a_prompt_leaves_room_for_the_response():
     assert longest_lengths(config, 256, length=6, read=40) == (40, 6)
     with pytest.raises(ConfigError, match=r"plan\.length"):
         longest_lengths(config, 6, length=6)
+
+
+class FakeEstimator:
+    """Estimates by a function of the configuration: (GiB, seconds of a step)."""
+
+    def __init__(self, cost):
+        self.cost, self.usable_bytes = cost, 80 << 30
+        self.device = DEVICES["h100-80g"]
+
+    def architecture(self, config):
+        return TINY_ARCHITECTURE
+
+    def longest(self, config):
+        return 64
+
+    def least(self, config):
+        return SimpleNamespace(card_bytes=0.0, step_seconds=0.0)
+
+    def estimate(self, config):
+        gib, seconds = self.cost(config)
+        fits, size = gib <= 80, gib << 30
+        return SimpleNamespace(config=config, fits=fits, peak_bytes=size, step_seconds=seconds)
+
+
+def advised(cost, **trainer):
+    values = {"model": {"restore_from_path": "m"}, "data": {"train": {"source": "t"}}}
+    config = parse_config({**values, "trainer": {"devices": 8, **trainer}}, SFTRunConfig)
+    estimator = FakeEstimator(cost)
+    found = advice(estimator, estimator.estimate(config))
+    return [overrides_of(each.changes) for each in found]
+
+
+def test_advice_names_bf16():
+    def cost(config):
+        return (90, 2.0) if config.trainer.precision == "32" else (60, 1.0)
+
+    assert advised(cost) == [["trainer.precision=bf16"]]
+    assert advised(lambda config: (60, cost(config)[1])) == [["trainer.precision=bf16"]]
+    assert advised(cost, precision="bf16") == []
+
+
+@pytest.mark.parametrize(("gib", "size"), [(150, 2), (300, 4), (600, 8)])
+def test_advice_names_the_smallest_tensor_parallel_size_that_fits(gib, size):
+    tried = []
+
+    def cost(config):
+        tried.append(config.model.tensor_model_parallel_size)
+        return gib // tried[-1], 1.0
+
+    expected = [f"model.tensor_model_parallel_size={size}", "model.sequence_parallel=true"]
+    assert advised(cost, precision="bf16") == [expected]
+    assert max(tried) == size
+    assert advised(lambda config: (60, 1.0), precision="bf16") == []
+
+
+def test_advice_prefers_fewer_changes_of_nearly_equal_times():
+    def cost(config):
+        if config.model.tensor_model_parallel_size > 1:
+            return 60, 1.0
+        if config.model.activations_checkpoint_granularity == "selective":
+            return 60, 1.04
+        return (60, 1.2) if config.model.micro_batch_size == 4 else (90, 1.0)
+
+    found = advised(cost, precision="bf16")
+    assert found[0] == ["model.activations_checkpoint_granularity=selective"]
+    assert found[1][0] == "model.tensor_model_parallel_size=2"
+    assert found[2] == ["model.micro_batch_size=4"]
+
+
+@pytest.mark.parametrize(("seconds", "tensor"), [(1.04, 4), (1.06, 2)])
+def test_a_search_prefers_fewer_changes_of_nearly_equal_times(seconds, tensor):
+    """Two ranks of tensor parallelism fit with recomputation, four without."""
+
+    def cost(config):
+        size = config.model.tensor_model_parallel_size
+        if config.model.pipeline_model_parallel_size > 1 or size == 1:
+            return 90, 2.0
+        if size == 2:
+            fits = config.model.activations_checkpoint_granularity == "selective"
+            return (60 if fits else 90), 1.0
+        return 60, seconds
+
+    values = {"model": {"restore_from_path": "m", "micro_batch_size": 1}}
+    values |= {"data": {"train": {"source": "t"}}, "trainer": {"devices": 8}}
+    found = fastest(FakeEstimator(cost), parse_config(values, SFTRunConfig))
+    assert f"model.tensor_model_parallel_size={tensor}" in found.overrides

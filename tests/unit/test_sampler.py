@@ -75,6 +75,24 @@ def test_other_data_or_seed_is_refused():
         PromptSampler(7, 3, seed=3).load_state_dict(state)
 
 
+@pytest.mark.parametrize(("size", "seed", "shuffle"), [(7, 3, True), (7, 2, False), (9, 2, True)])
+def test_a_change_that_was_accepted_goes_on_in_the_new_order(size, seed, shuffle):
+    before = PromptSampler(7, 3, seed=2)
+    draw(before, 1)
+    resumed = PromptSampler(size, 3, seed=seed, shuffle=shuffle, may_change=True)
+    resumed.load_state_dict(before.state_dict())
+    whole = PromptSampler(size, 3, seed=seed, shuffle=shuffle)
+    assert draw(resumed, 4) == draw(whole, 5)[1:]
+
+
+def test_fewer_rows_than_were_read_begin_the_next_epoch():
+    before = PromptSampler(7, 3, seed=2)
+    draw(before, 2)
+    resumed = PromptSampler(4, 3, seed=2, may_change=True)
+    resumed.load_state_dict(before.state_dict())
+    assert resumed.next_batch() == epoch_order(4, 2, 1)[:3].tolist()
+
+
 def test_refusals():
     with pytest.raises(DataError, match="empty"):
         PromptSampler(0, 3, seed=1)

@@ -27,7 +27,7 @@ from aligner.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from aligner.environments.conversation import ChatRenderer, Conversation
 from aligner.environments.protocol import Start, Turn
 from aligner.errors import DataError
-from aligner.serving.app import _checked
+from aligner.http.application import blame_sender
 from aligner.serving.served import Served
 
 END, START, BREAK = "<|im_end|>", "<|im_start|>", "\u200b"
@@ -261,7 +261,7 @@ def test_requests():
         with pytest.raises(DataError, match=f"^{field}.* spells the special token"):
             served("refuse").chat(messages, tools)
         with pytest.raises(HTTPException) as error:
-            _checked(served("refuse").chat, messages, tools)
+            blame_sender(served("refuse").chat, messages, tools)
         assert error.value.status_code == 400
         text = served("escape").chat(messages, tools)
         assert text.replace(BREAK, "") == served("keep").chat(messages, tools)

@@ -43,6 +43,7 @@ class Prompts(Split[PromptDataset]):
             rollout.num_rollout_samples // rollout.num_rollouts_per_prompt,
             seed=config.seed,
             shuffle=config.data.shuffle,
+            may_change=config.exp_manager.data_may_change,
         )
 
     def notes(self) -> list[str]:

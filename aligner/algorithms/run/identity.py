@@ -69,8 +69,8 @@ class RunIdentity:
                 models[key] = _content(value, model_fingerprint(value))
             if content := _code_content(key, value):
                 sources[key] = _content(value, content)
-        train = plain["data"]["train"]
-        data = {"data.train.source": _content(*_data_content(train["source"], train["arguments"]))}
+        source = plain["data"]["train"]["source"]
+        data = {"data.train.source": _content(source, _data_content(source))}
         return cls(algorithm_of(plain), models, data, sources, settings)
 
     @classmethod
@@ -85,7 +85,7 @@ class RunIdentity:
         try:
             config = state["config"]
             settings = identity_settings(config)
-            return cls(algorithm_of(config), models, data, sources, settings)
+            return cls(algorithm_of(config), models, _without_arguments(data), sources, settings)
         except (KeyError, StopIteration, AttributeError, TypeError) as error:
             raise CheckpointError(
                 "the run state does not tell its algorithm: no training script wrote it; set "
@@ -244,18 +244,23 @@ def _module_file(module: str) -> list[Path]:
     return [path for path in places if path.is_file()][:1]
 
 
-def _data_content(source: Source, arguments: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """A data source, and a fingerprint of its files or its generators' names and arguments."""
-    parts = [source] if isinstance(source, (str, Path)) else list(source)
-    try:
-        contents = []
-        for part in parts:
+def _data_content(source: Source) -> str | None:
+    """Fingerprint of a source's files, or the names of its generators; None: it is unreadable."""
+    contents = []
+    for part in [source] if isinstance(source, (str, Path)) else source:
+        try:
             files = source_files(part)
             # A generator's file may stand elsewhere.
             contents.append(Path(str(part)).name if files is None else fingerprint_of(files))
-    except (DataError, OSError):  # reported when it is read
-        return source, None
-    if None in contents:
-        return source, None
-    functions = arguments if any(source_files(part) is None for part in parts) else {}
-    return source, json.dumps([contents, functions], sort_keys=True)
+        except (DataError, OSError):  # reported when it is read
+            return None
+    return None if None in contents else json.dumps(contents)
+
+
+def _without_arguments(data: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Contents of data; those of earlier versions had a generator's arguments, which are keys."""
+    contents = {key: _content(entry["source"], entry["content"]) for key, entry in data.items()}
+    for entry in contents.values():
+        if str(entry["content"]).startswith("[["):
+            entry["content"] = json.dumps(json.loads(entry["content"])[0])
+    return contents

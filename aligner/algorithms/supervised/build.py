@@ -86,6 +86,7 @@ def example_sampler(config: SupervisedRunConfig, task: Task) -> PromptSampler:
         config.model.global_batch_size // config.rows_per_example,
         seed=config.seed,
         shuffle=config.data.shuffle,
+        may_change=config.exp_manager.data_may_change,
     )
 
 

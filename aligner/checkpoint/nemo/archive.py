@@ -9,6 +9,7 @@ reads the same way.
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -47,14 +48,14 @@ class ArchiveReader:
     """Read-only view of a `.nemo` tar (plain or gzip) or of an unpacked directory.
 
     ``names`` are the regular files, POSIX style, without the leading ``./``. Use it as a context
-    manager; streams from `open` are valid until it closes.
+    manager.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._tar: tarfile.TarFile | None = None
         self._members: dict[str, tarfile.TarInfo] = {}
-        self._mapped: memoryview | None = None
+        self._mapped: dict[str, memoryview] = {}  # files of a directory; ``""``: the archive
         if not self.path.exists():
             text = f"checkpoint {str(self.path)!r} does not exist; check {_KEY}"
             if re.fullmatch(HUB_NAME, str(self.path)) and self.path.suffix != ".nemo":
@@ -116,8 +117,11 @@ class ArchiveReader:
             )
         return members
 
-    def open(self, name: str) -> IO[bytes]:
-        """Binary, seekable stream of member ``name``."""
+    def view(self, name: str) -> memoryview:
+        """Bytes of member ``name``, read when they are touched, from memory that processes share.
+
+        Valid while the view is held, after `close` too. What is written stays this process's.
+        """
         if name not in self.names:
             raise CheckpointError(
                 f"{str(self.path)!r} holds no {name!r}; "
@@ -129,15 +133,23 @@ class ArchiveReader:
                 )
             )
         if self._tar is None:
-            return open(self.path / name, "rb")
-        stream = self._tar.extractfile(self._members[name])
-        assert stream is not None  # only regular files are listed
-        return stream
+            if name not in self._mapped:
+                with open(self.path / name, "rb") as stream:
+                    self._mapped[name] = _mapping(stream)
+            return self._mapped[name]
+        info = self._members[name]
+        if "" not in self._mapped:
+            self._mapped[""] = _mapping(self._stream)
+        return self._mapped[""][info.offset_data : info.offset_data + info.size]
 
     def read(self, name: str) -> bytes:
-        """All bytes of member ``name``; an archive compares those that `CHECKSUMS` lists."""
-        with self.open(name) as stream:
-            data = stream.read()
+        """All bytes of member ``name``; those of an archive that `CHECKSUMS` lists are compared.
+
+        Files of an unpacked archive are there to be edited.
+        """
+        if self._tar is None and name in self.names:
+            return (self.path / name).read_bytes()
+        data = bytes(self.view(name))
         if self._digests.get(name, _digest(data)) != _digest(data):
             raise CheckpointError(
                 f"{name!r} of {str(self.path)!r} is damaged: its checksum differs; copy it anew "
@@ -147,19 +159,15 @@ class ArchiveReader:
 
     @functools.cached_property
     def _digests(self) -> dict[str, Any]:
-        """SHA-256 of small members; {} for a file without a list, and for a folder.
-
-        Files of an unpacked archive are there to be edited.
-        """
-        if self._tar is None or CHECKSUMS not in self.names:
+        """SHA-256 of small members; {} for an archive without a list."""
+        if CHECKSUMS not in self.names:
             return {}
-        with self.open(CHECKSUMS) as stream:
-            try:
-                listed = dict(json.load(stream))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise CheckpointError(
-                    f"{CHECKSUMS} of {str(self.path)!r} is damaged ({error}); copy the file anew"
-                ) from error
+        try:
+            listed = dict(json.loads(bytes(self.view(CHECKSUMS))))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{CHECKSUMS} of {str(self.path)!r} is damaged ({error}); copy the file anew"
+            ) from error
         absent = sorted(set(listed) - self.names)
         if absent:
             raise CheckpointError(
@@ -167,33 +175,9 @@ class ArchiveReader:
             )
         return listed
 
-    def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """``length`` bytes of member ``name`` from ``offset`` on."""
-        with self.open(name) as stream:
-            stream.seek(offset)
-            data = stream.read(length)
-        if len(data) != length:
-            raise CheckpointError(
-                f"{name!r} of {str(self.path)!r} ends before byte {offset + length}; copy it anew"
-            )
-        return data
-
-    def map(self, name: str) -> memoryview:
-        """Bytes of member ``name``, read when they are touched, from memory that processes share.
-
-        Valid while the view is held, after `close` too. What is written stays this process's.
-        """
-        if self._tar is None:
-            with self.open(name) as stream:
-                return memoryview(_mapping(stream))
-        info = self._members[name]
-        if self._mapped is None:
-            self._mapped = memoryview(_mapping(self._stream))
-        return self._mapped[info.offset_data : info.offset_data + info.size]
-
     def close(self) -> None:
         """Release the file."""
-        self._mapped = None
+        self._mapped = {}
         if self._tar is not None:
             self._tar.close()
             self._stream.close()
@@ -210,15 +194,40 @@ class ArchiveReader:
         self.close()
 
 
-def _mapping(stream: IO[bytes]) -> mmap.mmap:
-    """All of a file, which is not empty."""
+class ViewStream(io.RawIOBase):
+    """Seekable stream of the bytes of a memoryview."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._place = view, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Fill ``target`` with the next bytes; returns how many there were."""
+        part = self._view[self._place : self._place + len(target)]
+        target[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to ``offset`` from the beginning, the place or the end."""
+        self._place = offset + (0, self._place, len(self._view))[whence]
+        return self._place
+
+
+def _mapping(stream: IO[bytes]) -> memoryview:
+    """All of a file."""
+    if os.fstat(stream.fileno()).st_size == 0:  # cannot be mapped
+        return memoryview(b"")
     # Writable, because torch wants such memory; private, so that the file never changes.
-    return mmap.mmap(
-        stream.fileno(),
-        0,
-        flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-    )
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NO_RESERVE
+    return memoryview(mmap.mmap(stream.fileno(), 0, flags=flags, prot=protection))
 
 
 def _directory_names(root: Path) -> Iterator[str]:

@@ -3,20 +3,15 @@
 The directory holds ``.metadata`` (a pickle with the place of every box of every tensor),
 ``*.distcp`` (concatenated `torch.save` blobs, one per box), ``common.pt`` and ``metadata.json``.
 ``.metadata`` goes through an unpickler that admits the names such a file needs and nothing else;
-blobs are loaded with ``weights_only=True``.
+blobs are opened by `aligner.checkpoint.nemo.tensor_file`.
 """
 
-import functools
 import io
 import json
 import pathlib
 import pickle
-import struct
-import warnings
-import zipfile
-import zlib
-from collections.abc import Iterable
-from typing import IO, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +20,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout
 
 from aligner.checkpoint.nemo.archive import ArchiveReader, ArchiveWriter
+from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
 from aligner.errors import CheckpointError
 
 DATA_FILE = "__0_0.distcp"
-_HEADER_BYTES = 30  # of a record of a zip file, before its name
-_CRC_CHUNK = 1 << 20
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -106,77 +100,6 @@ def read_metadata(data: bytes) -> dcp.Metadata:
     return metadata
 
 
-def check_records(stream: IO[bytes], name: str) -> None:
-    """Compare the CRC-32 of every record of a `torch.save` file; leaves the stream at its start.
-
-    A file of which no record agrees was written without CRCs, which is warned of once. Files of
-    torch before its zip format (1.6) have none.
-
-    Raises:
-        CheckpointError: a record differs.
-    """
-    try:
-        with zipfile.ZipFile(stream) as file:
-            infos = file.infolist()
-            wrong = [info.filename for info in infos if not _agrees(file, info, stream)]
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, zlib.error):
-        infos, wrong = [], []  # torch raises its own error, or reads the older format
-    stream.seek(0)
-    if wrong and len(wrong) == len(infos):
-        _warn_without_crc()
-    elif wrong:
-        raise CheckpointError(f"{name} is damaged: the CRC-32 of {wrong[0]} differs; copy it anew")
-
-
-@functools.cache
-def _warn_without_crc() -> None:
-    warnings.warn(
-        "weights were written without CRC-32 (torch.serialization.set_crc32_options), so that "
-        "damage to them cannot be seen",
-        stacklevel=3,
-    )
-
-
-def _agrees(file: zipfile.ZipFile, info: zipfile.ZipInfo, stream: IO[bytes]) -> bool:
-    crc = 0
-    if info.compress_type != zipfile.ZIP_STORED:
-        with file.open(info) as record:
-            return record.read() is not None  # zipfile compares
-    stream.seek(record_start(stream, info))
-    left = info.file_size
-    while left:
-        data = stream.read(min(left, _CRC_CHUNK))
-        if not data:
-            return False
-        crc, left = zlib.crc32(data, crc), left - len(data)
-    return crc == info.CRC
-
-
-def record_start(stream: IO[bytes], info: zipfile.ZipInfo) -> int:
-    """Offset of a record's bytes in its zip file."""
-    stream.seek(info.header_offset)
-    header = stream.read(_HEADER_BYTES)
-    name_bytes, extra_bytes = struct.unpack("<HH", header[-4:])
-    return info.header_offset + _HEADER_BYTES + int(name_bytes) + int(extra_bytes)
-
-
-def load_tensor_file(stream: IO[bytes], name: str, device: str = "cpu") -> Any:
-    """`torch.load` without running code; ``io.BytesIO`` is admitted for ``_extra_state``."""
-    try:
-        with torch.serialization.safe_globals([io.BytesIO]):
-            return torch.load(stream, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{name} is damaged or holds more than tensors; refused ({_first_line(error)})"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"{name} is damaged: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
 class TorchDistSource:
     """Tensors of a torch_dist directory inside an archive, read box by box on demand."""
 
@@ -193,7 +116,7 @@ class TorchDistSource:
             (index.fqn, tuple(index.offset or ())): info
             for index, info in self._metadata.storage_data.items()
         }
-        self._last_box: tuple[str, int, Tensor] | None = None
+        self._boxes: dict[tuple[str, tuple[int, ...]], StoredTensor] = {}
         self.shapes = {key: tuple(entry.size) for key, entry in self._tensors.items()}
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
@@ -202,37 +125,52 @@ class TorchDistSource:
         lead = len(index)
         result = torch.empty(entry.size[lead:], dtype=entry.properties.dtype)
         filled = 0
-        for box in entry.chunks:
-            start, size = tuple(box.offsets), tuple(box.sizes)
-            local = tuple(i - s for i, s in zip(index, start, strict=False))
-            if any(not 0 <= i < n for i, n in zip(local, size, strict=False)):
-                continue
-            part = self._read_box(key, start, size)[local]
-            where = tuple(slice(s, s + n) for s, n in zip(start[lead:], size[lead:], strict=True))
+        for box, local in self._boxes_at(entry, index):
+            start, size = box.offsets[lead:], box.sizes[lead:]
+            part = self._box(key, box).read(local)
             if part.shape == result.shape:
                 return part
-            result[where] = part
+            result[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))] = part
             filled += part.numel()
         if filled != result.numel():
             raise CheckpointError(f"{key} is incomplete in the checkpoint's .metadata")
         return result
 
-    def _read_box(self, key: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        info = self._storage.get((key, start))
+    def begin(self, key: str, index: tuple[int, ...] = ()) -> None:
+        """Check what `read` is going to read, in threads."""
+        for box, _ in self._boxes_at(self._tensors[key], index):
+            self._box(key, box).begin()
+
+    def _boxes_at(
+        self, entry: dcp.TensorStorageMetadata, index: tuple[int, ...]
+    ) -> Iterator[tuple[dcp.ChunkStorageMetadata, tuple[int, ...]]]:
+        """The boxes that have elements at ``index``, and that index within each."""
+        for box in entry.chunks:
+            local = tuple(i - start for i, start in zip(index, box.offsets, strict=False))
+            if all(0 <= i < size for i, size in zip(local, box.sizes, strict=False)):
+                yield box, local
+
+    def _box(self, key: str, box: dcp.ChunkStorageMetadata) -> StoredTensor:
+        place = key, tuple(box.offsets)
+        if place in self._boxes:
+            return self._boxes[place]
+        info = self._storage.get(place)
         if info is None:
-            raise CheckpointError(f".metadata has no place for box {start} of {key}")
-        if self._last_box is not None and self._last_box[:2] == (info.relative_path, info.offset):
-            return self._last_box[2]
+            raise CheckpointError(f".metadata has no place for box {place[1]} of {key}")
         name = f"{self._folder}/{pathlib.PurePosixPath(info.relative_path).name}"
-        blob = self._archive.read_range(name, info.offset, info.length)
-        stream = io.BytesIO(blob)
-        check_records(stream, f"{name} ({key})")
-        box = load_tensor_file(stream, f"{name} ({key})")
-        if not isinstance(box, Tensor) or tuple(box.shape) != size:
-            raise CheckpointError(f"box {start} of {key} in {name} is not a tensor of shape {size}")
-        # Whole stacks may lie in one box: keep the last for the next layer.
-        self._last_box = (info.relative_path, info.offset, box)
-        return box
+        content = self._archive.view(name)[info.offset : info.offset + info.length]
+        if len(content) != info.length:
+            raise CheckpointError(
+                f"{name!r} of {str(self._archive.path)!r} ends before byte "
+                f"{info.offset + info.length}; copy it anew"
+            )
+        tensor = load_tensors(content, f"{name} ({key})")
+        if not isinstance(tensor, StoredTensor) or tensor.view.shape != box.sizes:
+            raise CheckpointError(
+                f"box {place[1]} of {key} in {name} is not a tensor of shape {tuple(box.sizes)}"
+            )
+        self._boxes[place] = tensor
+        return tensor
 
 
 def write_torch_dist(

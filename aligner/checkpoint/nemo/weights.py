@@ -1,5 +1,6 @@
 """All weight layouts found in `.nemo` files, read lazily into canonical form."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +20,14 @@ from aligner.checkpoint.canonical import (
     expected_shapes,
     merge,
     split,
+    split_axis,
     unpad_vocabulary,
 )
 from aligner.checkpoint.nemo.archive import ArchiveReader
-from aligner.checkpoint.nemo.mapped_tensors import load_mapped
+from aligner.checkpoint.nemo.tensor_file import StoredTensor, load_tensors
 from aligner.checkpoint.nemo.torch_dist import TorchDistSource
 from aligner.checkpoint.nemo.zarr_v2 import ZarrSource
-from aligner.checkpoint.resplit import resplit
+from aligner.checkpoint.resplit import origin_of_rows, runs_of_rows
 from aligner.errors import CheckpointError
 
 WEIGHTS_FOLDER = "model_weights"
@@ -39,7 +41,16 @@ _STACKED_EXPERTS = ".experts.experts."
 _LEGACY_UP = re.compile(r"(.*\.mlp\.)dense_h_to_4h_2\.(weight|bias)$")
 
 
-Reader = Callable[[], Tensor]
+class Reader(Protocol):
+    """Reader of one whole tensor."""
+
+    def __call__(self) -> Tensor:
+        """The tensor, its bytes checked."""
+        ...
+
+    def begin(self, tp_rank: int = 0, tp_size: int = 1) -> None:
+        """Check the bytes of a tensor-parallel rank's share in threads, before they are read."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,24 +61,71 @@ class JoinedParts:
     """
 
     name: str
-    parts: list[Tensor]
+    parts: list[StoredTensor]
     architecture: GPTArchitecture
 
     def __call__(self) -> Tensor:
         """The whole tensor."""
-        return merge(self.name, self.parts, self.architecture)
+        return merge(self.name, [part.read() for part in self.parts], self.architecture)
+
+    def begin(self, tp_rank: int = 0, tp_size: int = 1) -> None:
+        """See `Reader`."""
+        count = len(self.parts)
+        for part in self.parts[tp_rank * count // tp_size : -(-(tp_rank + 1) * count // tp_size)]:
+            part.begin()
 
     @property
     def whole_shape(self) -> torch.Size:
         """Its shape, for which nothing is read."""
-        parts = [torch.empty_like(part, device="meta") for part in self.parts]
+        parts = [torch.empty_like(part.view, device="meta") for part in self.parts]
         return merge(self.name, parts, self.architecture).shape
+
+    def share(self, tp_rank: int, tp_size: int) -> Tensor:
+        """`split` of the whole tensor, for which only the parts that it needs are read.
+
+        Returns a view of one part where the rows were together.
+        """
+        axis, shape = split_axis(self.name), self.parts[0].view.shape
+        are_equal = all(part.view.shape == shape for part in self.parts)
+        if axis is None or not are_equal or len(shape) <= axis:
+            return split(self.name, self(), self.architecture, tp_rank, tp_size)
+        origin = origin_of_rows(
+            self.name, shape, len(self.parts), self.architecture, tp_rank=tp_rank, tp_size=tp_size
+        )
+        runs = list(runs_of_rows(origin, shape[axis]))
+        if len(runs) == 1 and runs[0][3] == len(origin):
+            _, index, start, length = runs[0]
+            return self.parts[index].read().narrow(axis, start, length)
+        wanted = [len(origin) if dim == axis else size for dim, size in enumerate(shape)]
+        result = self.parts[0].view.new_zeros(wanted)
+        for first, index, start, length in runs:
+            rows = self.parts[index].read().narrow(axis, start, length)
+            result.narrow(axis, first, length).copy_(rows)
+        return result
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """Reader of a tensor of a distributed checkpoint, or of one layer or expert of it."""
+
+    source: "TensorSource"
+    key: str
+    index: tuple[int, ...] = ()
+
+    def __call__(self) -> Tensor:
+        """The tensor."""
+        return self.source.read(self.key, self.index)
+
+    def begin(self, tp_rank: int = 0, tp_size: int = 1) -> None:
+        """See `Reader`."""
+        self.source.begin(self.key, self.index)
 
 
 class LazyWeights(Mapping[str, Tensor]):
     """Canonical weights that are read when indexed; names and shapes are checked.
 
-    ``readers`` maps each canonical name to what reads its tensor.
+    While the caller copies a tensor, a thread checks the bytes of the next one in the order of
+    ``readers``, which maps each canonical name to what reads its tensor.
     """
 
     def __init__(
@@ -82,9 +140,12 @@ class LazyWeights(Mapping[str, Tensor]):
         # A copy of the tied embedding on the last pipeline stage is not a weight of its own.
         tied = architecture.tie_embeddings
         self._readers = {n: read for n, read in readers.items() if not (tied and n == OUTPUT_LAYER)}
+        self._next = dict(itertools.pairwise(self._readers))
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = unpad_vocabulary(name, self._readers[name](), self._architecture)
+        if name in self._next:
+            self._readers[self._next[name]].begin()
         if name not in REWARD_HEAD:
             check_shape(name, tensor.shape, self._shapes[name])
         return tensor
@@ -95,7 +156,10 @@ class LazyWeights(Mapping[str, Tensor]):
         if not isinstance(reader, JoinedParts):
             return split(name, self[name], self._architecture, tp_rank, tp_size)
         check_shape(name, reader.whole_shape, self._shapes[name])
-        return resplit(name, reader.parts, self._architecture, tp_rank=tp_rank, tp_size=tp_size)
+        share = reader.share(tp_rank, tp_size)
+        if name in self._next:
+            self._readers[self._next[name]].begin(tp_rank, tp_size)
+        return share
 
     def __contains__(self, name: object) -> bool:
         return name in self._readers  # without reading it
@@ -114,6 +178,10 @@ class TensorSource(Protocol):
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Tensor ``key`` with its leading axes fixed at ``index``."""
+        ...
+
+    def begin(self, key: str, index: tuple[int, ...] = ()) -> None:
+        """Check what `read` is going to read in threads, if it is checked at all."""
         ...
 
 
@@ -161,36 +229,33 @@ def _stacked_readers(source: TensorSource, architecture: GPTArchitecture) -> dic
     most_experts = (architecture.num_moe_experts or 0) + 1
     readers: dict[str, Reader] = {}
 
-    def add(name: str, key: str, index: tuple[int, ...]) -> None:
-        readers[name] = lambda: source.read(key, index)
-
     for key, shape in source.shapes.items():
         name = canonical_name(key)
         if name is None:
             continue
         stacked = _STACKED.match(name)
         if stacked is None:
-            add(name, key, ())
+            readers[name] = StackedTensor(source, key)
             continue
         if len(shape) < 1 + (_STACKED_EXPERTS in f".{stacked[1]}"):
             raise CheckpointError(f"{key} is no stack of layers: its shape is {list(shape)}")
         for layer in range(min(shape[0], most_layers)):
             suffix = f"decoder.layers.{layer}.{stacked[1]}"
             if _STACKED_EXPERTS not in suffix:
-                add(suffix, key, (layer,))
+                readers[suffix] = StackedTensor(source, key, (layer,))
                 continue
             for expert in range(min(shape[1], most_experts)):
                 local = suffix.replace(_STACKED_EXPERTS, f".experts.local_experts.{expert}.")
-                add(local, key, (layer, expert))
+                readers[local] = StackedTensor(source, key, (layer, expert))
     return readers
 
 
-RankState = dict[str, Tensor]
+RankState = dict[str, StoredTensor]
 
 
 def _load_rank(archive: ArchiveReader, name: str) -> RankState:
     """Canonical names (layer numbers local to the stage) and tensors of one rank file."""
-    state = load_mapped(archive, name)
+    state = load_tensors(archive.view(name), f"{name} of {str(archive.path)!r}")
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{name} holds a {type(state).__name__}, not a state dict")
     result: RankState = {}
@@ -198,7 +263,7 @@ def _load_rank(archive: ArchiveReader, name: str) -> RankState:
         if not isinstance(key, str):
             raise CheckpointError(f"{name} of {str(archive.path)!r} has the key {key!r}, no name")
         canonical = canonical_name(key)
-        if canonical is not None and isinstance(value, Tensor):
+        if canonical is not None and isinstance(value, StoredTensor):
             result[canonical] = value
     _join_legacy_gates(result)
     return result
@@ -212,7 +277,7 @@ def _join_legacy_gates(state: RankState) -> None:
             gate = f"{match[1]}linear_fc1.{match[2]}"
             if gate not in state:
                 raise CheckpointError(f"{name} stands without its gate {gate}")
-            state[gate] = torch.cat([state[gate], state.pop(name)])
+            state[gate] = StoredTensor(torch.cat([state[gate].read(), state.pop(name).read()]))
 
 
 def _load_ranks(archive: ArchiveReader) -> list[list[RankState]]:

@@ -67,6 +67,9 @@ class ZarrSource:
             result[tuple(slice(start, stop) for start, stop in spans)] = data[inside]
         return result
 
+    def begin(self, key: str, index: tuple[int, ...] = ()) -> None:
+        """No effect: the format has no checksums."""
+
     def _read_chunk(
         self, key: str, position: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor | None:

@@ -6,6 +6,7 @@ from typing import Any
 from aligner.config.run import BaseRunConfig, RunConfig, SamplingRunConfig
 
 RECOMPUTE = "model.activations_checkpoint_granularity"
+TENSOR = "model.tensor_model_parallel_size"
 _GRANULARITIES = (None, "selective", "full")  # the more is recomputed, the less is kept
 
 
@@ -19,7 +20,10 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
 
 
 def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[dict[str, Any]]:
-    """One thing after the other; ``saving``: only what saves memory on a device."""
+    """One thing after the other; ``saving``: only what saves memory on a device.
+
+    Without ``saving``, bf16 and larger tensor-parallel groups of a node come last.
+    """
     model = config.model
     now = model.activations_checkpoint_granularity
     for place, granularity in enumerate(_GRANULARITIES):
@@ -47,3 +51,17 @@ def single_changes(config: BaseRunConfig, *, saving: bool = False) -> Iterator[d
         yield {"model.reference.mode": "swap"}
     if model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
         yield {"model.sequence_parallel": True}
+    if not saving:
+        yield from _faster_changes(config)
+
+
+def _faster_changes(config: BaseRunConfig) -> Iterator[dict[str, Any]]:
+    """Yield bf16, and each larger tensor-parallel group that a node has devices for."""
+    model = config.model
+    if config.trainer.precision == "32":
+        yield {"trainer.precision": "bf16"}
+    tensor = 2 * model.tensor_model_parallel_size
+    while tensor <= config.trainer.devices:
+        sequences = {"model.sequence_parallel": True} if config.policy.backend == "megatron" else {}
+        yield {TENSOR: tensor, **sequences}
+        tensor *= 2
