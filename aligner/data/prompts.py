@@ -12,9 +12,10 @@ from torch import Tensor
 
 from aligner.config import AskedDataConfig, DataConfig, ExampleDataConfig, PromptSourceConfig
 from aligner.config.data import PromptColumns
-from aligner.data.chat import parse_tools, render_chat
+from aligner.data.chat import parse_messages, parse_tools, render_chat
 from aligner.data.dataset import Dataset, check_bos, read_items
 from aligner.data.readers import Row, take
+from aligner.data.special_tokens import treat_special_tokens
 from aligner.data.tokenizers.tokenizer import Tokenizer
 from aligner.errors import ConfigError, DataError
 
@@ -166,14 +167,19 @@ def _render(
     tokenizer: Tokenizer,
     data: PromptSection,
 ) -> str:
+    policy = data.special_tokens_in_text
+    if isinstance(raw, list):
+        raw = parse_messages(raw)
+    raw = treat_special_tokens(tokenizer, raw, policy, data.prompt_column)
     if isinstance(raw, str) and not data.chat:
         check_plain_text(data)
         return raw
+    tools = parse_tools(columns, data.tools_column)
     return render_chat(
         tokenizer,
         raw,
         system_prompt=data.system_prompt,
-        tools=parse_tools(columns, data.tools_column),
+        tools=treat_special_tokens(tokenizer, tools, policy, "tools"),
     )
 
 

@@ -84,7 +84,7 @@ class Service:
                 return self.served.encoded(self.served.chat(asked.messages, asked.tools, kwargs))
             if asked.prompt is None:
                 raise HTTPException(400, "prompt: missing, and messages too; give one of them")
-            return self.served.encoded(asked.prompt)
+            return self.served.encoded(self.served.prompt(asked.prompt))
 
         async with self._read(request, TokenizeRequest) as asked:
             tokens = await run_in_threadpool(blame_sender, ids, asked)
@@ -218,7 +218,9 @@ class Service:
         served = self.served
         if isinstance(prompt, ChatRequest):
             tools, kwargs = prompt.offered_tools, prompt.chat_template_kwargs
-            prompt = served.chat(prompt.messages, tools, kwargs)
+            prompt = served.chat(prompt.messages, tools, kwargs, session is not None)
+        elif isinstance(prompt, str):
+            prompt = served.prompt(prompt)
         if not isinstance(prompt, str):
             return prompt
         prompt = served.shortened(prompt)  # to be refused by its length

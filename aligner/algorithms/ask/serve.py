@@ -86,6 +86,7 @@ def _served(config: ServeConfig, asked: AskedModel) -> Served:
         config.sampling.sampling_options,
         config.data.system_prompt,
         config.data.add_bos,
+        config.data.special_tokens_in_text,
     )
 
 

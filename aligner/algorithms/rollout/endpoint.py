@@ -107,6 +107,7 @@ class EndpointRollouts(RolloutSource):
             architecture.vocab_size,
             self._options,
             add_bos=config.data.add_bos,
+            special_tokens_in_text=config.data.special_tokens_in_text,
         )
         self._service = Service(served, self._waiting, MOST_SECONDS, new_token(None))
         self._pool: EnvironmentPool | None = None

@@ -155,6 +155,7 @@ def open_environments(
         tokenizer,
         response_length=config.model.rollout.length_params.max_length,
         add_bos=config.data.add_bos,
+        special_tokens_in_text=config.data.special_tokens_in_text,
     )
 
 

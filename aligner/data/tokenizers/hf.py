@@ -127,6 +127,12 @@ class HuggingFaceTokenizer:
         return frozenset(number for number, token in added.items() if token.special)
 
     @property
+    def added_tokens(self) -> dict[int, str]:
+        """Text of every added token, special or not; `encode` finds them in any text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items()}
+
+    @property
     def pad_id(self) -> int:
         """Padding token; the end-of-sequence token where none is declared."""
         return self._pad_id
