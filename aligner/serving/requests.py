@@ -152,8 +152,12 @@ class ChatRequest(_Sampled):
         """
         for number, tool in enumerate(self.tools):
             function = tool.get("function")
-            is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-            if not is_function or not isinstance(function.get("parameters") or {}, Mapping):
+            name, parameters = (
+                (function.get("name"), function.get("parameters") or {})
+                if isinstance(function, Mapping)
+                else (None, None)
+            )
+            if not isinstance(name, str) or not isinstance(parameters, Mapping):
                 raise DataError(
                     f"tools.{number}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
