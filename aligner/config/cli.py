@@ -93,7 +93,8 @@ def without_sections(arguments: Sequence[str], root: type) -> tuple[list[str], l
     Returns:
         the other arguments, and the names of the sections.
     """
-    present, absent = [], []
+    present: list[str] = []
+    absent: list[str] = []
     for argument in arguments:
         spelled = re.fullmatch(r"\+{0,2}(\w+)=null|~(\w+)(=\w*)?", argument)
         name = (spelled[1] or spelled[2]) if spelled else ""

@@ -159,8 +159,11 @@ class ChatRequest(_Sampled):
         """
         for number, tool in enumerate(self.tools):
             function = tool.get("function")
-            is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-            if not is_function or not isinstance(function.get("parameters") or {}, Mapping):
+            if (
+                not isinstance(function, Mapping)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(function.get("parameters") or {}, Mapping)
+            ):
                 raise DataError(
                     f"tools.{number}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
