@@ -152,12 +152,11 @@ class ChatRequest(_Sampled):
         """
         for number, tool in enumerate(self.tools):
             function = tool.get("function")
-            name, parameters = (
-                (function.get("name"), function.get("parameters") or {})
-                if isinstance(function, Mapping)
-                else (None, None)
-            )
-            if not isinstance(name, str) or not isinstance(parameters, Mapping):
+            if (
+                not isinstance(function, Mapping)
+                or not isinstance(function.get("name"), str)
+                or not isinstance(function.get("parameters") or {}, Mapping)
+            ):
                 raise DataError(
                     f"tools.{number}: must be of the form "
                     '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
